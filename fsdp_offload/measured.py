@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from .core.attached import Engine
+from .core.engine import Engine
 from .core.items import Item
 from .device import HAS_COPY_QUEUES
 from .device.copy_queues import TOO_FEW

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_offload.core.attached import engine_of
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.items import Item
 from fsdp_offload.torch_compat.dtensor import local_shard
 

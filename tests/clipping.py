@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from fsdp_offload import clip_grad_norm_, is_offloaded
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.guesses import Guesses
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import Loop, look

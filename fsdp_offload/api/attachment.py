@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..core.attached import Engine, inside
-from ..core.attached import engine_of as find_engine
+from ..core.engine import Engine, inside
+from ..core.engine import engine_of as find_engine
 from ..core.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.attached import Engine, find_offloaded
+from ..core.engine import Engine, find_offloaded
 from ..core.hooks import group_numbers, hook_model
 from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates

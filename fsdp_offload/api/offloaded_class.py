@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.attached import Engine
+from ..core.engine import Engine
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.mapping import OffloadedState
 from .attachment import Attachment, attachment_of, offloaded, redirect_captured_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.attached import Engine, find_offloaded, inside
+from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..measured import report_of

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
-from ..core.attached import Engine, engine_of, find_offloaded
+from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.lending import Lending
 from ..device.arena import Region
 from ..planning.buckets import aligned

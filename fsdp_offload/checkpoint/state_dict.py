@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.wrapped import is_wrapped, optimizers_in
-from ..core.attached import Engine, engine_of, find_offloaded
+from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of

@@ -9,9 +9,9 @@ from ..state.store import StateStore
 from ..torch_compat.dtensor import version_of
 from ..torch_compat.spent_gradient import is_spent, note_freed, spend
 from ..torch_compat.watched_gradient import unwatch, watch
-from .engine import Core
 from .guesses import Guesses
 from .homes import Plan
+from .loop import Core
 from .updates import BucketUpdates
 
 logger = logging.getLogger(__name__)

@@ -1,416 +1,614 @@
-"""One loop for every mode: what may be updated now, what is used next, is there room for it."""
+"""One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+import logging
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..device.lanes import Mark, recorded
-from .cache import Cache, Moved
-from .items import Item, Use
+from ..cpu_update.updates import HostUpdates
+from ..optimizers import Capabilities
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..policy import OffloadPolicy
+from ..state.layout import is_trained
+from ..state.shard import Home, StateShard
+from ..state.store import StateStore, UserState
+from ..torch_compat.dtensor import local_shard, version_of
+from ..torch_compat.homed import is_homed
+from ..torch_compat.optim import scaler_decides
+from ..torch_compat.sharded_parameter import ShardedParameter
+from ..torch_compat.spent_gradient import is_freed
+from .contents import Contents
+from .early import Early
+from .guesses import Guesses
+from .host_lane import HostLane
+from .items import Item
 from .lanes import Lanes
-from .plan import ELSEWHERE, Bucket, choose_kept
-from .timeline import Reductions, Timeline
+from .loop import Core
+from .phases import Phases
+from .plan import (
+    ELSEWHERE,
+    Bucket,
+    bucketing,
+    pools_for,
+    share_out,
+)
+from .room import Room, Stopwatch
+from .spare_homes import SpareHomes
+from .steps import Steps
+from .updates import BucketUpdates
+from .weights import Weights
+
+logger = logging.getLogger(__name__)
 
 
-class Mode(NamedTuple):
-    """When updates may begin, where they run, who waits for them."""
-
-    begin: Literal["step", "final"]
-    lane: Literal["compute", "update"]
-    waits: Literal["step", "gather"]
-
-
-MODES = {
-    "step": Mode("step", "compute", "step"),
-    "forward": Mode("step", "update", "gather"),
-    "iteration": Mode("final", "update", "gather"),
-}
-
-AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""How far prefetches look ahead: in uses, gathers, loads for gathers. More uses than places ever hold would not help.
-More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
-
-REDUCTIONS_BEHIND = 4
-"""How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
-
-
-class Updates(Protocol):
-    """Whoever runs the user's optimizer."""
-
-    def begin(self) -> bool:
-        """Begin a step; ``False``: it may not begin before ``step()`` is called."""
-
-    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update of ``bucket`` needs now; returns gradients and whatever else it reads, and the update."""
-
-    def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
-        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
-
-    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
-        """The step has ended when these of all ``buckets`` were ``done``."""
-
-
-class WayBack(Protocol):
-    """Undoes updates that are guesses."""
-
-    def takes(self, bucket: Bucket) -> bool:
-        """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
-
-    def guard(self, bucket: Bucket) -> None:
-        """The update is about to be issued: store what take-back will load, unless it is on the host."""
-
-    def updated(self, bucket: Bucket) -> None:
-        """The update has been issued."""
-
-
-class Core:
-    """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
+class Engine(Contents):
+    """The engine of one offloaded optimizer.
 
     Attributes:
-        buckets: in forward order.
-        weights: by group number, the item of its parameters; without bytes where they stay on the device.
-        frees_gradients: gradients are freed in the backward that uses them: there is no room for all of them.
-        done: buckets that this step has updated, in order.
-        last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
-        begun: updates of this step have begun.
-        is_seen: a forward has used parameters that this step has updated before ``step()``.
-        stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
-        updated: the end of the last update.
-        torn: the bucket whose update runs; after an exception, it may be half updated.
-        may_begin_early: updates may begin in the backward.
-        away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        guess: undoes the updates of this backward, which may be wrong; ``None``: they are certain.
+        core: the loop.
+        steps: answers others who ask about its steps.
+        phases: everything leaves the device, and comes back.
+        gathered: parameters that ``fully_shard`` gathers.
+        weights: those that live on the host; ``None``: all stay on the device.
+        loads_in_backward: hooks on a model tell when a backward begins.
+        early: gradients with which the backward has updated.
+        room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
-        self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
-        self.timeline, self.reductions = Timeline(), Reductions()
-        self.cache = Cache(device, lanes, self.timeline)
-        self.buckets: list[Bucket] = []
-        self.weights: dict[int, Item] = {}
-        self.done: dict[Bucket, None] = {}
-        self.begun = self.is_seen = False
-        self.stepping: Mark | None = None
-        self.updated: Mark | None = None
-        self.last_moved: Moved | None = None
-        self.torn: Bucket | None = None
-        self.may_begin_early, self.away = True, False
-        self.frees_gradients = False
-        self.guess: WayBack | None = None
-        self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
-        self._gathers: dict[int, Use] = {}
-        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
-        self._ready: list[Bucket] = []
-        self._of_group: dict[int, list[Bucket]] = {}
-        self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
-        self._of_weights: dict[Item, list[Bucket]] = {}
-        self._reduced_at: dict[int, Mark] = {}
-        self._gradients: dict[int, list[Tensor]] = {}  # by bucket
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        policy: OffloadPolicy,
+        device: torch.device,
+        names: dict[Tensor, str],
+        together: Mapping[Tensor, int],
+        host: HostUpdates | None,
+    ) -> None:
+        group_bytes: Counter[int] = Counter()
+        for param in names:
+            group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
+        bucket_bytes, joined = bucketing(
+            policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
+        )
+        super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
+        self.loads_in_backward = False
+        self.gathered = together.keys()
+        self._together, self._bucket_bytes = together, bucket_bytes
+        self._params_of: dict[int, list[Tensor]] = defaultdict(list)
+        for param, number in together.items():
+            if param in names:
+                self._params_of[number].append(param)
+        self._spare_homes = SpareHomes(self.plan, self.conventions)
+        self._updates = BucketUpdates(
+            cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
+        )
+        if host is not None:
+            self._updates.host = HostLane(host, self.plan.host_shards)
+        lanes = Lanes(self._link, serial=policy.serial)
+        self.core = Core(lanes, device, policy.overlap, self._updates)
+        self.guesses = Guesses(self, capabilities, self._updates)
+        self.early = Early(self.core, self.guesses, self._updates, self.plan, self.names)
+        self.steps = Steps(self.core, self.guesses, host)
+        self.phases = Phases(self.core, self.guesses, self.plan, self.lending)
+        self._taken = -1  # the generation of the plan that the core is about
+        self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
+        self.room: Room | None = None
+        self.weights: Weights | None = None
+        if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
+            self.core.cache.stopwatch = Stopwatch(device)
+        self.core.frees_gradients = policy.parameters and policy.updates_in_backward
+        self.core.may_begin_early = False
 
-    def take(self, buckets: Sequence[Bucket], weights: dict[int, Item]) -> None:
-        """Be about these from now on. Nothing is under way."""
-        self.buckets, self.weights = list(buckets), weights
-        self.cache.bound = [one.bound for one in buckets]
-        self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
-        self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
-        self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
-        streamed = {number: item for number, item in weights.items() if item.nbytes}
-        self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
-        self.timeline.forget()
+    def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
+        """Move the parameters of this optimizer home, and those that nobody trains, group by group.
 
-    # Events -----------------------------------------------------------------------------------------------------------
-
-    def gather(self, number: int, stream: torch.Stream | None) -> None:
-        """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
-        item = self.weights.get(number)
-        if item is None or not (item.nbytes or self.mode.lane == "update"):
-            return
-        lane = self.lanes.on(stream)
-        if item.nbytes:
-            self.cache.fetch(item)
-        if lane.name not in item.known_to and (item.ready is not None or item.beside):
-            with self._timed_wait(stream):
-                lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
-                lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
-            item.known_to.add(lane.name)
-        lane.touch(reads=item.place())
-
-    def _timed_wait(
-        self, stream: torch.Stream | None, *, in_step: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        watch = self.cache.stopwatch
-        return contextlib.nullcontext() if watch is None else watch.waiting(stream, in_step=in_step)
-
-    def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
-        """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
-        item = self.weights.get(number)
-        if item is None or not (item.nbytes or self.mode.lane == "update"):
-            return
-        lane = self.lanes.on(stream)
-        item.used[lane.name] = lane.mark()  # R1: the next update of these parameters, or load there, waits for it
-        if item.nbytes:
-            if counts:
-                self.timeline.note(self._gathers[number])
-            self.prefetch()
-
-    def buckets_of(self, number: int) -> Sequence[Bucket]:
-        """Buckets that have parameters of a group."""
-        return self._of_group.get(number, ())
-
-    def followers(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Buckets with later ranges of the parameters in ``bucket``."""
-        return self._followers.get(bucket.number, ())
-
-    def has_updated(self, number: int) -> bool:
-        """Return whether this step has updated parameters of a group already."""
-        return any(number in bucket.groups for bucket in self.done)
-
-    def uses(self, number: int) -> None:
-        """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
-        for bucket in self._of_group.get(number, ()):
-            if bucket.number in self._gradients and bucket not in self.done:
-                late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
-                if late:
-                    with self._timed_wait(None):
-                        self.lanes.compute.wait(*late)
-                del self._gradients[bucket.number]
-
-    def reduced(self, number: int, event: object) -> None:
-        """Gradients of a group have been reduced, as of ``event`` of torch's."""
-        self.reductions.count(number)
-        if self.mode.begin != "final" or not self.may_begin_early or number not in self.weights:
-            self.prefetch()
-            return
-        self._reduced_at[number] = self.lanes.event(event)
-        updated = {bucket.number for bucket in self.done}
-        looked_at = list(self._of_group[number])
-        for bucket in looked_at:
-            final = all(map(self.reductions.is_final, bucket.groups))
-            takes = self.guess is None or self.guess.takes(bucket)
-            if takes and final and bucket.number not in updated and updated >= bucket.after:
-                self._ready.append(bucket)
-                updated.add(bucket.number)
-                looked_at += self._followers.get(bucket.number, ())
-        before = len(self.done)
-        self.pump()
-        if self.frees_gradients:
-            self._let_go([bucket.number for bucket in list(self.done)[before:]])
-
-    def _let_go(self, updated: list[int]) -> None:
-        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
-
-        Reductions allocate in this memory, on a stream that waits for compute.
+        Raises:
+            MemoryError: host memory does not suffice.
         """
-        self._used_by.append((self.updated, updated))
-        while len(self._used_by) > REDUCTIONS_BEHIND:
-            mark, numbers = self._used_by.popleft()
-            if numbers:
-                with self._timed_wait(None):
-                    self.lanes.compute.wait(mark)
-            for number in numbers:
-                self._gradients.pop(number, None)
 
-    def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
-        """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
-        self.stepping = self.lanes.compute.mark()
-        left = (one for one in wanted if one not in self.done or one in again)
-        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
-        self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
-        try:
-            self.pump()
-            for item in list(self.cache.held):
-                if item.dirty and not item.stays:
-                    self.cache.put(item)
-        finally:
-            self.stepping = None
-        waits = self.mode.waits == "step"
-        for number, item in self.weights.items():
-            if waits or number == ELSEWHERE:
-                self.lanes.compute.wait(item.updated, *item.beside.values())
-            if waits and item.exposed and item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+        def is_own(one: ShardedParameter) -> bool:  # what nobody trains is moved by whoever comes first
+            return one.param in self.names or (is_frozen(one) and not is_homed(one.param))
 
-    def end(self) -> bool:
-        """End the iteration, its step being complete; returns whether it repeated the one before."""
-        first = not self.timeline.cycle
-        self.timeline.end()
-        self.reductions.end()
-        self.last_moved, self.cache.moved = self.cache.moved, Moved()
-        self.done, self._ready, self._undone = {}, [], set()
-        self.begun = self.is_seen = False
-        self._used_by.clear()
-        if first:
-            self.choose_kept()
-        self.prefetch()
-        return self.timeline.repeats
+        own = [list(filter(is_own, group)) for group in groups]
+        weights = Weights(
+            own,
+            partial(_wait_parameter, weakref.ref(self)),
+            self.plan.take_region,
+            self.policy.snapshot_bytes - self.plan.spare_bytes,
+            self.names,
+        )
+        self.weights = self._updates.weights = weights
+        self.lending.homes_of_parameters = weights.homes
+        self._count_weights(weights)
+        self._taken = -1
 
-    def choose_kept(self) -> None:
-        """Choose which items stay on the device, given the blocks that are allowed now."""
-        choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
-        choose_kept([item for item in self.weights.values() if item.nbytes])
+    def _count_weights(self, weights: Weights) -> None:
+        self.plan.regions += [region for region in weights.regions if region.nbytes]
+        self.plan.spare_bytes += weights.spare_bytes
 
-    def pump(self) -> None:
-        """Update what may be updated now; load what is used next."""
-        while self._ready:
-            if not self.begun:
-                if not self.updates.begin():
-                    self._ready = []  # step() will find them
-                    break
-                self.begun = True
-            self.update(self._ready.pop(0))
-            self.prefetch()
-        self.prefetch()
+    def weights_of(self, number: int) -> Weights | None:
+        """Those of which a group of ``fully_shard`` has some; ``None``: its parameters stay on the device."""
+        return self.weights if self.weights is not None and number in self.weights.items else None
 
-    def update(self, bucket: Bucket) -> None:
-        """Run the user's optimizer on one bucket, and send home what changed."""
-        if self.stepping is not None:
-            ready = [self.stepping]  # clipping, or the user, may still be changing the gradients on the compute stream
-        else:
-            ready = [self._reduced_at[group] for group in bucket.groups]  # they may still be being reduced
-        if bucket.on_host:
-            self._update_on_host(bucket, ready)
-            return
-        state, cache = bucket.state, self.cache
-        creates = not state.exists
-        # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
-        lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
-        cache.pinned = bucket.streamed
-        for item in bucket.streamed:
-            cache.fetch(item)
-        guess = self.guess if self.stepping is None else None
-        if guess is not None:
-            guess.guard(bucket)
-        lane.wait(*ready)
-        items = (state, *bucket.weights)
-        with self._timed_wait(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
-            for item in items:
-                lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
-        for item in items:
-            lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
-        gradients, job = self.updates.job(bucket)
-        self.torn = bucket
-        with recorded(f"fsdp_offload U {state.name}"):
-            lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
-        self.updated = mark = lane.mark()
-        if self.mode.lane == "update":
-            # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
-            # Compute waits for the update in the next gather; reductions wait for compute.
-            before = self._gradients.get(bucket.number, []) if bucket in self.done else []  # others have come late
-            self._gradients[bucket.number] = [*before, *gradients]
-        for item in items:
-            cache.changed(item, mark)
-        cache.pinned, self.torn = (), None
-        self.done[bucket] = None
-        cache.moved.updates += 1
-        if guess is not None:
-            guess.updated(bucket)
-        self._send_home(bucket, guess)
-
-    def _send_home(self, bucket: Bucket, guess: WayBack | None) -> None:
-        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
-        for item in bucket.streamed:
-            if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):
-                self.cache.put(item)
-        if bucket.streamed and bucket not in self._undone:
-            self.timeline.note(bucket.use)
-
-    def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
-        """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
-
-        Nobody waits for gathers here: the gradients, which are waited for, were made after them.
-        """
-        bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
-        bucket.state.exists, bucket.state.exposed = True, False
-        for item in bucket.weights:
-            item.beside[bucket.number] = mark
-            item.known_to.clear()
-        self.done[bucket] = None
-        self.cache.moved.updates += 1
-
-    def _is_updated(self, weights: Item) -> bool:
-        """Return whether this step has updated all buckets that have some of these parameters."""
-        return all(one in self.done for one in self._of_weights[weights])
-
-    def prefetch(self) -> None:
-        """Load what is used next, nearest first, until something that is needed sooner would have to leave."""
-        if self.away:
-            return
-        gathers = loads = 0
-        for distance, use in self.timeline.upcoming(AHEAD):
-            gathers += use.gathers
-            if gathers > GATHERS_AHEAD:
-                return
-            for item in use.items:
-                if item.block is None and item.exists:
-                    loads += use.gathers
-                    if loads > LOADS_FOR_GATHERS or not self.cache.fetch(item, must=False, distance=distance):
-                        return
-
-    # Those who look ---------------------------------------------------------------------------------------------------
-
-    def wait_updated(self) -> None:
-        """Let the current stream wait for all updates: each marks the parameters that it has written."""
-        for item in self.weights.values():
-            self.lanes.compute.wait(item.updated, *item.beside.values())
-        self._gradients.clear()
-
-    def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
-        """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
-
-        Versions do not count all writes (``torch._foreach_*`` on DTensors), so places are loaded again before use.
-        """
-        items, updated = list(items), self._updated_items()
-        self.cache.flush(items)
-        for item in items:
-            if item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host
-            for mark in item.home_read.values():
-                mark.synchronize()  # R4, on the host: whoever looks may write
-            item.expose()
-            if may_write and item not in updated:  # after an update it is too late
-                item.seen = None
-        if self.updated is not None:
-            self.updated.synchronize()  # counters, which are written where they are
+    # The plan ---------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Block the host until everything is at home, and give up all places: homes are about to be written."""
-        self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
-        self.cache.forget(list(self.cache.held))
+        """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
+        self.guesses.take_back()
+        if self.host is not None:
+            self.host.wait_quietly()
+        self.core.wait_updated()
+        self.core.settle()
 
-    def abandon(self, *, is_undone: bool = False) -> None:
-        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated.
+    def _take_plan(self, states: StateStore | None = None) -> None:
+        """If the plan has changed, hand its buckets to the core; everything has been brought home before."""
+        if self._taken != self.plan.generation:
+            self._taken = self.plan.generation
+            core = self.core
+            core.cache.release()
+            numbers = sorted({self._together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
+            streamed = {} if self.weights is None else self.weights.items
+            weights = {number: Item(f"parameters of group {number}") for number in numbers} | streamed
+            buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
+            core.take(buckets, weights)
+            limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
+            state = [bucket.state for bucket in buckets if bucket.state.nbytes]
+            pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
+            self._share_out(limit)
+            core.choose_kept()
+            learns = limit is None and (self.policy.runs_on_into_forward or self.policy.parameters)
+            learns = learns and not self.layouts.capabilities.moves_whole
+            self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
+        if states is not None:
+            for bucket in self.core.buckets:
+                if not bucket.state.exists:
+                    bucket.state.exists = any(states.get(param) for param in bucket.params)
 
-        ``is_undone``: the update has written nothing, so places that are newer than their homes still count.
+    def _share_out(self, limit_bytes: int | None) -> None:
+        share_out(self.core.cache.pools, limit_bytes)
+
+    def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
+        planned = self.plan[number]
+        shards = list(planned.covers())
+        home = planned.home()
+        item = Item(
+            f"state {number}",
+            planned.bucket.nbytes if home else 0,
+            home=home,
+            version=lambda: sum(map(_versions_at, (place for shard in shards for place in shard.places))),
+            exists=False,
+            lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
+        )
+        self._spare_homes.serve(number, item)
+        groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
+        marks = tuple(weights[group] for group in groups)
+        params = tuple(shard.param for shard in shards)
+        after = frozenset(other for shard in shards for other in shard.buckets if other < number)
+        return Bucket(number, item, groups, marks, params, planned.on_host, after)
+
+    def take_staging(self) -> None:
+        """Allocate all blocks before there are activations, so that blocks do not lie among these."""
+        self._take_plan()
+        self._take_blocks()
+
+    def _take_blocks(self) -> None:
+        try:
+            self.core.cache.take_all()
+        except torch.OutOfMemoryError:
+            logger.info("no room for all blocks yet; they are taken when they are needed")
+
+    def passing_bytes(self) -> int:
+        """Device memory that buckets may pass through."""
+        return 1 << 62 if self.policy.device_bytes == "auto" else self.policy.device_bytes
+
+    def largest_bytes(self) -> int:
+        """Device memory that the largest bucket needs."""
+        return max((bucket.state.nbytes for bucket in self.core.buckets), default=0)
+
+    def staging_bytes(self) -> int:
+        """Device memory that is taken for what is offloaded."""
+        return self.core.cache.nbytes
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
+        """Update every parameter that has a gradient, and count the step as the optimizer would.
+
+        Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
+        current stream; where updates run on into the forward, each gather waits for those that it reads.
         """
-        if self.updated is not None:
-            self.updated.synchronize()
-        updated, torn = self._updated_items(), () if self.torn is None else self.torn.streamed
-        held = (item for item in torn if item.block is not None and item not in updated)
-        self.cache.forget([item for item in held if not (is_undone and item.dirty)])
-        self.cache.pinned, self.torn = (), None
-        self.updates.abandon(self.buckets, self.done)
-        self.cache.flush()
-        self.reset()
+        steps, core, early, updates = self.steps, self.core, self.early, self._updates
+        steps.check_usable("step()", mid_step=True)
+        guesses = self.guesses
+        self._make_zeroed_gradients(self.plan.shards)
+        early.unwatch()
+        core.away = False
+        problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
+        if problem and (not guesses.made or early.written()):
+            guesses.take_back()  # which overwrites what somebody has written, so the step is refused
+            self._refuse_step(problem)
+        elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
+            guesses.take_back()
+        try:
+            if not core.begun:
+                self._follow_groups(optimizer, states)
+            self._check_gradients(
+                early.freed, "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
+            )
+            updated = self._shards_with_grad(optimizer, states)
+            self._take_plan(states)
+            guesses.settle()  # last, since it waits for the norm
+        except BaseException:
+            guesses.take_back()
+            if not core.begun:
+                updates.finish()
+            raise
+        numbers = {number for shard in updated for number in shard.buckets} - early.ended
+        early.ended = set()
+        if not core.begun:
+            updates.start(optimizer, states, kwargs)
+            core.begun = True
+        wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
+        late = {bucket for bucket in core.done if any(updates.is_late(param, bucket) for param in bucket.params)}
+        without, made = updates.without_state, core.cache.nbytes
+        self._leave_room(wanted)
+        try:
+            core.step(wanted, late)
+            if self.host is not None:
+                self._take_created(self.host, states)
+            new = [param for param in without if states.get(param)]
+            self._take_results(optimizer, new, states)
+        except BaseException as error:
+            self._note_failure(error, wanted)
+            raise
+        if core.cache.restore_room() or new:
+            self._take_blocks()
+        had = bool(wanted)
+        updates.finish()
+        steady = core.end() and not new and core.cache.nbytes == made
+        self._measure(steady)
+        early.step_ended(scaler_decides(optimizer, kwargs))
+        guesses.step_ended()
+        self._tell_lost_writes()
+        return had
 
-    def forget_updates(self) -> None:
-        """All updates of this step have been undone: ``step()`` runs them again."""
-        self._undone |= self.done.keys()
-        self.cache.pinned, self.torn = (), None
-        self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
-        self._used_by.clear()
+    def _tell_lost_writes(self) -> None:
+        lost = list(dict.fromkeys(self._lost))
+        self._lost.clear()
+        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        if lost:
+            warnings.warn(
+                f"State of {shown} was written through a tensor that was fetched from optimizer.state before the last "
+                "step. This state stays on the device, where it is newer, and the write is lost. Fetch it from "
+                "optimizer.state again before writing.",
+                stacklevel=2,
+            )
 
-    def _updated_items(self) -> set[Item]:
-        return {item for bucket in self.done for item in bucket.streamed}
+    def _leave_room(self, buckets: Iterable[Bucket]) -> None:
+        """Leave out a block where state is created, which takes as much."""
+        pools = (one.state.pool for one in buckets if not one.state.exists and one.state.pool is not None)
+        pool = next(pools, None)
+        if pool is not None:
+            self.core.cache.leave_room(pool)
 
-    def reset(self) -> None:
-        """Begin anew, with whatever is at home."""
-        self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
-        self.reductions.end(stepped=False)
-        if self.cache.stopwatch is not None:
-            self.cache.stopwatch.forget()
+    def _take_created(self, host: HostUpdates, states: StateStore) -> None:
+        for param, state in host.take_created().items():
+            homes = self.plan.shards[param].homes
+            states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
+
+    def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
+        updates = self._updates
+        assert updates.shared is not None and updates.logical is not None
+        if created:
+            new = set(created)
+            states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
+        rest = updates.shared.unvisited
+        if rest:  # groups of which no bucket was updated: a plain step sees them as well
+            groups = enumerate(optimizer.param_groups)
+            lists = [self._stand_in(group["params"]) if number in rest else [] for number, group in groups]
+            updates.shadow.run(updates.shared, lists, {}, updates.logical.kwargs, counting=rest)
+        updates.shared.commit(optimizer)
+        updates.logical.finish()
+        changed = updates.shared.changed_entries
+        if not changed <= self.layouts.counters:
+            self.layouts.count(changed)
+            self._layout_keys = self._keys(optimizer)
+
+    def _stand_in(self, params: list[Tensor]) -> list[Tensor]:
+        from ..optimizers.scratch import without_gradient
+
+        return [] if not params or self.conventions.state_without_gradient else without_gradient(params)
+
+    def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
+        core = self.core
+        if self.guesses.made:
+            self.guesses.take_back()
+            core.reset()
+            return
+        torn, first = core.torn, self._updates.first
+        is_undone = not core.done and torn is not None and first is not None and first.undo()
+        if is_undone:
+            torn = None  # nothing has been written: nothing is lost
+        if core.done or torn is not None:
+            done = list(core.done)
+            self.steps.failure = (
+                f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
+                f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may "
+                "be half updated; the others are as before that step"
+            )
+        core.abandon(is_undone=is_undone)
+        core.cache.restore_room()
+        self.early.forget()
+
+    def _names_in(self, buckets: list[Bucket]) -> str:
+        names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
+        return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
+
+    def _measure(self, steady: bool) -> None:
+        core, room = self.core, self.room
+        if core.cache.stopwatch is None:
+            return
+        reading = core.cache.stopwatch.end()
+        if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
+            for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
+                core.cache.resize(pool, count)
+            core.choose_kept()
+            self._take_blocks()
+
+    def _free_at_peak(self) -> int:
+        # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
+        return self._link.room_beside(self._link.taken_bytes().peak)
+
+    # In the backward --------------------------------------------------------------------------------------------------
+
+    def reduced(self, number: int, event: object, optimizer: Optimizer, states: StateStore) -> None:
+        """Gradients of a group have been reduced: load, and update what may be updated."""
+        core = self.core
+        core.away = False
+        self.early.ended = set()  # these gradients are of another backward than those that a load has overtaken
+        if not core.begun and not self.steps.failure:
+            stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
+            stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
+            may_begin = self.early.frees_all or self.early.is_clean
+            if self.guesses.announced and not self.early.frees_all:
+                self.guesses.choose(optimizer, states)
+                may_begin = core.guess is not None
+            core.may_begin_early = may_begin and not stale
+            if not stale:
+                self._updates.may_begin = lambda: self._begin(optimizer, states)
+        try:
+            before = set(core.done)
+            with torch.no_grad():
+                # A group may be reduced without some of its parameters: for these no other gradient comes.
+                if core.frees_gradients and self._make_zeroed_gradients(self._params_of[number]):
+                    core.lanes.compute.wait(core.lanes.event(event))
+                    event = None  # but the point that compute has reached, which writes the zeros
+                core.reduced(number, event)
+        except BaseException as error:
+            self._note_failure(error, core.buckets)
+            raise
+        finally:
+            self._updates.may_begin = lambda: False
+        new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
+        if new and self.guesses.made and self._updates.writes_gradients:
+            self.refuse("an update has written its gradients", _WRITES_GRADIENTS)
+        if core.frees_gradients:
+            self.early.spend(new)
+        else:
+            self.early.watch(new)
+
+    def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
+
+        Then edits of param groups are followed now and not in ``step()``, as they may divide state anew.
+        """
+        core = self.core
+        if not core.frees_gradients or self.steps.failure or core.done:
+            return
+        if not self.early.is_clean and self.layouts.capabilities.elementwise:
+            self.early.frees_all = self.early.frees_all or not self._gradients_fit()
+        if not self.early.frees_all:
+            return
+        core.reductions.expect_one()
+        with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
+            self._follow_groups(optimizer, states)
+            self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+            self._follow_groups(optimizer, states)
+            self._take_plan(states)
+
+    def _gradients_fit(self) -> bool:
+        if self.device.type == "cpu":
+            return True
+        trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
+        room_bytes = self._link.room_beside(self._link.taken_bytes().now)
+        return sum(local_shard(param).nbytes for param in trained) <= room_bytes
+
+    def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
+        if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
+            return False  # this backward, or step(), will refuse these: nothing may have been updated by then
+        self._leave_room(self.core.buckets)
+        self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+        self._updates.start(optimizer, states, {})
+        if self.core.guess is not None:
+            self.guesses.begin(states)
+        return True
+
+    def refuse_second_backward(self) -> None:
+        """A backward is about to add to gradients that an update has used, or comes from parameters that it wrote."""
+        self.refuse(
+            "a backward came after the one whose gradients had been updated with already",
+            "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
+            "with the gradients of the first one. The number of backwards before each step must not change (it was "
+            "learnt in the first steps; one is expected where not all gradients fit on the device); use "
+            "overlap='forward', or one step for each backward.",
+        )
+
+    def refuse_recomputation(self) -> None:
+        """A backward is about to compute again what it has updated: a block that was used twice, checkpointed."""
+        self.refuse(
+            "a backward computed a block again whose parameters it had updated already",
+            "activation checkpointing of a block that runs twice before one backward, with "
+            "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
+            "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
+        )
+
+    def refuse(self, failure: str, message: str) -> None:
+        """Note that the state is half updated for ever, and say why."""
+        self.steps.failure = failure
+        self.core.abandon()
+        self.early.forget()
+        raise RuntimeError(message)
+
+    def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
+        """Say what differs between this step and the one that the backward has begun; empty: nothing."""
+        problem = self.early.problem(states)
+        if not problem and scaler_decides(optimizer, kwargs):
+            problem = "a GradScaler decides only now whether there is a step"
+        shared = self._updates.shared
+        assert shared is not None
+        if not problem and not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
+            problem = "hyperparameters have changed since then"
+        return problem
+
+    def _refuse_step(self, problem: str) -> None:
+        self.refuse(
+            f"the update began in the backward, and {problem}",
+            f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
+            f"{problem}. Load a checkpoint. A loop that does so has to do it from the first step on, or use "
+            "overlap='forward'.",
+        )
+
+    def before_gather(self, number: int) -> None:
+        """Parameters of a group are about to be read: take guesses back that have changed them."""
+        if self.guesses.made and self.core.has_updated(number):
+            self.guesses.take_back()
+
+    # By hand ----------------------------------------------------------------------------------------------------------
+
+    def reload(self, states: StateStore) -> None:
+        """Let items come back, and begin to load what the next step needs first."""
+        self.phases.reload(states)
+        if self._taken == self.plan.generation:
+            self.core.prefetch()
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """As :meth:`Contents.install`; a step that the backward has begun is forgotten."""
+        self.guesses.take_back()
+        self.early.ended = {bucket.number for bucket in self.core.done}
+        self.core.abandon()
+        self.early.forget()
+        super().install(optimizer, states, loaded)
+        self.steps.failure = ""
+
+    def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
+        """As :meth:`Contents.add`."""
+        params = list(params)
+        if params:
+            self.steps.check_usable("taking over more parameters")
+        super().add(optimizer, params, states)
+        if self._taken >= 0:
+            self._take_plan(states)
+
+    def return_to_device(self, states: StateStore) -> None:
+        """As :meth:`Contents.return_to_device`, with the memory of the places."""
+        self.settle()
+        self.core.cache.release()
+        super().return_to_device(states)
+        if self.weights is not None:
+            self.weights.return_to_device(self.device)
+            self.weights = None
+
+    def clear(self) -> None:
+        """Drop all homes of state, after the last store."""
+        self.settle()
+        self.core.cache.release()
+        super().clear()
+        if self.weights is not None:
+            self._count_weights(self.weights)
+
+    # Looking at it ----------------------------------------------------------------------------------------------------
+
+    def _items_of(self, shards: Iterable[StateShard]) -> list[Item]:
+        if self._taken != self.plan.generation:
+            return []  # everything has been brought home
+        return [self.core.buckets[number].state for number in dict.fromkeys(n for s in shards for n in s.buckets)]
+
+    def wait_home(self, param: Tensor) -> None:
+        """Block the host until the home of this parameter's state is up to date."""
+        self.guesses.take_back()
+        shard = self.plan.shards.get(param)
+        self.core.wait_home(self._items_of([] if shard is None else [shard]))
+
+    def wait_parameter_home(self, param: Tensor) -> None:
+        """Block the host until the home of a parameter that streams is up to date."""
+        self.guesses.take_back()
+        if self.weights is not None:
+            self.core.wait_home([self.weights.parts[param].item])
+
+    def wait_all_home(self, *, may_write: bool = True) -> None:
+        """Block the host until every home is up to date."""
+        self.guesses.take_back()
+        streamed = [] if self.weights is None else self.weights.items.values()
+        self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and every update has finished."""
+        self.guesses.take_back()
+        self.core.wait_updated()
+        self.wait_all_home(may_write=False)
+        if self.core.updated is not None:
+            self.core.updated.synchronize()
+
+
+def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
+    found = engine()
+    if found is not None:
+        found.wait_parameter_home(param)
+
+
+def _versions_at(home: Home) -> int:
+    """Change with every write into a home, past our own copies."""
+    values = sum(sum(version_of(value)) for value in home.values.values())
+    return values + sum(leaf._version for leaves in home.leaves.values() for leaf in leaves)
+
+
+_WRITES_GRADIENTS = (
+    "this optimizer has begun to write the gradients that it is given, so that an update in the backward "
+    "(OffloadPolicy(overlap='iteration')) cannot be repeated after fsdp_offload.clip_grad_norm_. Use overlap='forward'."
+)
+
+
+def engine_of(optimizer: object) -> Engine | None:
+    """The engine of an offloaded optimizer; ``None`` for anything else."""
+    attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    engine: Engine | None = None if attachment is None else attachment.engine
+    return engine
+
+
+def find_offloaded(optimizer: object) -> Optimizer | None:
+    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper; ``None`` if there is none."""
+    target = optimizer
+    while target is not None and engine_of(target) is None:
+        target = inside(target)
+    return target if isinstance(target, Optimizer) else None
+
+
+def inside(wrapper: object) -> Optimizer | None:
+    """The optimizer that ``wrapper`` holds under one of the usual names."""
+    attributes = getattr(wrapper, "__dict__", {})
+    held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
+    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
+
+
+def is_frozen(sharded: ShardedParameter) -> bool:
+    """Return whether nobody trains a parameter, and its type can live on the host."""
+    return not is_trained(sharded.param) and sharded.is_plain

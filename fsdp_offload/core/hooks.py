@@ -15,7 +15,7 @@ from ..torch_compat.conversions import keep_in_place
 from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
 from ..torch_compat.left_behind import LeftBehind
 from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
-from .attached import Engine
+from .engine import Engine
 
 GetStates = Callable[[Optimizer], StateStore]
 

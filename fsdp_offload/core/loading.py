@@ -17,7 +17,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..state.layout import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
 from ..state.store import UserState
 from ..torch_compat.dtensor import is_dtensor, over_local, placements_of
-from .attached import Engine
+from .engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Between steps everything leaves the device and comes back, as Megatron's loop (in three calls) and RL ask for."""
 
 from ..state.store import StateStore
-from .engine import Core
 from .guesses import Guesses
 from .homes import Plan
 from .lending import Lending
+from .loop import Core
 
 
 class Phases:

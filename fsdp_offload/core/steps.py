@@ -1,8 +1,8 @@
 """What others ask about the steps of one optimizer: may this be done now, and why is the state only half updated."""
 
 from ..cpu_update.updates import HostUpdates
-from .engine import Core
 from .guesses import Guesses
+from .loop import Core
 
 
 class Steps:

@@ -22,7 +22,7 @@ from ..torch_compat.watched_gradient import bare
 from .homes import Plan
 from .host_lane import HostLane
 from .plan import Bucket
-from .readers import SpareHomes
+from .spare_homes import SpareHomes
 from .weights import Weights
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, remove_offload
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from tests.parity import attach
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {

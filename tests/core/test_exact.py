@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.updates import BucketUpdates
 from fsdp_offload.torch_compat.fully_shard import sharded_data
 from fsdp_offload.torch_compat.homed import is_homed

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
-from fsdp_offload.core.attached import Engine, engine_of
-from fsdp_offload.core.engine import REDUCTIONS_BEHIND
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
+from fsdp_offload.core.loop import REDUCTIONS_BEHIND
 from tests.core.programs import local
 from tests.parity import attach
 

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import guesses, updates
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import Guesses, WayBack
-from fsdp_offload.core.readers import SpareHomes
+from fsdp_offload.core.spare_homes import SpareHomes
 from fsdp_offload.core.updates import BucketUpdates
 from fsdp_offload.state.store import OwnCounters
 from fsdp_offload.torch_compat.dtensor import local_shard

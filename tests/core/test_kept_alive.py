@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.updates import BucketUpdates
 from tests.core.programs import local
 from tests.parity import attach

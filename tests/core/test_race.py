@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.core import cache as cache_module
-from fsdp_offload.core import engine as engine_module
 from fsdp_offload.core import guesses as guesses_module
+from fsdp_offload.core import loop as loop_module
 from fsdp_offload.core.items import Item
 from fsdp_offload.core.plan import ELSEWHERE, Bucket, make_pools, need
 
@@ -63,7 +63,7 @@ class Trial:
     """One random program."""
 
     seed: int
-    core_class: type[Any] = engine_module.Core
+    core_class: type[Any] = loop_module.Core
     way_back_class: type[Any] = guesses_module.WayBack
 
     def __post_init__(self) -> None:
@@ -381,15 +381,15 @@ def test_random_programs_have_no_race_and_every_number_is_right(first):
 
 MUTANTS = {
     "R1: a load does not wait for the last users of its block": ("cache", "load.wait(*block.free)", "pass"),
-    "R1: the memory of a gradient may still be read": ("engine", "self.lanes.compute.wait(mark)", "pass"),
-    "R1: a gradient is let go before its update has ended": ("engine", "self.lanes.compute.wait(*late)", "pass"),
+    "R1: the memory of a gradient may still be read": ("loop", "self.lanes.compute.wait(mark)", "pass"),
+    "R1: a gradient is let go before its update has ended": ("loop", "self.lanes.compute.wait(*late)", "pass"),
     "what somebody wrote at home is not gathered": (
-        "engine",
+        "loop",
         "            self.cache.fetch(item)\n        if lane",
         "            item.block or self.cache.fetch(item)\n        if lane",
     ),
-    "R1: an update does not wait for readers": ("engine", "lane.wait(*item.used.values())", "pass"),
-    "R1: a gather's read is not noted": ("engine", "item.used[lane.name] = lane.mark()", "lane.mark()"),
+    "R1: an update does not wait for readers": ("loop", "lane.wait(*item.used.values())", "pass"),
+    "R1: a gather's read is not noted": ("loop", "item.used[lane.name] = lane.mark()", "lane.mark()"),
     "R1: a store's read is not noted": (
         *("cache", 'item.at_home = item.used["store"] = store.mark()', "item.at_home = store.mark()"),
     ),
@@ -400,35 +400,35 @@ MUTANTS = {
     ),
     "R1: a block is given back too early": ("cache", "self.lanes.compute.wait(*block.free)", "pass"),
     "R2: a load does not wait for the last store": ("cache", "load.wait(item.at_home)", "pass"),
-    "R2: whoever looks does not wait": ("engine", "item.at_home.synchronize()  # R2, on the host\n", "pass\n"),
+    "R2: whoever looks does not wait": ("loop", "item.at_home.synchronize()  # R2, on the host\n", "pass\n"),
     "R2: whoever still holds a home is not waited for": (
-        "engine",
+        "loop",
         "item.at_home.synchronize()  # R2, on the host, for",
         "pass  # for",
     ),
     "what somebody still holds is kept and not stored": (
-        "engine",
+        "loop",
         "if item.dirty and not item.stays",
         "if item.dirty and not item.kept",
     ),
     "R3: a gather does not wait for the update": (
-        "engine",
+        "loop",
         "lane.wait(item.ready)  # R3: an update",
         "pass  # an update",
     ),
-    "R3: an update does not wait for the load": ("engine", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
+    "R3: an update does not wait for the load": ("loop", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
     "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
     "R4: a store does not wait for readers of its home": ("cache", "store.wait(*item.home_read.values())", "pass"),
     "R4: what a save reads is written, beside a spare home": (
         *("cache", "item.home, item.home_read = spare, {}", "item.home_read = {}"),
     ),
-    "R4: whoever looks does not wait for readers": ("engine", "mark.synchronize()  # R4", "pass  # R4"),
+    "R4: whoever looks does not wait for readers": ("loop", "mark.synchronize()  # R4", "pass  # R4"),
     "an update does not wait for its gradient": (
-        *("engine", "ready = [self._reduced_at[group] for group in bucket.groups]", "ready = []"),
+        *("loop", "ready = [self._reduced_at[group] for group in bucket.groups]", "ready = []"),
     ),
-    "an update in step() does not wait for clipping": ("engine", "ready = [self.stepping]", "ready = []"),
+    "an update in step() does not wait for clipping": ("loop", "ready = [self.stepping]", "ready = []"),
     "step() does not wait for updates": (
-        "engine",
+        "loop",
         "self.lanes.compute.wait(item.updated, *item.beside.values())\n            if waits",
         "pass\n            if waits",
     ),
@@ -460,7 +460,7 @@ MUTANTS = {
 
 def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
     """The loop and its way back with one line of them, or of the cache, exchanged."""
-    modules = {"cache": cache_module, "engine": engine_module, "guesses": guesses_module}
+    modules = {"cache": cache_module, "loop": loop_module, "guesses": guesses_module}
     text = {name: inspect.getsource(module) for name, module in modules.items()}
     assert text[file].count(old) == 1, f"{old!r} is {text[file].count(old)} times in {file}.py"
     text[file] = text[file].replace(old, new)
@@ -475,8 +475,8 @@ def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
         finally:
             sys.modules[f"fsdp_offload.core.{name}"] = before
         made[name] = module
-    made["engine"].Cache = made["cache"].Cache
-    return made["engine"].Core, made["guesses"].WayBack
+    made["loop"].Cache = made["cache"].Cache
+    return made["loop"].Core, made["guesses"].WayBack
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, reload_model, remove_offload
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 from tests.core.programs import local
 from tests.parity import attach
 

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.torch_compat.homed import is_homed
 from tests.async_writers import Waits, copied, loaded, not_the_same
 from tests.core.programs import local

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
 from tests.async_writers import Reading
 from tests.overlapping import POLICIES, SIZES, Habit, Loop, adamw, same, skip, write_state

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
 from fsdp_offload.core import updates as core_updates
-from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
 from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core.attached import Engine
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.engine import Engine
 from fsdp_offload.core.lanes import StreamLane
 from fsdp_offload.device import link as device_links
 from tests.async_writers import Waits, copied

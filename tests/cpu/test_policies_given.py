@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, synchronize
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 

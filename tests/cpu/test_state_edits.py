@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload import offload_optimizer
-from fsdp_offload.core.attached import Engine
+from fsdp_offload.core.engine import Engine
 from tests.parity import SMALL, Run, make_pair, params_of
 
 

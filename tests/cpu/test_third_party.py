@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.attached import engine_of
+from fsdp_offload.core.engine import engine_of
 from tests.overlapping import Loop, Net, same
 from tests.parity import Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
 from tests.distributed.models import build

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import WayBack
 from tests.clipping import guesses_of
 from tests.overlapping import Loop, Net, adamw, same

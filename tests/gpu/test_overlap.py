@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, slow_down
 
 SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.attached import Engine, engine_of
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, same_values, save_and_load, slow_down

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy
-from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Pool
 from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, slow_down
 from tests.parity import attach, leaves

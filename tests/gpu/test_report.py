@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, OffloadReport
-from fsdp_offload.core.attached import Engine, engine_of
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
 from tests.overlapping import POLICIES, Loop, Net, adamw
 

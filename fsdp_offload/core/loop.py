@@ -1,0 +1,416 @@
+"""One loop for every mode: what may be updated now, what is used next, is there room for it."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..device.lanes import Mark, recorded
+from .cache import Cache, Moved
+from .items import Item, Use
+from .lanes import Lanes
+from .plan import ELSEWHERE, Bucket, choose_kept
+from .timeline import Reductions, Timeline
+
+
+class Mode(NamedTuple):
+    """When updates may begin, where they run, who waits for them."""
+
+    begin: Literal["step", "final"]
+    lane: Literal["compute", "update"]
+    waits: Literal["step", "gather"]
+
+
+MODES = {
+    "step": Mode("step", "compute", "step"),
+    "forward": Mode("step", "update", "gather"),
+    "iteration": Mode("final", "update", "gather"),
+}
+
+AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
+"""How far prefetches look ahead: in uses, gathers, loads for gathers. More uses than places ever hold would not help.
+More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
+
+REDUCTIONS_BEHIND = 4
+"""How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
+
+
+class Updates(Protocol):
+    """Whoever runs the user's optimizer."""
+
+    def begin(self) -> bool:
+        """Begin a step; ``False``: it may not begin before ``step()`` is called."""
+
+    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
+        """Bind what an update of ``bucket`` needs now; returns gradients and whatever else it reads, and the update."""
+
+    def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
+        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
+
+    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
+        """The step has ended when these of all ``buckets`` were ``done``."""
+
+
+class WayBack(Protocol):
+    """Undoes updates that are guesses."""
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
+
+    def guard(self, bucket: Bucket) -> None:
+        """The update is about to be issued: store what take-back will load, unless it is on the host."""
+
+    def updated(self, bucket: Bucket) -> None:
+        """The update has been issued."""
+
+
+class Core:
+    """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
+
+    Attributes:
+        buckets: in forward order.
+        weights: by group number, the item of its parameters; without bytes where they stay on the device.
+        frees_gradients: gradients are freed in the backward that uses them: there is no room for all of them.
+        done: buckets that this step has updated, in order.
+        last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
+        begun: updates of this step have begun.
+        is_seen: a forward has used parameters that this step has updated before ``step()``.
+        stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
+        updated: the end of the last update.
+        torn: the bucket whose update runs; after an exception, it may be half updated.
+        may_begin_early: updates may begin in the backward.
+        away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
+        guess: undoes the updates of this backward, which may be wrong; ``None``: they are certain.
+    """
+
+    def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
+        self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
+        self.timeline, self.reductions = Timeline(), Reductions()
+        self.cache = Cache(device, lanes, self.timeline)
+        self.buckets: list[Bucket] = []
+        self.weights: dict[int, Item] = {}
+        self.done: dict[Bucket, None] = {}
+        self.begun = self.is_seen = False
+        self.stepping: Mark | None = None
+        self.updated: Mark | None = None
+        self.last_moved: Moved | None = None
+        self.torn: Bucket | None = None
+        self.may_begin_early, self.away = True, False
+        self.frees_gradients = False
+        self.guess: WayBack | None = None
+        self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
+        self._gathers: dict[int, Use] = {}
+        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
+        self._ready: list[Bucket] = []
+        self._of_group: dict[int, list[Bucket]] = {}
+        self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
+        self._of_weights: dict[Item, list[Bucket]] = {}
+        self._reduced_at: dict[int, Mark] = {}
+        self._gradients: dict[int, list[Tensor]] = {}  # by bucket
+
+    def take(self, buckets: Sequence[Bucket], weights: dict[int, Item]) -> None:
+        """Be about these from now on. Nothing is under way."""
+        self.buckets, self.weights = list(buckets), weights
+        self.cache.bound = [one.bound for one in buckets]
+        self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
+        self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
+        self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
+        streamed = {number: item for number, item in weights.items() if item.nbytes}
+        self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
+        self.timeline.forget()
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def gather(self, number: int, stream: torch.Stream | None) -> None:
+        """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
+        item = self.weights.get(number)
+        if item is None or not (item.nbytes or self.mode.lane == "update"):
+            return
+        lane = self.lanes.on(stream)
+        if item.nbytes:
+            self.cache.fetch(item)
+        if lane.name not in item.known_to and (item.ready is not None or item.beside):
+            with self._timed_wait(stream):
+                lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
+                lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
+            item.known_to.add(lane.name)
+        lane.touch(reads=item.place())
+
+    def _timed_wait(
+        self, stream: torch.Stream | None, *, in_step: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        watch = self.cache.stopwatch
+        return contextlib.nullcontext() if watch is None else watch.waiting(stream, in_step=in_step)
+
+    def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
+        """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
+        item = self.weights.get(number)
+        if item is None or not (item.nbytes or self.mode.lane == "update"):
+            return
+        lane = self.lanes.on(stream)
+        item.used[lane.name] = lane.mark()  # R1: the next update of these parameters, or load there, waits for it
+        if item.nbytes:
+            if counts:
+                self.timeline.note(self._gathers[number])
+            self.prefetch()
+
+    def buckets_of(self, number: int) -> Sequence[Bucket]:
+        """Buckets that have parameters of a group."""
+        return self._of_group.get(number, ())
+
+    def followers(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Buckets with later ranges of the parameters in ``bucket``."""
+        return self._followers.get(bucket.number, ())
+
+    def has_updated(self, number: int) -> bool:
+        """Return whether this step has updated parameters of a group already."""
+        return any(number in bucket.groups for bucket in self.done)
+
+    def uses(self, number: int) -> None:
+        """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
+        for bucket in self._of_group.get(number, ()):
+            if bucket.number in self._gradients and bucket not in self.done:
+                late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
+                if late:
+                    with self._timed_wait(None):
+                        self.lanes.compute.wait(*late)
+                del self._gradients[bucket.number]
+
+    def reduced(self, number: int, event: object) -> None:
+        """Gradients of a group have been reduced, as of ``event`` of torch's."""
+        self.reductions.count(number)
+        if self.mode.begin != "final" or not self.may_begin_early or number not in self.weights:
+            self.prefetch()
+            return
+        self._reduced_at[number] = self.lanes.event(event)
+        updated = {bucket.number for bucket in self.done}
+        looked_at = list(self._of_group[number])
+        for bucket in looked_at:
+            final = all(map(self.reductions.is_final, bucket.groups))
+            takes = self.guess is None or self.guess.takes(bucket)
+            if takes and final and bucket.number not in updated and updated >= bucket.after:
+                self._ready.append(bucket)
+                updated.add(bucket.number)
+                looked_at += self._followers.get(bucket.number, ())
+        before = len(self.done)
+        self.pump()
+        if self.frees_gradients:
+            self._let_go([bucket.number for bucket in list(self.done)[before:]])
+
+    def _let_go(self, updated: list[int]) -> None:
+        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
+
+        Reductions allocate in this memory, on a stream that waits for compute.
+        """
+        self._used_by.append((self.updated, updated))
+        while len(self._used_by) > REDUCTIONS_BEHIND:
+            mark, numbers = self._used_by.popleft()
+            if numbers:
+                with self._timed_wait(None):
+                    self.lanes.compute.wait(mark)
+            for number in numbers:
+                self._gradients.pop(number, None)
+
+    def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
+        """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
+        self.stepping = self.lanes.compute.mark()
+        left = (one for one in wanted if one not in self.done or one in again)
+        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
+        self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
+        try:
+            self.pump()
+            for item in list(self.cache.held):
+                if item.dirty and not item.stays:
+                    self.cache.put(item)
+        finally:
+            self.stepping = None
+        waits = self.mode.waits == "step"
+        for number, item in self.weights.items():
+            if waits or number == ELSEWHERE:
+                self.lanes.compute.wait(item.updated, *item.beside.values())
+            if waits and item.exposed and item.at_home is not None:
+                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+
+    def end(self) -> bool:
+        """End the iteration, its step being complete; returns whether it repeated the one before."""
+        first = not self.timeline.cycle
+        self.timeline.end()
+        self.reductions.end()
+        self.last_moved, self.cache.moved = self.cache.moved, Moved()
+        self.done, self._ready, self._undone = {}, [], set()
+        self.begun = self.is_seen = False
+        self._used_by.clear()
+        if first:
+            self.choose_kept()
+        self.prefetch()
+        return self.timeline.repeats
+
+    def choose_kept(self) -> None:
+        """Choose which items stay on the device, given the blocks that are allowed now."""
+        choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
+        choose_kept([item for item in self.weights.values() if item.nbytes])
+
+    def pump(self) -> None:
+        """Update what may be updated now; load what is used next."""
+        while self._ready:
+            if not self.begun:
+                if not self.updates.begin():
+                    self._ready = []  # step() will find them
+                    break
+                self.begun = True
+            self.update(self._ready.pop(0))
+            self.prefetch()
+        self.prefetch()
+
+    def update(self, bucket: Bucket) -> None:
+        """Run the user's optimizer on one bucket, and send home what changed."""
+        if self.stepping is not None:
+            ready = [self.stepping]  # clipping, or the user, may still be changing the gradients on the compute stream
+        else:
+            ready = [self._reduced_at[group] for group in bucket.groups]  # they may still be being reduced
+        if bucket.on_host:
+            self._update_on_host(bucket, ready)
+            return
+        state, cache = bucket.state, self.cache
+        creates = not state.exists
+        # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
+        lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
+        cache.pinned = bucket.streamed
+        for item in bucket.streamed:
+            cache.fetch(item)
+        guess = self.guess if self.stepping is None else None
+        if guess is not None:
+            guess.guard(bucket)
+        lane.wait(*ready)
+        items = (state, *bucket.weights)
+        with self._timed_wait(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
+            for item in items:
+                lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
+        for item in items:
+            lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
+        gradients, job = self.updates.job(bucket)
+        self.torn = bucket
+        with recorded(f"fsdp_offload U {state.name}"):
+            lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
+        self.updated = mark = lane.mark()
+        if self.mode.lane == "update":
+            # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
+            # Compute waits for the update in the next gather; reductions wait for compute.
+            before = self._gradients.get(bucket.number, []) if bucket in self.done else []  # others have come late
+            self._gradients[bucket.number] = [*before, *gradients]
+        for item in items:
+            cache.changed(item, mark)
+        cache.pinned, self.torn = (), None
+        self.done[bucket] = None
+        cache.moved.updates += 1
+        if guess is not None:
+            guess.updated(bucket)
+        self._send_home(bucket, guess)
+
+    def _send_home(self, bucket: Bucket, guess: WayBack | None) -> None:
+        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
+        for item in bucket.streamed:
+            if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):
+                self.cache.put(item)
+        if bucket.streamed and bucket not in self._undone:
+            self.timeline.note(bucket.use)
+
+    def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
+        """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
+
+        Nobody waits for gathers here: the gradients, which are waited for, were made after them.
+        """
+        bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
+        bucket.state.exists, bucket.state.exposed = True, False
+        for item in bucket.weights:
+            item.beside[bucket.number] = mark
+            item.known_to.clear()
+        self.done[bucket] = None
+        self.cache.moved.updates += 1
+
+    def _is_updated(self, weights: Item) -> bool:
+        """Return whether this step has updated all buckets that have some of these parameters."""
+        return all(one in self.done for one in self._of_weights[weights])
+
+    def prefetch(self) -> None:
+        """Load what is used next, nearest first, until something that is needed sooner would have to leave."""
+        if self.away:
+            return
+        gathers = loads = 0
+        for distance, use in self.timeline.upcoming(AHEAD):
+            gathers += use.gathers
+            if gathers > GATHERS_AHEAD:
+                return
+            for item in use.items:
+                if item.block is None and item.exists:
+                    loads += use.gathers
+                    if loads > LOADS_FOR_GATHERS or not self.cache.fetch(item, must=False, distance=distance):
+                        return
+
+    # Those who look ---------------------------------------------------------------------------------------------------
+
+    def wait_updated(self) -> None:
+        """Let the current stream wait for all updates: each marks the parameters that it has written."""
+        for item in self.weights.values():
+            self.lanes.compute.wait(item.updated, *item.beside.values())
+        self._gradients.clear()
+
+    def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
+        """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
+
+        Versions do not count all writes (``torch._foreach_*`` on DTensors), so places are loaded again before use.
+        """
+        items, updated = list(items), self._updated_items()
+        self.cache.flush(items)
+        for item in items:
+            if item.at_home is not None:
+                item.at_home.synchronize()  # R2, on the host
+            for mark in item.home_read.values():
+                mark.synchronize()  # R4, on the host: whoever looks may write
+            item.expose()
+            if may_write and item not in updated:  # after an update it is too late
+                item.seen = None
+        if self.updated is not None:
+            self.updated.synchronize()  # counters, which are written where they are
+
+    def settle(self) -> None:
+        """Block the host until everything is at home, and give up all places: homes are about to be written."""
+        self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
+        self.cache.forget(list(self.cache.held))
+
+    def abandon(self, *, is_undone: bool = False) -> None:
+        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated.
+
+        ``is_undone``: the update has written nothing, so places that are newer than their homes still count.
+        """
+        if self.updated is not None:
+            self.updated.synchronize()
+        updated, torn = self._updated_items(), () if self.torn is None else self.torn.streamed
+        held = (item for item in torn if item.block is not None and item not in updated)
+        self.cache.forget([item for item in held if not (is_undone and item.dirty)])
+        self.cache.pinned, self.torn = (), None
+        self.updates.abandon(self.buckets, self.done)
+        self.cache.flush()
+        self.reset()
+
+    def forget_updates(self) -> None:
+        """All updates of this step have been undone: ``step()`` runs them again."""
+        self._undone |= self.done.keys()
+        self.cache.pinned, self.torn = (), None
+        self.done, self._ready = {}, []
+        self.begun = self.is_seen = False
+        self._used_by.clear()
+
+    def _updated_items(self) -> set[Item]:
+        return {item for bucket in self.done for item in bucket.streamed}
+
+    def reset(self) -> None:
+        """Begin anew, with whatever is at home."""
+        self.done, self._ready = {}, []
+        self.begun = self.is_seen = False
+        self.reductions.end(stepped=False)
+        if self.cache.stopwatch is not None:
+            self.cache.stopwatch.forget()
