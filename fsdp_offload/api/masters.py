@@ -56,8 +56,18 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     target.__class__ = class_with_masters(type(target), kind)
     assert isinstance(target, WithMasters)
     redirect_captured_step(target, plain_step, type(target).step, wrappers)
+    target.register_step_pre_hook(_refuse_bypass)
     widen_state(target)
     return optimizer
+
+
+def _refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Step pre-hook: the plain step would update the rounded parameters; the offload has a hook of its own."""
+    if isinstance(optimizer, WithMasters) and not optimizer.is_stepping and attachment_of(optimizer) is None:
+        raise RuntimeError(
+            f"{optimizer.plain_class.__name__}.step was called past the masters: something captured it before "
+            "add_masters(). Add masters first and wrap optimizer.step afterwards. Nothing has been changed."
+        )
 
 
 def _check(optimizer: Optimizer, kind: MasterKind) -> None:

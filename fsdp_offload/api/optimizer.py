@@ -18,6 +18,7 @@ from ..measured import report_of
 from ..model.parking import ParkedParameters
 from ..report import OffloadReport
 from ..state.layout import is_trained
+from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
@@ -121,7 +122,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine = engine_of(self)
         engine.steps.check_usable("state_dict()")
         if engine.conventions.keeps_raw_state:
-            return self._plain_class.state_dict(self)
+            plain: dict[str, Any] = self._plain_class.state_dict(self)
+            for state in plain["state"].values():
+                forget_left_out(state if isinstance(state, dict) else {})
+            return plain
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)
         params = [param for group in self.param_groups for param in group["params"]]

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ..optimizers.masters import MASTER, can_rebuild
+from ..state.mapping import LEFT_OUT
 from ..torch_compat.checkpoint import storage_reader_for
 from ..torch_compat.dtensor import is_dtensor, local_shard
 from .chunks import Shape, is_placed_as_dcp_reads
@@ -67,10 +68,8 @@ class Loaded(NamedTuple):
     """Requested keys that were left as they were."""
 
 
-LEFT_OUT = "_fsdp_offload_left_out"
-"""Attribute of a tensor of optimizer state that a load has left as it was: ``HAD_NONE`` or ``ALLOWED``."""
-
 HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "the caller allows that"
+"""Values of ``LEFT_OUT``."""
 
 
 class Problem(Enum):

@@ -32,11 +32,11 @@ from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of
-from ..state.mapping import OffloadedState
+from ..state.mapping import LEFT_OUT, OffloadedState, forget_left_out
 from ..state.store import UserState
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .loading import HAD_NONE, LEFT_OUT, listed
+from .loading import HAD_NONE, listed
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, with_chunks
 
@@ -96,9 +96,7 @@ def get_optimizer_state_dict(
         for param, state in states.items():
             saved = _as_saved(param, _copied(state) if cpu_offload else state)
             nested["state"][fqns[param]] = saved
-            for value in saved.values():
-                if isinstance(value, Tensor):  # what an earlier load did not find says nothing about the next one
-                    vars(value).pop(LEFT_OUT, None)
+            forget_left_out(saved)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
     if fsdp_dtensor:
         return as_fsdp_dtensor(nested)

@@ -214,6 +214,8 @@ class HostJob:
         for target, source in self.moves:
             target.copy_(source)
         for bound, grad in zip(self.ranges, self._grads_on_host, strict=True):
+            if grad.stride() != bound.param.stride():  # fused kernels go through memory, and it is us who choose them
+                grad = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             bound.gradient = grad
         if self.ranges:
             self.bucket.forget()  # until what comes of it is on the device

@@ -7,6 +7,7 @@ the plain class and ``master_param``, so an offloaded one is an elementwise opti
 The plain class sees local tensors, also of sharded parameters: it may, since every class here is elementwise.
 """
 
+import functools
 import inspect
 import itertools
 import types
@@ -37,10 +38,12 @@ class WithMasters(Optimizer):
     Attributes:
         plain_class: whose arithmetic updates the masters.
         master_kind: what is kept of them.
+        is_stepping: its own step has been called, and not one that somebody captured before it had masters.
     """
 
     plain_class: type[Optimizer]
     master_kind: MasterKind
+    is_stepping = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,8 +120,18 @@ def _mix_in(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
     made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
     # Compiled code would trace into attributes that are exchanged and put back. Wrapped as by torch's constructor.
-    made.step = Optimizer.profile_hook_step(torch.compiler.disable(WithMasters.step))
-    made.step.hooked = True
+    plain = torch.compiler.disable(WithMasters.step)
+    hooked: Any = Optimizer.profile_hook_step(plain)
+
+    def step(self: WithMasters, *args: Any, **kwargs: Any) -> Any:
+        self.is_stepping = True
+        try:
+            return hooked(self, *args, **kwargs)
+        finally:
+            del self.is_stepping
+
+    made.step = torch.compiler.disable(functools.wraps(hooked)(step))
+    made.step.hooked, made.step.__wrapped__ = True, plain
     result: type[WithMasters] = made
     return result
 

@@ -1,6 +1,7 @@
 """``add_masters`` without offload: torch's own habits go on, and each step has the bits of the offloaded one."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -135,6 +136,26 @@ def test_wrappers_are_seen_through(framework: str, first: bool, accelerated: Any
     twins.low.optimizer = optimizer
     twins.assert_trained()
     assert add_masters(wrapper, "fp32") is wrapper
+
+
+@pytest.mark.parametrize("capture", [lambda step: step, functools.partial], ids=["method", "partial"])
+def test_a_step_that_was_captured_before_is_refused(capture: Callable[[Any], Any]) -> None:
+    """It would update the rounded parameters, and say nothing."""
+    twins = make_without_masters("fp32")
+    optimizer = twins.low.optimizer
+    captured = capture(optimizer.step)
+    twins.add_masters()
+    twins.low.loss(0).backward()
+    before = saved(twins.low)
+    with pytest.raises(RuntimeError, match=r"AdamW.step was called past the masters: .* before add_masters\(\)"):
+        captured()
+    assert not optimizer.state
+    assert all(same_value(value, before["model"][name]) for name, value in twins.low.model.state_dict().items())
+    twins.train(2)
+    offload_optimizer(optimizer)
+    twins.train(1)
+    with pytest.raises(RuntimeError, match=r"MasterAdamW\.step was called past the offload"):
+        captured()
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------

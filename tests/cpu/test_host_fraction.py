@@ -146,6 +146,22 @@ def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) ->
         )
 
 
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
+def test_a_gradient_with_other_strides_than_its_parameter(cls: type[Optimizer]) -> None:
+    """torch's fused kernels go through both as they lie in memory: the host would add elements of other places."""
+    torch.manual_seed(0)
+    plain, offloaded = (nn.Parameter(start) for start in torch.randn(30, 20).expand(2, 30, 20).clone().transpose(1, 2))
+    flags = {"momentum": 0.9} if cls is optim.SGD else {}
+    optimizers = [cls([plain], lr=0.02, fused=True, **flags), cls([offloaded], lr=0.02, **flags)]
+    attach(optimizers[1], policy=policy(1.0))
+    for _ in range(3):
+        offloaded.grad = torch.randn(20, 30)
+        plain.grad = torch.empty_like(plain).copy_(offloaded.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(plain, offloaded)
+
+
 @spread(kind={kind: kind for kind in ("fp32", "remainder")}, fraction=BOTH)
 def test_masters(kind: str, fraction: float) -> None:
     twins = make_twins(Zoo, fused_adamw, kind, policy=policy(fraction))
