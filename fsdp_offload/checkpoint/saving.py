@@ -1,13 +1,11 @@
 """Saving with DCP: what would be written as something else is an error, on all ranks, before anything is written.
 
-DCP takes the same chunk of the same key on two ranks for replicas and keeps that of one rank. That is right within a
-mesh. On meshes without a common rank they are other tensors, experts for example, unless somebody replicates by hand.
-Nothing is known of plain tensors, and no contents are compared.
+Not seen: what *other* ranks save under the same key. DCP takes the same chunk of the same key for replicas and keeps
+that of one rank. Experts get names of their own instead (``names.py``).
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,19 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..torch_compat.dtensor import is_dtensor, local_shard, may_be_another_ranks, ranks_of_mesh
+from ..torch_compat.dtensor import local_shard
 from .loading import listed, why_misread
 from .shard_tensor import ShardTensor
 
 
-class _Mappings(dict[str, Any]):
-    """DCP's own ``planner_data``, and the ranks of the meshes that do not span all, by key."""
-
-    meshes: dict[str, frozenset[int]]
-
-
 class SavePlanner(DefaultSavePlanner):
-    """A DCP save planner that refuses DTensors which DCP would write as other parts than they are, or not at all."""
+    """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     def create_local_plan(self) -> SavePlan:
         """DCP's plan.
@@ -46,43 +38,7 @@ class SavePlanner(DefaultSavePlanner):
                 f"{listed(wrong)}. Save what carries its chunks: get_optimizer_state_dict, and for values of a model's "
                 "state_dict() fsdp_offload.checkpoint.with_parameter_chunks"
             )
-        plan = super().create_local_plan()
-        mappings = _Mappings(plan.planner_data or {})
-        mappings.meshes = {
-            key: frozenset(ranks_of_mesh(value))
-            for key, value in self.state_dict.items()
-            if isinstance(value, Tensor) and is_dtensor(value) and may_be_another_ranks(value)
-        }
-        return replace(plan, planner_data=mappings)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's plan; called on one rank.
-
-        Raises:
-            ValueError: names tensors of several meshes under one key.
-        """
-        lost = _of_several_meshes(all_plans)
-        if lost:
-            raise ValueError(
-                f"nothing has been written: ranks of separate meshes save {len(lost)} tensors under the same keys "
-                f"({listed(lost)}), and DCP would keep those of one mesh. If they are experts, give them global names: "
-                "experts= in get_optimizer_state_dict and with_parameter_chunks. If they are replicas, save those of "
-                "one mesh, or with torch.distributed.checkpoint.save"
-            )
-        return super().create_global_plan(all_plans)
-
-
-def _of_several_meshes(plans: Sequence[SavePlan]) -> list[str]:
-    """List keys of which ranks without a common mesh would write the same chunk."""
-    seen: dict[object, frozenset[int]] = {}
-    found: dict[str, None] = {}
-    for plan in plans:
-        meshes = plan.planner_data.meshes if isinstance(plan.planner_data, _Mappings) else {}
-        for item in plan.items:
-            ranks = meshes.get(item.index.fqn)
-            if ranks is not None and not seen.setdefault((item.index.fqn, item.index.offset), ranks) & ranks:
-                found[item.index.fqn] = None
-    return list(found)
+        return super().create_local_plan()
 
 
 def save(

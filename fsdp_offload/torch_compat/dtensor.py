@@ -164,13 +164,6 @@ def mesh_size(tensor: Tensor) -> int:
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
 
 
-def ranks_of_mesh(tensor: Tensor) -> list[int]:
-    """Global ranks that hold parts of a DTensor."""
-    assert isinstance(tensor, DTensor)
-    ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
-    return ranks
-
-
 def may_be_another_ranks(tensor: Tensor) -> bool:
     """Return whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
