@@ -1,4 +1,4 @@
-"""What the commands share: options, printed lines, progress, and errors of one line."""
+"""Options, printed lines, progress, and errors of one line: shared by all commands."""
 
 import functools
 import json

@@ -98,7 +98,7 @@ class Conversion(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """What is written, in a line."""
+        """Describe in a line which files are written."""
         new = self.rewrite
         size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
         flat = new.exchange.fusions

@@ -84,7 +84,7 @@ Layout = tuple[Shape, int, tuple[Comb, ...]]
 
 @dataclass
 class Source:
-    """What a plan is made from: values under flat keys.
+    """Sources of a plan: values under flat keys.
 
     Attributes:
         names: the keys, sorted by what they are.

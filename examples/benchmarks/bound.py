@@ -1,4 +1,4 @@
-"""What an iteration takes at least under a policy (docs/benchmarks.md). Pure arithmetic; all times in milliseconds.
+"""Lower bounds of an iteration under a policy (docs/benchmarks.md). Pure arithmetic; all times in milliseconds.
 
 With forward F, backward B, clipping, update U; all loads L and all stores S of what is offloaded, both at once T; and
 r, the share of what is offloaded that staging holds::
@@ -21,7 +21,7 @@ from fsdp_offload import OffloadPolicy
 
 @dataclass(frozen=True)
 class Times:
-    """What an iteration consists of, in milliseconds; the copies of all of the state.
+    """Parts of an iteration, in milliseconds; the copies are of all of the state.
 
     Each part alone, as a bench measures them.
     """
@@ -50,7 +50,7 @@ def bound(
     staged: float = 0.0,
     clips: bool = False,
 ) -> Bound:
-    """What an iteration takes at least.
+    """Return the least time that an iteration takes.
 
     Args:
         policy: ``None`` for the plain optimizer.

@@ -61,7 +61,7 @@ _KEYS_SHOWN = 5
 
 
 class Loaded(NamedTuple):
-    """What a load has done, by flat key, with dots, as in the checkpoint."""
+    """Outcome of a load, by flat key, with dots, as in the checkpoint."""
 
     filled: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "t
 
 
 class Problem(Enum):
-    """What is wrong with keys, and what to do about it."""
+    """Mistakes in keys, and ways to mend them."""
 
     MISSING = (
         "requested, but not in the checkpoint",

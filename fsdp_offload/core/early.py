@@ -104,7 +104,7 @@ class Early:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
         if written := self.written():
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
-        exchanged = [*(param for param in self.freed if not is_spent(param)), *self._exchanged()]
+        exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self._used)]
         if exchanged:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
         if self._touches.written:
@@ -116,10 +116,6 @@ class Early:
         items = (bucket.state for bucket in done)
         is_written = any(item.exposed and item.seen != item.version() for item in items)
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
-
-    def _exchanged(self) -> list[Tensor]:
-        """List the parameters whose gradient is another one, or another version of it, than was noted."""
-        return [p for p, (grad, seen, _) in self._used.items() if p.grad is not grad or version_of(grad) != seen]
 
     def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
         """Return whether somebody has put other tensors in the place of homes."""
@@ -133,16 +129,20 @@ class Early:
         """Forget the gradients of a step, and learn from it; a GradScaler that decides about it changes them."""
         for param in self.freed:
             note_freed(param)
-        exchanged, had = self._exchanged(), bool(self._used)
-        touched = self._touches.written
+        used, touched = self._used, self._touches.written
         self.freed, self._used, self._touches.written = {}, {}, False
-        if not had or not 0 <= self._clean_steps < _CLEAN_STEPS or self._guesses.announced:
+        if not used or not 0 <= self._clean_steps < _CLEAN_STEPS or self._guesses.announced:
             return
-        if touched or exchanged or scaler_decides:
+        if touched or _exchanged(used) or scaler_decides:
             logger.info("gradients are changed between the backward and step(): all updates stay in step()")
             self._clean_steps = -1
         else:
             self._clean_steps += 1
+
+
+def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
+    """List the parameters whose gradient is another one, or another version of it, than was noted."""
+    return [param for param, (grad, seen, _) in used.items() if param.grad is not grad or version_of(grad) != seen]
 
 
 class _Touches:

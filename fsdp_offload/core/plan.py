@@ -162,9 +162,7 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
     for pool in pools:
         pool.count = pool.least
-        if (
-            nbytes is None or left < 0
-        ):  # fewer than ``most`` are allowed: something leaves the device, even the only bucket
+        if nbytes is None or left < 0:  # fewer than ``most`` are allowed: even the only bucket leaves the device
             pool.most = max(pool.most, pool.least + 1)
     for limit in (PASSING, PASSING + 1) if nbytes is None else (PASSING, 1 << 30):
         for pool in pools:

@@ -77,7 +77,7 @@ class Estimate(NamedTuple):
 
     @property
     def reading(self) -> Reading:
-        """What training would measure."""
+        """The times that training would measure."""
         return Reading(self.stalled_ms, self.ms, in_step_ms=self.in_step_ms)
 
 
