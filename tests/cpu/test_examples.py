@@ -247,7 +247,7 @@ def test_accelerate(tmp_path: Path) -> None:
 def test_trainer(tmp_path: Path) -> None:
     output = run_with_framework("with_trainer", "--steps", "4", "--layers", "2", "--folder", str(tmp_path))
     assert "resumed: the same" in output
-    assert "offload/host_bytes" in output
+    assert "offload/memory/host_bytes" in output
 
 
 @pytest.mark.long
