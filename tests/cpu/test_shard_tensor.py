@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
+from fsdp_offload.checkpoint.shard_tensor import part_of_full
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 SHAPE = (5, 3, 2)
@@ -173,6 +174,13 @@ def test_flatten_and_unflatten():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_tensor_gives_every_rectangle_of_a_part(plain: DTensor):
+    chunks = chunks_of(SHAPE, (3, WHOLE.numel() - 2))
+    assert len(chunks.rectangles) > 1
+    part = part_of_full(with_chunks(plain, torch.zeros(chunks.local_numel), chunks), WHOLE)
+    assert torch.equal(local_shard(part), WHOLE.flatten()[3:-2])
 
 
 def test_wrong_memory_is_refused(plain: DTensor):
