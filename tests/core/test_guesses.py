@@ -29,7 +29,7 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import guesses, updates
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import Guesses, WayBack
-from fsdp_offload.core.spare_homes import SpareHomes
+from fsdp_offload.core.lending import SpareHomes
 from fsdp_offload.core.updates import BucketUpdates
 from fsdp_offload.state.store import OwnCounters
 from fsdp_offload.torch_compat.dtensor import local_shard
