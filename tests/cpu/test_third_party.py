@@ -1,6 +1,7 @@
 """Optimizers that torch does not know: from PyPI as their own users use them, and written by hand."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.engine import engine_of
 from tests.overlapping import Loop, Net, same
 from tests.parity import Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
@@ -211,6 +212,11 @@ def test_trust_in_what_the_table_calls_mixed_is_an_error() -> None:
 
 
 def test_a_listed_class_of_another_library_runs_as_its_row_says_if_trusted() -> None:
+    alone = make_pair(Large, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
+    notes = offload_report(alone.offloaded.optimizer).notes
+    assert any(
+        re.search("AdamWScheduleFree of schedulefree .* updated each parameter by itself", note) for note in notes
+    )
     pair = trusting(lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
     capabilities = engine_of(pair.offloaded.optimizer).layouts.capabilities
     assert (capabilities.elementwise, capabilities.moves_whole) == (False, False)
