@@ -4,6 +4,7 @@ An update in the backward is a guess that the clipping factor will be 1 (``core/
 the norm and the factor on the device. ``step()`` learns on the host whether the factor was 1.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -32,7 +34,8 @@ def clip_grad_norm_(
 
     Norm and gradients have the bits that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` gives them, for
     the parameters of the model that ``optimizer`` has. Without a model, the order is that of ``param_groups``, and the
-    last bit of the norm depends on the order. The collectives are torch's own.
+    last bit of the norm depends on the order. The collectives are torch's own. Gradients on several meshes, as those of
+    experts, torch refuses: the bits are those that torchtitan's function gives them.
 
     Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
     guesses that the factor is 1; ``step()`` takes them back where it is not. Gradients that an update has used are
@@ -60,14 +63,32 @@ def clip_grad_norm_(
     guesses = [engine.guesses for engine in engines]
     for one in guesses:
         one.announce()
-    if not guesses:
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     grads = [grad for param in params if (grad := param.grad) is not None]
+    if not guesses and len(_by_mesh(grads)) < 2:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     with bare(grads):  # this is no touch of the user's
-        norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        norms = [
+            torch.nn.utils.get_total_norm(of_mesh, norm_type, error_if_nonfinite, foreach)
+            for of_mesh in _by_mesh(grads) or [grads]
+        ]
+        norm = norms[0] if len(norms) == 1 else _combined(norms, float(norm_type))
         if grads:
             _scale_or_put_off(grads, norm, float(max_norm), foreach, guesses)
     return norm
+
+
+def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divide ``grads`` by mesh: torch's functions take those of one."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    return list(found.values())
+
+
+def _combined(norms: Iterable[Tensor], norm_type: float) -> Tensor:
+    """Compute the norm of gradients from those of their parts, as torchtitan does."""
+    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    return whole.amax() if math.isinf(norm_type) else (whole**norm_type).sum() ** (1.0 / norm_type)
 
 
 def _scale_or_put_off(
@@ -83,9 +104,10 @@ def _scale_or_put_off(
 
 def _scale(max_norm: float, total: Tensor, foreach: bool | None, grads: Iterable[Tensor]) -> None:
     grads = list(grads)
-    holders: Any = [SimpleNamespace(grad=grad) for grad in grads]
     with bare(grads):
-        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
+        for of_mesh in _by_mesh(grads):
+            holders: Any = [SimpleNamespace(grad=grad) for grad in of_mesh]
+            torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
 
 
 def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -1,0 +1,219 @@
+"""torchtitan's mixtures of experts: experts on a second mesh inside one ``fully_shard`` (``ShardPlacementResult``).
+
+Small Qwen3 and DeepSeek-V3 models. torchtitan builds, shards, routes and balances them, and makes the state dicts; FSDP
+or HSDP, times expert parallelism 1, 2 or 4. Three things are not its own: the meshes' device, which it takes to be CUDA
+where there is no accelerator; the kernel of attention, as its own are compiled or CUDA's; and ``partial_dtensor``, as
+with torch 2.13 its default (``spmd_types``) shards nothing, and ``full_dtensor`` no experts.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torchtitan.distributed.parallel_dims as titan_meshes
+import torchtitan.distributed.utils as titan
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpointer.base import ModelWrapper
+from torchtitan.components.optimizer import register_moe_load_balancing_hook, utils
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.models import deepseek_v3, qwen3
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, offload_report
+from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
+from tests.distributed.test_same_files import digests, metadata_differences, metadata_of
+from tests.parity import leaves, local, same_bits
+from tests.tiers import some_cases
+
+pytestmark = pytest.mark.distributed
+
+VOCABULARY, WIDTH, TOKENS, STEPS, MAX_NORM = 96, 32, (2, 8), 10, 6.2  # some steps clip
+SMALL: dict[str, Any] = {"bucket_bytes": 1 << 12, "device_bytes": 1 << 15}
+POLICIES = {
+    "step": OffloadPolicy(**SMALL),
+    "iteration": OffloadPolicy(overlap="iteration", **SMALL),
+    "parameters": OffloadPolicy(overlap="iteration", parameters=True, **SMALL),
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "ep 1": {"ep": 1},
+    "ep 2": {"ep": 2},
+    "ep 4": {"ep": 4},
+    "HSDP, ep 1": {"ep": 1, "replicas": 2},
+    "HSDP, ep 2": {"ep": 2, "replicas": 2},
+    "ep 2, columns": {"ep": 2, "experts": 2},  # fewer experts than ranks: torchtitan shards another dim
+}
+COMMON = {"dim": WIDTH, "n_layers": 2, "moe_hidden_dim": 24, "attn_backend": "flex", "moe_comm_backend": "standard"}
+
+
+def qwen3_layers(experts: int) -> list[Any]:
+    rope = CosSinRoPE.Config(dim=8, max_seq_len=64)
+    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+    return qwen3._build_qwen3_moe_layers(num_experts=experts, top_k=2, rope=rope, **heads, **COMMON)
+
+
+def deepseek_v3_layers(experts: int) -> list[Any]:
+    """A dense layer, and one with shared experts."""
+    rope = ComplexRoPE.Config(dim=8, max_seq_len=64)
+    heads = {"q_lora_rank": 0, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    mlp = {"n_dense_layers": 1, "dense_hidden_dim": 48, "num_shared_experts": 2, "non_blocking_capacity_factor": None}
+    router = {"num_experts": experts, "router_top_k": 2, "router_score_func": "softmax"}
+    return deepseek_v3._build_dsv3_layers(rope=rope, n_heads=4, mscale=0.7, **heads, **mlp, **router, **COMMON)
+
+
+FAMILIES: dict[str, tuple[Any, Callable[..., nn.Module], Callable[[int], list[Any]]]] = {
+    "Qwen3": (qwen3.Qwen3Model, qwen3.parallelize_qwen3, qwen3_layers),
+    "DeepSeek-V3": (deepseek_v3.DeepSeekV3Model, deepseek_v3.parallelize_deepseekv3, deepseek_v3_layers),
+}
+
+
+def build(family: str, dims: titan_meshes.ParallelDims, parallelism: ParallelismConfig, experts: int) -> nn.Module:
+    """As torchtitan's trainer: on the meta device, sharded, then made."""
+    model_class, parallelize, layers_of = FAMILIES[family]
+    layers = layers_of(experts)
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    init = {"weight": functools.partial(nn.init.normal_, std=0.1)}
+    config = model_class.Config(
+        vocab_size=VOCABULARY,
+        dim=WIDTH,
+        layers=layers,
+        tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=init),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones_}),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=init),
+    )
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    with torch.device("meta"):
+        model = config.build()
+    rest = {"compile_config": CompileConfig(), "ac_config": None, "dump_folder": ""}
+    parallelize(model, parallel_dims=dims, training=TrainingConfig(), parallelism=parallelism, **rest)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that scales
+    model.to_empty(device=this_device())
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model
+
+
+class Training:
+    """A model and its optimizer."""
+
+    def __init__(
+        self, family: str, policy: OffloadPolicy | None, *, ep: int, replicas: int = 1, experts: int = 4, seed: int = 0
+    ) -> None:
+        titan_meshes.device_type, sizes = DEVICE_TYPE, {"data_parallel_replicate_degree": replicas}
+        parallelism = ParallelismConfig(expert_parallel_degree=ep, spmd_backend="partial_dtensor", **sizes)
+        titan.set_spmd_backend(parallelism.spmd_backend)
+        dims = titan_meshes.ParallelDims.from_config(parallelism, dist.get_world_size())
+        torch.manual_seed(seed)
+        self.model = build(family, dims, parallelism, experts)
+        self.optimizer: Any = torch.optim.AdamW(self.model.named_parameters(), lr=0.01)
+        if policy is not None:
+            offload_optimizer(self.optimizer, model=self.model, policy=policy)
+        register_moe_load_balancing_hook(self.optimizer, [self.model], dims)
+        theirs = functools.partial(titan.clip_grad_norm_, list(self.model.parameters()), ep_enabled=dims.ep_enabled)
+        overlaps = policy is not None and policy.overlap != "step"
+        self.clip = functools.partial(clip_grad_norm_, self.optimizer) if overlaps else theirs
+
+    def train(self, steps: range, *, clips: bool) -> list[float]:
+        """Losses of each rank's own tokens, and norms: torchtitan's, or with updates in the backward this package's."""
+        seen = []
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            tokens = torch.randint(0, VOCABULARY, TOKENS, generator=generator).to(this_device())
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
+            loss.backward()
+            if clips:
+                norm = self.clip(max_norm=MAX_NORM)
+                seen.append(norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item())
+            self.optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    def state(self) -> dict[str, Any]:
+        utils.init_optim_state(self.optimizer)
+        return ModelWrapper(self.model).state_dict() | utils.get_flat_optim_state_dict(self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        ModelWrapper(self.model).load_state_dict(state)
+        utils.load_flat_optim_state_dict(self.optimizer, state)
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, unsharded."""
+    entries = metadata_of(folder).state_dict_metadata.items()
+    state = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in entries if hasattr(e, "size")}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def differences(plain: Training, offloaded: Training, steps: range, folder: Path, *, clips: bool) -> Iterator[str]:
+    """Train and save both, and compare losses, what lies on this rank, and files."""
+    one, other = (run.train(steps, clips=clips) for run in (plain, offloaded))
+    if one != other:
+        yield f"losses and norms {one} and {other}"
+    kept, moved = (run.state() for run in (plain, offloaded))
+    tensors = [key for key, value in kept.items() if isinstance(value, Tensor)]
+    yield from (key for key in tensors if not all(map(same_bits, leaves(kept[key]), leaves(moved[key]))))
+    for state, name in ((kept, "plain"), (moved, "offloaded")):
+        dcp.save(state, checkpoint_id=folder / name)
+    yield from metadata_differences(*(metadata_of(folder / name) for name in ("plain", "offloaded")))
+    if digests(folder / "plain") != digests(folder / "offloaded"):
+        yield "the files have other bytes"
+
+
+def trained(folder: Path, policy: str, family: str, layout: str) -> Iterator[str]:
+    plain, offloaded = (Training(family, one, **LAYOUTS[layout]) for one in (None, POLICIES[policy]))
+    yield from differences(plain, offloaded, range(STEPS), folder, clips=True)
+    experts = {param for name, param in offloaded.model.named_parameters() if ".inner_experts." in name}
+    others = set(offloaded.model.parameters()) - experts
+    if LAYOUTS[layout]["ep"] > 1 and {param.device_mesh for param in experts} & {param.device_mesh for param in others}:
+        yield "experts are on no mesh of their own"
+    memory, numel = offload_report(offloaded.optimizer).memory, sum(local(p).numel() for p in experts | others)
+    if memory.host_state_bytes != 8 * numel or memory.host_parameter_bytes != (policy == "parameters") * 4 * numel:
+        yield f"of {numel} parameters, this is on the host: {memory}"
+
+
+def resumed(folder: Path, policy: str, family: str) -> Iterator[str]:
+    """Each loads what the one before, of another ep, has saved, and trains on."""
+    for number, ep in enumerate((2, 4, 1)):
+        pair = [Training(family, one, ep=ep, seed=number) for one in (None, POLICIES[policy])]
+        at, before = folder / str(number), folder / str(number - 1) / "offloaded"
+        if number:
+            for run in pair:
+                run.load(before)
+            dcp.save(pair[1].state(), checkpoint_id=at / "loaded")
+            saved, loaded = whole(before), whole(at / "loaded")
+            yield from (f"ep {ep}: {key} changed" for key in saved if not torch.equal(saved[key], loaded[key]))
+        yield from differences(*pair, range(2 * number, 2 * number + 2), at, clips=False)
+
+
+def run(_: int, world_size: int, folder: Path, every: int, compare: Any, *axes: list[str]) -> None:
+    del world_size
+    warnings.simplefilter("ignore")
+    cases = {", ".join(case): case for case in itertools.product(*axes)}
+    run_cases({name: functools.partial(compare, folder / name, *case) for name, case in cases.items()}, every)
+
+
+@some_cases({4: 7})  # each layout once, and each model with each policy
+def test_trains_and_saves_the_same(world_size: int, every: int, tmp_path: Path) -> None:
+    spawn(run, world_size, tmp_path, tmp_path, every, trained, list(POLICIES), list(FAMILIES), list(LAYOUTS))
+
+
+@some_cases({4: 6})
+def test_resumes_with_other_ranks_for_experts(world_size: int, every: int, tmp_path: Path) -> None:
+    """ep 2 → 4 → 1."""
+    spawn(run, world_size, tmp_path, tmp_path, every, resumed, list(reversed(POLICIES)), list(FAMILIES))
