@@ -26,9 +26,9 @@ from .items import BytesAtHome, Item
 logger = logging.getLogger(__name__)
 
 _SPOILED = (
-    "Optimizer state was written in place while an asynchronous save was being written: that checkpoint holds some of "
-    "the old values and some of the new ones. Do not use it; save again. Wait for the future of dcp.async_save() "
-    "before you write into optimizer.state, or put other tensors there."
+    "Optimizer state, or a parameter that lives on the host, was written in place while an asynchronous save was being "
+    "written: that checkpoint holds some of the old values and some of the new ones. Do not use it; save again. Wait "
+    "for the future of dcp.async_save() before you write there, or put other tensors into optimizer.state."
 )
 
 
@@ -180,4 +180,4 @@ def _versions(homes: Sequence[Home]) -> list[tuple[int, ...]]:
         (*version_of(value), *(leaf._version for leaf in home.leaves[name]))
         for home in homes
         for name, value in home.values.items()
-    ] + [(home.weights._version,) for home in homes if home.weights is not None]
+    ] + [tuple(one._version for one in (home.weights, home.stand_in) if one is not None) for home in homes]

@@ -5,11 +5,14 @@ import gc
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
+from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core import updates as core_updates
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
@@ -31,6 +35,7 @@ from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.optim import foreach_supports
 from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
+from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.overlapping import (
     POLICIES,
@@ -619,6 +624,37 @@ def test_writes_through_tensors_taken_earlier_are_gathered(
             torch._foreach_mul_(taken, 0.9)
         seen.append(loop.seen)
     assert seen[0] == seen[1]
+
+
+WRITES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
+    "parameter": lambda model, _: [param.mul_(0.9) for param in model.parameters()],
+    "alias": lambda _, taken: [alias.mul_(0.9) for alias in taken],
+    "load": lambda model, _: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("snapshot_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_during_an_asynchronous_save_are_told_of(
+    mesh: DeviceMesh, tmp_path: Path, snapshot_bytes: int, write: Callable[..., object]
+) -> None:
+    """The writer reads the homes of parameters, so the file may have such a write; steps alone never spoil it."""
+    loop = Loop(mesh, adamw, policy_of({"overlap": "step"}, snapshot_bytes=snapshot_bytes))
+    taken = [param.detach() for param in loop.model.parameters()]
+    stager = ArenaStager(loop.optimizer)
+    for number, spoils in enumerate([False, True, False]):
+        loop.train(2)
+        writer = HeldWriter(tmp_path / str(number))
+        state = {"model": loop.model.state_dict()}
+        future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+        assert writer.arrived.wait(TIMEOUT_S)
+        if spoils:
+            with torch.no_grad():
+                write(loop.model, taken)
+        writer.let_go()
+        future.result()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="parameter that lives on the host") if spoils else nullcontext():
+            stager.close()
 
 
 @pytest.mark.parametrize("name", ["step", "forward"])
