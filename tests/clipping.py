@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from fsdp_offload import clip_grad_norm_, is_offloaded
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.guesses import Guesses
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.overlapping import Loop, look
+from tests.overlapping import Loop, look, policy_of
 from tests.parity import leaves
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -42,6 +42,17 @@ def clipped_step(loop: Loop, at: int, max_norm: float, **options: Any) -> None:
     loop.backward(at)
     clip(loop, max_norm, **options)
     loop.step()
+
+
+def train(loop: Loop, limits: list[float], **options: Any) -> Loop:
+    for at, max_norm in enumerate(limits):
+        clipped_step(loop, at, max_norm, **options)
+    return loop
+
+
+def clipping(**more: Any) -> OffloadPolicy:
+    """With updates in the backward."""
+    return policy_of({"overlap": "iteration"}, **more)
 
 
 def within_bounds(loop: Loop, at: int) -> None:

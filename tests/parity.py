@@ -251,6 +251,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def host_copy(value: Any) -> Any:
+    """Of a tensor, a copy of this rank's part, on the host."""
+    return local(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 

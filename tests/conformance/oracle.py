@@ -81,6 +81,7 @@ class Loop:
             parameters=case.parameters,
             host_fraction=case.host,
             snapshot_bytes=(1 << 20) if case.save == "async" else 0,
+            serial=case.serial,
         )
         if case.masters != "none":
             add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
@@ -434,17 +435,17 @@ def _clip(params: list[nn.Parameter], limit: float, optimizer: Optimizer | None 
     for param in params:
         of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
     if len(of_mesh) == 1 and optimizer is not None:
-        return _whole(clip_grad_norm_(optimizer, limit)).item()
+        return whole(clip_grad_norm_(optimizer, limit)).item()
     if len(of_mesh) == 1:
-        return _whole(nn.utils.clip_grad_norm_(params, limit)).item()
+        return whole(nn.utils.clip_grad_norm_(params, limit)).item()
     grads = [[param.grad for param in one if param.grad is not None] for one in of_mesh.values()]
-    norm = torch.stack([_whole(nn.utils.get_total_norm(one)) for one in grads if one]).norm()
+    norm = torch.stack([whole(nn.utils.get_total_norm(one)) for one in grads if one]).norm()
     for one in of_mesh.values():
         nn.utils.clip_grads_with_norm_(one, limit, norm)
     return norm.item()
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -465,6 +466,7 @@ def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, 
     """Train both; what is not the same, by name, and after which step, and what is not where it lives."""
     with warnings.catch_warnings(), dropped_is_spoilt():  # a step left out is none of a scheduler's business here
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
         return _compare(case, device, habits)
 
 

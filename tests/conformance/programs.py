@@ -1,14 +1,16 @@
 """What loops do, habit by habit, and random programs of them: drawn and shrunk by hypothesis, always legal."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
 
 from tests.conformance.axes import Case, legal
-from tests.conformance.oracle import Loop
+from tests.conformance.oracle import PHASES, Loop, whole
 from tests.parity import leaves, local
 
 Habit = Callable[[Loop, int], None]
@@ -52,15 +54,42 @@ def forwards_before_one_backward(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def unreduced(loop: Loop, at: int) -> None:
-    """Micro-batches whose gradients are reduced with the last."""
+def telling_the_last(loop: Loop, at: int, tell: Callable[[bool], None]) -> None:
+    """Micro-batches; ``tell`` is told whether it is the last."""
     for micro in range(loop.case.micro):
-        loop.model.set_requires_gradient_sync(micro == loop.case.micro - 1)
+        tell(micro == loop.case.micro - 1)
         loss = loop.model(loop.batch(10 * at + micro))
         loss.backward()
         loop.seen.append(loss.item())
         loop.nap()
     loop.step()
+
+
+def unreduced(loop: Loop, at: int) -> None:
+    """Gradients are reduced with the last micro-batch."""
+    telling_the_last(loop, at, loop.model.set_requires_gradient_sync)
+
+
+def keep_gathered(loop: Loop, at: int) -> None:
+    """Parameters stay gathered between micro-batches."""
+    telling_the_last(loop, at, loop.model.set_reshard_after_backward)
+
+
+def unshard_by_hand(loop: Loop, at: int) -> None:
+    groups = [module for module in loop.model.modules() if isinstance(module, FSDPModule)][1:]
+    for group in groups:
+        group.unshard()
+    for group in groups if at % 2 else ():
+        group.reshard()
+    usual(loop, at)
+
+
+def phases_in_backward(loop: Loop, at: int) -> None:
+    """One after the other, or in part, in the middle of the backward."""
+    chosen = (*PHASES, *PHASES)[at % 3 : at % 3 + at % 5]
+    handle = loop.model.blocks[2].register_full_backward_pre_hook(lambda *_: loop.phase(*chosen))
+    usual(loop, at)
+    handle.remove()
 
 
 def unused(loop: Loop, at: int) -> None:
@@ -190,6 +219,15 @@ def write_parameters(loop: Loop, at: int) -> None:
             local(param.detach()).mul_(0.99)
 
 
+def read_parameters(loop: Loop, at: int) -> None:
+    """In every way that hands out their values."""
+    usual(loop, at)
+    loop.synchronize()
+    for param in loop.params.values():
+        for value in (param, param.detach(), param.data, copy.deepcopy(param)):
+            loop.seen += [one.detach().double().sum().item() for one in (local(value), whole(value))]
+
+
 def average(loop: Loop, at: int) -> None:
     """A mean of the parameters, that is evaluated with."""
     usual(loop, at)
@@ -218,6 +256,9 @@ HABITS: dict[str, Habit] = {
     "forward-without-backward": forward_without_backward,
     "two-forwards": forwards_before_one_backward,
     "unreduced": unreduced,
+    "keep-gathered": keep_gathered,
+    "unshard-by-hand": unshard_by_hand,
+    "phases-in-backward": phases_in_backward,
     "unused": unused,
     "skip": skip,
     "step-twice": step_twice,
@@ -232,6 +273,7 @@ HABITS: dict[str, Habit] = {
     "reattach": reattach,
     "write-group": write_group,
     "write-parameters": write_parameters,
+    "read-parameters": read_parameters,
     "average": average,
     "freeze": freeze,
 }
