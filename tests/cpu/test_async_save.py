@@ -9,7 +9,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,18 +38,7 @@ POLICY = OffloadPolicy(bucket_bytes=2048, snapshot_bytes=ALL)
 NO_SPARE = OffloadPolicy(bucket_bytes=2048)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    found = Waits(monkeypatch)
-    yield found
-    found.let_go()
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 # What is trained -----------------------------------------------------------------------------------------------------
@@ -204,7 +192,6 @@ CASES = {
     "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
     "several optimizers": Case(policy(snapshot_bytes=ALL), several),
     "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
-    "serial": Case(policy(snapshot_bytes=ALL, serial=True)),
 }
 
 

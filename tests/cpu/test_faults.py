@@ -20,8 +20,6 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, r
 from tests.policies import with_share
 from tests.tiers import spread
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 adam_module = importlib.import_module("torch.optim.adam")  # torch.optim itself hides it
 
 POLICY = OffloadPolicy(bucket_bytes=1024)
