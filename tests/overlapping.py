@@ -195,13 +195,6 @@ def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
 # Habits --------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    if step in (2, 4):
-        look(loop)
-
-
 def look(loop: Loop) -> None:
     loop.model.eval()
     with torch.no_grad():

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import add_masters, offload_optimizer, remove_offload, synchronize
-from fsdp_offload.core import updates as core_updates
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
@@ -44,6 +43,7 @@ from tests.overlapping import (
     policy_of,
     same_values,
 )
+from tests.parity import fail_in_bucket
 from tests.tiers import spread
 from tests.twins import same_state
 
@@ -486,20 +486,11 @@ def test_half_updated_weights_are_not_handed_out(
     loop = Loop(mesh, make, on_host(POLICIES[name]), net=Net if kind == "none" else narrow)
     loop.train(2)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
-    engine, loads = engine_of(loop.optimizer), []
-    update = core_updates.update_bucket
-
-    def fail(*args: Any) -> None:
-        loads.append(1)
-        if len(loads) == 2:
-            raise ArithmeticError("a bit has flipped")
-        update(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(core_updates, "update_bucket", fail)
+        fail_in_bucket(patch, 1)
         with pytest.raises(ArithmeticError):
             loop.train(1, first=2)
-    assert engine.steps.failure
+    assert engine_of(loop.optimizer).steps.failure
     sentence = "refused: an earlier step.. stopped with ArithmeticError: a bit has flipped. 1 of .* Load a checkpoint"
     for what in (loop.optimizer.step, loop.model.state_dict, loop.model.blocks[0].state_dict):
         with pytest.raises(RuntimeError, match=sentence):
