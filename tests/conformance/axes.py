@@ -423,7 +423,7 @@ RULES: tuple[Rule, ...] = (
         "A written weight moves its master in a way of its own, which is a story.",
         lambda case: case.masters != "none",
         {"masters": "none"},
-        habits="write-parameters",
+        habits="write-parameters write-between",
     ),
     rule(
         "A load by torch's planner asks for state of every parameter, also of one that was never used.",
@@ -438,6 +438,12 @@ RULES: tuple[Rule, ...] = (
         {"dtype": "fp32", "masters": "none"},
     ),
     rule(
+        "NAdam's product of momenta, as above.",
+        lambda case: case.optimizer == "nadam" and case.dtype == "bf16",
+        {"dtype": "fp32", "masters": "none"},
+        habits="load-between",
+    ),
+    rule(
         "A closure's backward is within step(), where nobody clips: such a step is not announced.",
         lambda case: case.overlap == "iteration" and case.clip != "never",
         habits="closure",
@@ -445,7 +451,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="by-value scaler",
+        habits="by-value scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
     ),
     rule(
         "A reentrant checkpoint does not say which of two forwards it computes again: such a backward is refused.",
@@ -461,7 +467,8 @@ RULES: tuple[Rule, ...] = (
     rule(
         "With updates in the backward that are no guesses, parameters are new after it.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="evaluate-before-step skip step-twice write-state write-group",
+        habits="evaluate-before-step skip skip-otherwise step-twice write-state write-group"
+        " look-at-parameters write-between read-between load-between",
     ),
 )
 

@@ -12,36 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_, remove_offload
+from fsdp_offload import clip_grad_norm_, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.core import guesses, updates
+from fsdp_offload.core import updates
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import Guesses
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.async_writers import Reading
-from tests.clipping import (
-    ALWAYS,
-    LOOKS,
-    NEVER,
-    OPERATIONS,
-    Operation,
-    clip,
-    clipped_step,
-    clipping,
-    guesses_of,
-    train,
-    within_bounds,
-)
+from tests.clipping import ALWAYS, LOOKS, NEVER, clip, clipped_step, clipping, guesses_of, train
 from tests.overlapping import Loop, Net, adamw, look, pair, same, same_values
-from tests.policies import with_share
-from tests.tiers import spread
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -99,61 +83,6 @@ def test_updates_really_run_in_the_backward(mesh: DeviceMesh, parameters: bool) 
     assert [state["step"].item() for state in states.values()] == before
     assert len(loop.optimizer.state_dict()["state"]) == len(states)
     assert not engine.core.done, "who saves sees what there was before"
-
-
-@spread(
-    operation={one.__name__: one for one in OPERATIONS},
-    micro_batches={"1": 1, "2": 2},
-    parameters={"device": False, "host": True},
-)
-def test_each_operation_alone(mesh: DeviceMesh, operation: Operation, micro_batches: int, parameters: bool) -> None:
-    policy = clipping(parameters=parameters)
-    loops = pair(mesh, policy, net=small_net, micro_batches=micro_batches)
-    for at, one in enumerate([within_bounds] * 4 + [operation, within_bounds, operation, within_bounds]):
-        for loop in loops:
-            one(loop, at)
-        assert same(*loops), (at, one.__name__)
-    assert guesses_of(loops[1]).committed
-
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "iteration": {},
-    "serial": {"serial": True},
-    "snapshot": {"snapshot_bytes": 30_000},
-    "host": {"host_fraction": 0.3},
-    "parameters": {"parameters": True},
-    "parameters, snapshot": {"parameters": True, "snapshot_bytes": 60_000},
-    "auto": {"device_bytes": "auto"},
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-def test_any_program(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    @settings(max_examples=32, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(
-        program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12),
-        slots=st.integers(3, 8),
-        never_stops=st.booleans(),
-        micro_batches=st.sampled_from([1, 1, 2]),
-    )
-    def check(program: list[Operation], slots: int, never_stops: bool, micro_batches: int) -> None:
-        policy = OffloadPolicy(
-            **{"overlap": "iteration", "bucket_bytes": 8192, "device_bytes": slots * 8192, **fields}  # type: ignore[arg-type]
-        )
-        reference = with_share(policy, overlap="step") if policy.host_fraction else None
-        kwargs: dict[str, Any] = {"net": small_net, "micro_batches": micro_batches}
-        with pytest.MonkeyPatch.context() as patch:
-            if never_stops:
-                patch.setattr(guesses, "STOPS_ABOVE", 1.0)
-                patch.setattr(guesses, "GOES_ON_BELOW", 1.0)
-            loops = Loop(mesh, adamw, reference, **kwargs), Loop(mesh, adamw, policy, **kwargs)
-            for at, operation in enumerate([within_bounds, within_bounds, *program, within_bounds]):
-                for loop in loops:
-                    operation(loop, at)
-                assert same(*loops), (at, [one.__name__ for one in program])
-
-    check()
 
 
 # The function itself --------------------------------------------------------------------------------------------------
