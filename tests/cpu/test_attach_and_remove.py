@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.parity import SMALL, Net, Run, Zoo, local, make_pair, params_of, train_step
+from tests.parity import Net, Run, Zoo, local, make_pair, params_of, train_step
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -228,18 +228,3 @@ def test_a_parameters_data_exchanged() -> None:
         for param in run.params.values():
             param.data = param.data.clone() * 0.5
     pair.train(5)
-
-
-def test_load_into_attached_after_steps_copies() -> None:
-    """What is loaded is copied, 0-dim parameters' state too: the state dict can be used again."""
-    pair = make_pair(Zoo, KINDS["adamw"], policy=None)
-    pair.train(3)
-    pair.attach(SMALL)
-    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
-    kept = copy.deepcopy(saved)
-    for run in pair:
-        run.optimizer.load_state_dict(copy.deepcopy(saved) if run is pair.plain else saved)
-    pair.assert_same()
-    pair.train(3)
-    for index, state in kept["state"].items():
-        assert all(torch.equal(value, saved["state"][index][name]) for name, value in state.items())

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_offload import OffloadPolicy, offload_optimizer, synchronize
 from fsdp_offload.core.engine import engine_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 
 def adamw(dtype: torch.dtype = torch.float32) -> torch.optim.AdamW:
     return torch.optim.AdamW([nn.Parameter(torch.ones(64, dtype=dtype))])

@@ -134,24 +134,6 @@ def test_views_and_tied_weights_stay_what_they_are() -> None:
     assert bool((model.body[2].weight[2:5] == 3).all())
 
 
-def test_training_goes_on_with_the_same_bits() -> None:
-    models = [make(), make()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    for seed in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch(seed)).backward()
-            if model is models[1]:
-                offload_model(model)  # with gradients
-                reload_model(model)
-            optimizer.step()
-            if seed % 2:
-                optimizer.zero_grad()
-            if model is models[1]:
-                offload_model(model)
-                reload_model(model)
-        assert_same(*map(snapshot, models))
-
-
 def test_a_graph_that_was_made_before_works_afterwards() -> None:
     """Waking writes what was there: autograd must not take it for a modification."""
     model, other = make(), make()
@@ -387,7 +369,6 @@ def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
     reload_model(loop.model)
 
 
-@pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_optimizer_neither_steps_nor_clears_while_asleep(offloaded: bool) -> None:
     model, other = make(), make()

@@ -1,14 +1,12 @@
 """Training as people do it: clipping, accumulation, groups, frozen and unused parameters; the same bits as without."""
 
-import dataclasses
 from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import OffloadPolicy
-from tests.parity import SMALL, Net, Run, Zoo, make_pair, params_of
+from tests.parity import Net, Run, make_pair, params_of
 
 
 def adamw(params: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -54,29 +52,3 @@ def test_a_grad_scaler_skips_the_first_step(kwargs: dict[str, bool]) -> None:
     for run in pair:
         assert not hasattr(run.optimizer, "grad_scale")
         assert not hasattr(run.optimizer, "found_inf")
-
-
-STATE_BYTES = 8 * sum(param.numel() for param in Zoo().parameters())
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        dataclasses.replace(SMALL, serial=True),
-        dataclasses.replace(SMALL, device_bytes=12_000),
-        OffloadPolicy(bucket_bytes=1024, device_bytes=2048),
-        OffloadPolicy(bucket_bytes=3000, device_bytes=7001),
-        OffloadPolicy(),
-    ],
-    ids=["serial", "some kept", "smallest", "odd sizes", "default"],
-)
-def test_policies(policy: OffloadPolicy) -> None:
-    pair = make_pair(Zoo, adamw, policy=policy)
-    pair.train(10)
-    pair.assert_trained()
-    report = pair.offloaded.optimizer.offload_report()
-    assert report.memory.host_state_bytes == STATE_BYTES
-    for moved in (report.step.loaded_bytes, report.step.stored_bytes):
-        assert moved + report.memory.kept_state_bytes >= STATE_BYTES
-    pair.detach()
-    pair.train(2)
