@@ -26,7 +26,7 @@ from ..core.regions import Placed, TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from .reading import Checkpoint, Content, Layout, Opened, StoredChunk, StoredObject, StoredTensor
-from .unpickle import TENSOR_NAMES, ForbiddenNameError, PickledObject, unpickle
+from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 try:
     from isal.isal_zlib import crc32 as _crc32  # ten times as fast as most builds of zlib
@@ -194,6 +194,13 @@ _STORAGE_DTYPES = {
 }
 """By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
 
+_NAMES = {
+    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"},
+    "torch.storage": {"UntypedStorage"},
+    "torch": {"Size", *_STORAGE_DTYPES},
+}
+"""What ``torch.save`` writes for a tensor."""
+
 
 class _Tensor(NamedTuple):
     record: str
@@ -214,7 +221,7 @@ class _Tensor(NamedTuple):
 def _tensor_in(content: bytes) -> _Tensor | None:
     """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
     try:
-        return _tensor_of(unpickle(content, TENSOR_NAMES, lambda pid: pid))
+        return _tensor_of(unpickle(content, _NAMES))
     except ForbiddenNameError:
         return None
     except DamagedError:

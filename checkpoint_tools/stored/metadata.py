@@ -12,13 +12,13 @@ tells every byte of the checkpoint, and large contents need not be read once mor
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.text import human_bytes, shortened
 from .storage import Folder
-from .unpickle import METADATA_NAMES, ForbiddenNameError, PickledObject, unpickle
+from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 MANIFEST_FILE = ".checksums"
 FORMAT = "fsdp_offload checksums 2"
@@ -89,6 +89,31 @@ def _item(found: Any) -> Item:
     offset_bytes, length_bytes, around_crc = map(int, found)
     return Item(offset_bytes, length_bytes, around_crc)
 
+
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
+
+# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
+METADATA_NAMES: Mapping[str, Set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    # Where TensorProperties was before torch 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). Here it is a PickledObject, as all others.
+    "builtins": {"getattr"},
+    "__builtin__": {"getattr"},
+}
 
 METADATA_FILE = ".metadata"
 _CLASSES = ("Metadata", "MCoreMetadata")  # torch's, and that of Megatron-Core up to 0.15

@@ -11,6 +11,7 @@ not looked at here.
 """
 
 import functools
+import gc
 import math
 import os
 import reprlib
@@ -24,7 +25,7 @@ from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .metadata import METADATA_FILE, Manifest, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
-from .unpickle import PickledObject, without_collections
+from .unpickle import PickledObject
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
@@ -202,8 +203,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
     """
-    with without_collections():
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would visit millions of new objects that all stay
+    try:
         return _open(open_folder(path))
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _open(folder: Folder) -> Checkpoint:
