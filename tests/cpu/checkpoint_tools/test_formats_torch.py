@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint_tools import Rule, preset, split_state_dict
+from checkpoint_tools import preset, split_state_dict
 from checkpoint_tools.look import verify
 from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import check_storage_writer
@@ -103,12 +103,3 @@ def test_hugging_face_writer_of_shards(one: DeviceMesh, tmp_path: Path) -> None:
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     written = load_file(file)
     assert torch.equal(torch.cat([written[GATE], written[UP]]), whole(model.get_parameter(GATE_UP)))
-
-
-def test_hugging_face_writer_of_parts_in_blocks_is_refused(one: DeviceMesh, tmp_path: Path) -> None:
-    """It keeps one tensor of each name and file, and a part of a tensor fused in groups is several rectangles."""
-    grouped = Rule(fused="{p}gate_up_proj.weight", parts=("{p}a", "{p}b"), layout="grouped", groups=2)
-    model, _ = trained(one)
-    parts, _ = split_state_dict(dict(model.named_parameters()), None, [grouped])
-    with pytest.raises(ValueError, match="HuggingFaceStorageWriter"):
-        check_storage_writer(parts, dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))

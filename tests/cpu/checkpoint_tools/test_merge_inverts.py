@@ -19,11 +19,10 @@ from checkpoint_tools.fuse.request import RECORD_FILE, Split, read_record, recor
 from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.offline import assert_same, rewritten, rule
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,

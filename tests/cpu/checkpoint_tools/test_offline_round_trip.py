@@ -20,6 +20,7 @@ from tests.checkpoint_tools.offline import (
     Rectangle,
     assert_same,
     check_zip_files,
+    content,
     part_of,
     rewritten,
     rule,
@@ -85,13 +86,6 @@ def fused(draw: st.DrawFn) -> dict[str, Any]:
     shape[dim] = total
     negative = draw(st.booleans())
     return {"rule": rule(layout=layout, dim=dim - ndim * negative, **fields), "shape": tuple(shape), "dim": dim}
-
-
-def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    high = 2 if dtype == torch.bool else 256
-    numbers = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return numbers.view(dtype).view(shape)
 
 
 @SETTINGS

@@ -20,11 +20,10 @@ from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.inspect import summarize
 from checkpoint_tools.look.verify import check_finite, check_structure
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import changed, run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, changed, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda
 from tests.checkpoint_tools.offline import assert_same, rewritten, same_bits, told, values_of
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
 from tests.distributed.launch import spawn
 
 pytestmark = pytest.mark.distributed

@@ -18,12 +18,11 @@ from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import assert_same, same_bits, values_of
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
+from tests.checkpoint_tools.offline import same_bits, values_of
 from tests.cpu.checkpoint_tools.test_merge_inverts import SMALL
 from tests.distributed.launch import spawn
 
@@ -192,15 +191,6 @@ def test_a_family_of_ones_own(tmp_path: Path) -> None:
         (tmp_path / "bad.toml").write_text(text)
         wrong = ("rename", source, tmp_path / "x", "--from", "hf", "--to", "ours", "--family", tmp_path / "bad.toml")
         assert_one_line(run_here(*wrong), message)
-
-
-def test_the_same_keys_through_two_ways(tmp_path: Path) -> None:
-    """Straight to Megatron, and by way of torchtitan."""
-    source = save(tmp_path / "source", model_of("llama").state_dict())
-    straight = renamed("llama", source, tmp_path / "straight", "megatron", **VALUES)
-    renamed("llama", source, tmp_path / "titan", "torchtitan", **VALUES)
-    around = renamed("llama", tmp_path / "titan", tmp_path / "around", "megatron", of="torchtitan", **VALUES)
-    assert_same(straight, around)
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import ROOT, run_here, save
-from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import RULES, contents
+from tests.checkpoint_tools.checkpoints import ROOT, assert_one_line, contents, run_here, save
+from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, assert_same
 
 KILLED = """
 import os, signal, sys
