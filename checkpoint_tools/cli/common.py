@@ -43,22 +43,14 @@ MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all
 
 
 def parse_memory(text: str, threads: int, least_items: int) -> int:
-    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype.
-
-    Raises:
-        CheckpointError: it is no size, or too little.
-    """
+    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype."""
     limit_bytes = parse_bytes(text)
     thread_bytes(limit_bytes, threads, least_items * MAX_ITEM_BYTES)
     return limit_bytes
 
 
 def parse_values(values: Sequence[str] | None) -> dict[str, float]:
-    """Return the numbers of all --value by name.
-
-    Raises:
-        CheckpointError: one is not NAME=NUMBER, or a name is there twice.
-    """
+    """Return the numbers of all --value by name."""
     parsed: dict[str, float] = {}
     for text in values or ():
         name, _, number = text.partition("=")

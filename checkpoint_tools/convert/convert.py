@@ -127,11 +127,7 @@ class Conversion(NamedTuple):
 
 
 def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Conversion:
-    """Open a checkpoint, find it whole, and plan its conversion to the other format.
-
-    Raises:
-        CheckpointError: it is not whole, has that format already, or the other format cannot have what is in it.
-    """
+    """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors or dcp, not {to}")
     expected: Format = "dcp" if is_safetensors(source) else "safetensors"
@@ -376,9 +372,6 @@ def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, 
         shapes_from: the one with the model, if that is another.
         excluded: patterns of keys that stay as they are.
         threads: how many files are read at the same time.
-
-    Raises:
-        CheckpointError: state of which it is not known what its shape should be, or nothing that is flat.
     """
     if is_safetensors(source):
         raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")

@@ -6,7 +6,8 @@ NEED_EXTRA = "The checkpoint tools need the extra 'tools': pip install 'fsdp-off
 class CheckpointError(Exception):
     """Something about a checkpoint, or about what was asked for, is wrong.
 
-    The message is one line: what is wrong, and what to do.
+    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it. Rules
+    and plans, which serve state dicts in memory too, raise ValueError; commands make this error of that.
     """
 
     def __init__(self, message: str) -> None:

@@ -219,11 +219,7 @@ class _StateDicts(Source):
 
 
 def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
-    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have another number.
-
-    Raises:
-        ValueError: the number given is another.
-    """
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
     name = str(rule.groups)
     if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
         return values

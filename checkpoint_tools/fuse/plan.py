@@ -157,11 +157,7 @@ class Draft:
                 return
 
     def check_new_keys(self) -> None:
-        """Check that every new key is free.
-
-        Raises:
-            ValueError: two values would have one name.
-        """
+        """Check that every new key is free."""
         fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in self.old)
         new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
         left = self.keys - self.old - self.copies.keys()
@@ -181,10 +177,6 @@ def plan_exchange(
         rules: those that are not optional have to match something.
         excluded: patterns of keys that stay.
         wanted: which of the matches are exchanged.
-
-    Raises:
-        ValueError: rules do not fit, names are taken or ambiguous, parts are missing, or parts differ where one fused
-            tensor has one value.
     """
     planner = _Planner(way, source, rules, excluded, wanted)
     if way == "split":

@@ -218,9 +218,6 @@ class Match(NamedTuple):
             shape: of the fused tensor.
             values: of the model's config.
             siblings: the shapes of the model's tensors, one of which ``same_size_as`` may name.
-
-        Raises:
-            ValueError: the rule does not fit the shape.
         """
         dim = self.rule.dim_of(shape, self.fused)
         combs = self.rule.combs(shape[dim], values, self.fused)
@@ -230,11 +227,7 @@ class Match(NamedTuple):
     def joined(
         self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
     ) -> tuple[Shape, int, tuple[Comb, ...]]:
-        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie.
-
-        Raises:
-            ValueError: the rule gives the parts other shapes.
-        """
+        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie."""
         first, stacked = shapes[0], self.rule.layout == "stacked"
         dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
         if any(len(shape) != len(first) for shape in shapes):
@@ -248,11 +241,7 @@ class Match(NamedTuple):
         return fused, dim, combs
 
     def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
-        """Hold the first part's size against the tensor that ``same_size_as`` names.
-
-        Raises:
-            ValueError: that tensor is not there, or says that this one is not fused.
-        """
+        """Hold the first part's size against the tensor that ``same_size_as`` names."""
         if self.rule.same_size_as is None:
             return
         template, dim = self.rule.same_size_as
@@ -291,11 +280,7 @@ def match_of(way: Way, rule: Rule, key: str) -> Match | None:
 
 
 def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """Find the wanted fused tensors among ``keys``, or those whose parts are among them.
-
-    Raises:
-        ValueError: two rules match one key, a new key is taken, or parts are missing.
-    """
+    """Find the wanted fused tensors among ``keys``, or those whose parts are among them."""
     known = dict.fromkeys(keys)
     matches = []
     for key in known:
@@ -374,11 +359,7 @@ def preset(name: str) -> tuple[Rule, ...]:
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
-    """Rules as they are in a file.
-
-    Raises:
-        ValueError: no such data; names the field.
-    """
+    """Rules as they are in a file."""
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
@@ -445,11 +426,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 @functools.cache
 def template_pattern(template: str) -> re.Pattern[str]:
-    """Compile a template to a regular expression with a named group for each placeholder.
-
-    Raises:
-        ValueError: a placeholder is not whole, is there twice, or has a bad regular expression.
-    """
+    """Compile a template to a regular expression with a named group for each placeholder."""
     if set("{}") & set(_PLACEHOLDER.sub("", template)):
         raise ValueError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
     pattern, at = "", 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
 from ..core.tables import Table
-from ..core.text import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.items import ItemReader
@@ -75,11 +75,7 @@ def diff(
     threads: int = 4,
     advance: Callable[[int], object] = lambda done: None,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
-
-    Raises:
-        CheckpointError: one of the two is damaged, or does not fit into the memory.
-    """
+    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order."""
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in (first, second))
 
@@ -97,7 +93,8 @@ def diff(
         return found
 
     # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
-    parts = [keys[start:stop] for start, stop in block_bounds(len(keys), max(1, min(512, len(keys) // (4 * threads))))]
+    size = max(1, min(512, len(keys) // (4 * threads)))
+    parts = [keys[start : start + size] for start in range(0, len(keys), size)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
         return [found for part in pool.map(compare, parts) for found in part]
 
@@ -111,9 +108,6 @@ def aligned(
         first: one of them.
         second: the other one.
         key_prefix: what the model's keys of one begin with; without it, it is found out where no key is in both.
-
-    Raises:
-        CheckpointError: the given prefix tells no key of the one from a key of the other.
     """
     if key_prefix is None and first.tensors.keys() == second.tensors.keys():
         return first, second, []

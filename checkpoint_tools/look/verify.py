@@ -300,9 +300,6 @@ def check_finite(
     """Check that floating-point values in these files are finite, and were read as written.
 
     Each thread holds one block.
-
-    Raises:
-        CheckpointError: the memory is too small.
     """
     memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)

@@ -55,10 +55,6 @@ class Manifest(NamedTuple):
         )
 
 
-class DamagedManifestError(Exception):
-    """Not a whole manifest."""
-
-
 def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> bytes:
     """The content of the file, for a ``.metadata`` of this content."""
     found = {"nbytes": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
@@ -68,21 +64,17 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Parse the content of a manifest file.
-
-    Raises:
-        DamagedManifestError: it is damaged, or of a newer version.
-    """
+    """Parse the content of a manifest file."""
     head, _, body = content.partition(b"\n")
     try:
         expected = {"format": FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
-            raise DamagedManifestError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
+            raise CheckpointError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
         found = json.loads(body)
         files = {str(file): tuple(map(_item, items)) for file, items in found["files"].items()}
         return Manifest(int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"]), files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedManifestError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
+        raise CheckpointError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
 
 
 def _item(found: Any) -> Item:
@@ -122,11 +114,7 @@ _MAX_BYTES = 4 << 30
 
 
 def read_content(folder: Folder) -> bytes:
-    """Read the metadata file's bytes.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it is larger than any that somebody has written.
-    """
+    """Read the metadata file's bytes."""
     try:
         if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
             raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
@@ -143,24 +131,18 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
     """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
         with folder.open(MANIFEST_FILE) as stream:
-            content = stream.read()
+            manifest = parse_manifest(stream.read())
     except FileNotFoundError:
         return None, None
     except OSError as error:
         return None, f"cannot be read: {error}"
-    try:
-        manifest = parse_manifest(content)
-    except DamagedManifestError as error:
+    except CheckpointError as error:
         return None, str(error)
     return manifest, manifest.why_not(read_content(folder))
 
 
 def read_metadata(folder: Folder) -> PickledObject:
-    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it asks for what no metadata need.
-    """
+    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record."""
     content = read_content(folder)
     try:
         metadata = unpickle(content, METADATA_NAMES)
@@ -189,20 +171,13 @@ def _why_none(folder: Folder) -> str:
             f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False), which do not say "
             "how they fit together; load it with as many ranks as wrote it, and save it again with use_collectives=True"
         )
-    inside = [name for name in names if name.endswith("/") and _has_metadata(folder, name)]
+    inside = [name for name in names if name.endswith("/") and folder.has(name + METADATA_FILE)]
     if inside:
         return f"{folder.path} is not a checkpoint itself; it contains {', '.join(inside[:_HINTS])}: give one of these"
     return (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
         "end"
     )
-
-
-def _has_metadata(folder: Folder, name: str) -> bool:
-    try:
-        return folder.size_bytes(name + METADATA_FILE) > 0
-    except OSError:
-        return False
 
 
 def damage(folder: Folder, what: str) -> CheckpointError:

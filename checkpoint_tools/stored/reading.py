@@ -198,11 +198,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the metadata of the checkpoint in a local folder or at an fsspec URL.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
-    """
+    """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
     was_enabled = gc.isenabled()
     gc.disable()  # it would visit millions of new objects that all stay
     try:

@@ -103,11 +103,7 @@ class Header(NamedTuple):
 
 
 def read_header(folder: Folder, file: str) -> Header:
-    """Read a file's header, which the safetensors package has checked.
-
-    Raises:
-        CheckpointError: it is not a whole safetensors file.
-    """
+    """Read a file's header, which the safetensors package has checked."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -168,11 +164,7 @@ def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
 
 
 def header_of(tensors: Iterable[FileTensor]) -> bytes:
-    """Serialize all that comes before the data.
-
-    Raises:
-        CheckpointError: it would be longer than the format allows.
-    """
+    """Serialize all that comes before the data."""
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     for tensor in tensors:
         shape = list(tensor.shape)
@@ -241,9 +233,6 @@ def open_safetensors(
         key_prefix: what the model's keys get. Without it, what convert has taken away; nothing where torch has written
             parts of tensors, under its own keys; else the default.
         default_prefix: that.
-
-    Raises:
-        CheckpointError: it is damaged, or not all of it is there.
     """
     return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
 
@@ -342,7 +331,7 @@ class _Opening:
         for file in files:
             if leaves_the_folder(file) or not is_name(file):
                 raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
-            if file not in there and not self._is_there(file):
+            if file not in there and not self._folder.has(file):
                 missing = sum(name == file for name in weight_map.values())
                 raise CheckpointError(
                     f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
@@ -353,12 +342,6 @@ class _Opening:
         if isinstance(prefix, str):
             self._recorded_prefix = prefix
         return files
-
-    def _is_there(self, file: str) -> bool:
-        try:
-            return self._folder.size_bytes(file) >= 0
-        except OSError:
-            return False
 
     def _check_index(self, index: str, weight_map: Mapping[str, str]) -> None:
         by_file: dict[str, set[str]] = {}
@@ -447,7 +430,9 @@ class _Opening:
                 "it away to convert the tensors alone"
             )
         try:
-            objects = dict(_stored_objects(found["stored"]))
+            stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
+            keys = sorted(stored, key=natural_order)
+            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
@@ -480,12 +465,6 @@ def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
         if gone:
             more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
             yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
-
-
-def _stored_objects(found: Mapping[str, str]) -> Iterator[tuple[str, StoredObject]]:
-    """Objects, as ``torch.save`` wrote them."""
-    for key in sorted(found, key=natural_order):
-        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(found[key], validate=True))
 
 
 def _path(found: Any) -> Path:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console, RenderableType
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.text import block_bounds, human_bytes, natural_order, parse_bytes
+from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
 from checkpoint_tools.look.inspect import (
     FileRow,
     GroupRow,
@@ -120,11 +120,9 @@ def test_sizes() -> None:
             parse_bytes(text)
 
 
-def test_order_and_blocks() -> None:
+def test_order() -> None:
     assert sorted(["a.10", "a.2", "a", "b", "a.x", "10", "9"], key=natural_order) == [
         *("9", "10", "a", "a.2", "a.10", "a.x", "b")
     ]
     digits = ["x." + "9" * 5000, "x.10", "x.9", "x.010", "x"]
     assert sorted(digits, key=natural_order) == ["x", "x.9", "x.10", "x.010", digits[0]]
-    assert block_bounds(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert block_bounds(0, 2) == []
