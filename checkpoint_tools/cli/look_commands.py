@@ -27,9 +27,6 @@ if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help 
     from ..stored.reading import Checkpoint
 
 
-# inspect --------------------------------------------------------------------------------------------------------------
-
-
 def inspect_checkpoint(
     path: Folder,
     patterns: Patterns = None,
@@ -72,9 +69,6 @@ def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         say(f"{key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(tensor.chunks), 'chunk')}")
         console().print(inspect.chunk_table(tensor))
-
-
-# verify ---------------------------------------------------------------------------------------------------------------
 
 
 def verify_checkpoint(
@@ -130,9 +124,6 @@ def verify_checkpoint(
     raise typer.Exit(1 if problems else 0)
 
 
-# diff -----------------------------------------------------------------------------------------------------------------
-
-
 def compare_checkpoints(
     path_a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder or its fsspec URL.")],
     path_b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
@@ -178,9 +169,6 @@ def compare_checkpoints(
         say_notes(notes)
         say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
-
-
-# seal -----------------------------------------------------------------------------------------------------------------
 
 
 def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:

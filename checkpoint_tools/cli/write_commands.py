@@ -34,9 +34,6 @@ if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help 
     from ..fuse.rules import Rule, Way
 
 
-# split and merge ------------------------------------------------------------------------------------------------------
-
-
 Presets = Annotated[
     list[str] | None,
     typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
@@ -163,9 +160,6 @@ def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list
     except IsADirectoryError as error:
         raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
     return rules
-
-
-# convert --------------------------------------------------------------------------------------------------------------
 
 
 def convert_checkpoint(
@@ -295,9 +289,6 @@ def _convert_torch(
         return f"{counted(keys, 'key')} in one file of torch.save", notes
     values, notes = torch_files.to_dcp(source, destination, memory_bytes)
     return f"{counted(values, 'value')} as a checkpoint of DCP", notes
-
-
-# rename ---------------------------------------------------------------------------------------------------------------
 
 
 def rename_weights(

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
+from ..core.regions import Comb, Index, Shape, TensorRegion, stretches, whole_of
 from ..core.tables import Table
 from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
 from ..fuse.names import Owners, StateName, sorted_out
@@ -27,7 +27,7 @@ from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, i
 from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
-from ..stored.reading import Checkpoint, StoredTensor
+from ..stored.reading import Checkpoint, Path, StoredTensor
 from ..stored.safetensors_folder import (
     INDEX_SUFFIX,
     METADATA_KEY,
@@ -49,7 +49,6 @@ from ..stored.storage import CASTABLE
 
 What = Literal["model", "optimizer", "all"]
 Format = Literal["safetensors", "dcp"]
-Shape = tuple[int, ...]
 
 _CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
 _DEFAULT_PREFIX = f"{MODEL}."
@@ -357,7 +356,7 @@ class _ConversionBuilder:
         for region in regions:
             yield from gathered(fusion, region, sources, dtype)
 
-    def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
+    def rewrite(self, paths: Mapping[str, Path], objects: tuple[str, ...]) -> Rewrite:
         return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
 
 

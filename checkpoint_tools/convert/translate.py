@@ -31,9 +31,6 @@ from ..rewrite.rewrite_plan import Rewrite, plan_rewrite
 from ..rewrite.save import held
 from ..stored.reading import Checkpoint
 
-# Families of models ---------------------------------------------------------------------------------------------------
-
-
 HUB = "hf"
 
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
@@ -150,9 +147,6 @@ def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> 
     return rules_of({"rule": made}, "frameworks")
 
 
-# Renaming -------------------------------------------------------------------------------------------------------------
-
-
 _NAMES_IN_ERRORS = 3
 
 
@@ -211,9 +205,6 @@ def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
         if letter == "." and any(rename.renamed(key[at + 1 :]) is not None for key in keys):
             return sample[: at + 1]
     return ""
-
-
-# All steps ------------------------------------------------------------------------------------------------------------
 
 
 class Translation(NamedTuple):

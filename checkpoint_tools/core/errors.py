@@ -12,7 +12,3 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
-
-
-class UnreadableObjectError(CheckpointError):
-    """An object that consists of more than plain values; it is there, and nobody looks into it."""

@@ -153,9 +153,5 @@ _ERRORS = "checkpoint_tools.plain"
 def _replaced(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    letters = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(letter) or _escaped(letter) for letter in letters), error.end
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("ascii", "backslashreplace").decode()
+    letters = "".join(_PLAIN.get(letter, letter) for letter in error.object[error.start : error.end])
+    return letters.encode("ascii", "backslashreplace").decode(), error.end

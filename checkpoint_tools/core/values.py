@@ -91,9 +91,6 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(_BITS[values.itemsize])
 
 
-# Objects -------------------------------------------------------------------------------------------------------------
-
-
 MAX_VALUES = 10_000_000
 """In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
 

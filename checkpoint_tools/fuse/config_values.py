@@ -111,9 +111,6 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= MAX_INT64
 
 
-# --- reading: what cannot be read tells nothing ---
-
-
 def _json(checkpoint: Checkpoint, file: str) -> Any:
     try:
         return json.loads(read_small(checkpoint.folder, file, _MAX_BYTES))

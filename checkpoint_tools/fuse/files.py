@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
+from ..core.regions import Shape
 from ..core.text import is_excluded
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
-from .rules import ALL, MissingValueError, Rule, Shape, Wanted, Way
+from .rules import ALL, MissingValueError, Rule, Wanted, Way
 
 
 def find_exchange(

@@ -11,7 +11,6 @@ Rules come from Python (:class:`Rule`), from a TOML or JSON file (:func:`load_ru
 
 import ast
 import dataclasses
-import fnmatch
 import functools
 import json
 import math
@@ -24,12 +23,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from ..core.regions import Comb, Layout, combs_of
-from ..core.text import shortened
+from ..core.regions import Comb, Layout, Shape, combs_of
+from ..core.text import is_excluded, shortened
 from .preset_files import preset_names, preset_text
 
 Size = int | str
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,7 @@ class Rule:
     def match(self, key: str) -> "Match | None":
         """Return the parts of the fused tensor ``key``, if the rule covers it."""
         found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
-        if found is None or _is_any(key, self.exclude) or (self.only and not _is_any(key, self.only)):
+        if found is None or is_excluded(key, self.exclude) or (self.only and not is_excluded(key, self.only)):
             return None
         texts = found.groupdict()
         return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
@@ -145,7 +143,9 @@ class Rule:
             ValueError: sizes do not add up, do not divide, or name values that there are not
                 (:class:`MissingValueError`).
         """
-        groups = _evaluated(self.groups, _with_default_sizes(values), where)
+        if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
+            values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
+        groups = _evaluated(self.groups, values, where)
         if groups < 1:
             raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
         sizes = self._sizes(fused_size, values, where)
@@ -174,11 +174,6 @@ class Rule:
 
 DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 """Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
-
-
-def _with_default_sizes(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Divide experts as dense layers where nothing else is said, which is Megatron's default."""
-    return {EXPERT_RANKS: values[DENSE_RANKS], **values} if DENSE_RANKS in values else values
 
 
 class MissingValueError(ValueError):
@@ -456,10 +451,6 @@ def _typed(template: str, typed_by: str) -> str:
     """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
     written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
     return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
-
-
-def _is_any(key: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 # Expressions ---------------------------------------------------------------------------------------------------------

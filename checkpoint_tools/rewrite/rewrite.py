@@ -88,9 +88,6 @@ def stamps_of(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
 
 
-# --- where to --------------------------------------------------------------------------------------------------------
-
-
 def check_destination(source: str, destination: str) -> None:
     """Refuse a destination that is there, or is in the source, or the other way round."""
     if not destination.strip():
@@ -123,9 +120,6 @@ def _local_path(path: str) -> Path | None:
     if path.startswith(("file://", "local://")):
         path = path.partition("://")[2]
     return None if "://" in path else Path(path).resolve()
-
-
-# --- doing it --------------------------------------------------------------------------------------------------------
 
 
 def write(
@@ -176,9 +170,6 @@ def write(
             raise CheckpointError(
                 f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
             )
-
-
-# --- shown -----------------------------------------------------------------------------------------------------------
 
 
 def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:

@@ -20,19 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
+from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..core.regions import Index, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
+from ..core.regions import Index, Shape, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject
-
-Shape = tuple[int, ...]
+from ..stored.reading import Checkpoint, Path, Properties, StoredChunk, StoredObject
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
@@ -71,7 +68,7 @@ class Rewrite(NamedTuple):
     tensors: Mapping[str, NewTensor]
     objects: tuple[str, ...]
     files: Mapping[str, Sequence[Piece]]
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Path]
     exchange: Exchange
     heads: Mapping[str, bytes] = {}
 
@@ -221,9 +218,6 @@ def _cut(chunk: Chunk, dtype: torch.dtype) -> Iterator[Chunk]:
         yield Chunk(small.offsets, small.sizes, start, chunk.local_strides)
 
 
-# --- merging ---------------------------------------------------------------------------------------------------------
-
-
 def gathered(
     fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], cast: torch.dtype | None = None
 ) -> Iterator[Piece]:
@@ -256,9 +250,6 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
         yield TensorRegion(
             (*chunk.offsets[:dim], at, *chunk.offsets[dim + 1 :]), (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
         )
-
-
-# --- reading a piece -------------------------------------------------------------------------------------------------
 
 
 def given(content: bytes) -> Callable[[ItemReader], bytes]:

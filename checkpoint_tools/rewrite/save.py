@@ -38,12 +38,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ..core.errors import CheckpointError
 from ..core.text import human_bytes
+from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
 from ..stored.storage import RemoteFolder
 from .rewrite_plan import NewTensor, Piece, Rewrite
-
-Advance = Callable[[int], object]
 
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
@@ -172,9 +171,6 @@ def _save_bare(planner: _Planner, rewrite: Rewrite, folder: Path, file: str) -> 
             stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-# --- a folder that appears as a whole --------------------------------------------------------------------------------
 
 
 def partial_of(destination: Path) -> Path:

@@ -17,15 +17,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 from torch import Tensor
 
-from fsdp_offload.checkpoint.chunks import contiguous_strides
-
-from ..core.errors import CheckpointError, UnreadableObjectError
+from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
-from .reading import Checkpoint, Content, Layout, Opened, StoredChunk, StoredObject, StoredTensor
+from .reading import Checkpoint, Layout, Opened, StoredChunk, StoredObject, StoredTensor
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 try:
@@ -335,8 +334,6 @@ class ItemReader:
             raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
         return value
 
-    # --- inside ---
-
     def _opened(self, item: Stored, view: memoryview) -> Opened:
         place = item.place
         known = self._checkpoint.opened.get(place)
@@ -414,7 +411,7 @@ class ItemReader:
         except Exception as error:  # a damaged archive can raise anything
             text = str(error)
             if "weights_only" in text or "Weights only" in text:
-                raise UnreadableObjectError(
+                raise CheckpointError(
                     f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
                     "loaded: unpickling it could run anything"
                 ) from error
@@ -438,7 +435,7 @@ def _look_into(archive: Archive, view: memoryview, *, is_tensor: bool) -> Opened
     contents, at, around = [], 0, 0
     for record in archive.records.values():  # in the order of their bytes
         if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
-            contents.append(Content(record.start, record.stop, record.info.CRC))
+            contents.append((record.start, record.stop, record.info.CRC))
             around, at = crc32(view[at : record.start], around), record.stop
         else:
             archive.read(record)

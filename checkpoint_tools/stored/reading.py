@@ -27,6 +27,9 @@ from .metadata import METADATA_FILE, Manifest, damage, read_manifest, read_metad
 from .storage import Folder, open_folder
 from .unpickle import PickledObject
 
+Path = tuple[str | int, ...]
+"""Where a value is in the nested state dict."""
+
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
 _FLATTENED = (
@@ -118,26 +121,18 @@ class Layout(NamedTuple):
     start_bytes: int | None
 
 
-class Content(NamedTuple):
-    """A range of bytes of an item with the CRC-32 that was written with it."""
-
-    start_bytes: int
-    stop_bytes: int
-    crc: int
-
-
 class Opened(NamedTuple):
     """Findings of a look into an item that is whole.
 
     Attributes:
         layout: of a tensor; ``None`` where only ``torch.load`` knows.
-        contents: that were not read; all others have been compared with their CRC-32.
+        contents: start, stop and CRC-32 of those that were not read; all others have been compared with theirs.
         has_crcs: whether there was anything to compare with.
         around_crc: the CRC-32 of all but these contents, whose own CRC-32 are among it: the item's identity.
     """
 
     layout: Layout | None
-    contents: tuple[Content, ...]
+    contents: tuple[tuple[int, int, int], ...]
     has_crcs: bool
     around_crc: int
 
@@ -171,7 +166,7 @@ class Checkpoint:
     folder: Folder
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Path]
     problems: tuple[CheckpointProblem, ...]
     version: str | None
     notes: tuple[str, ...] = ()
@@ -224,9 +219,6 @@ def _open(folder: Folder) -> Checkpoint:
     manifest, wrong = read_manifest(folder)
     problems = [] if wrong is None else [CheckpointProblem(METADATA_FILE, wrong)]
     return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
-
-
-# --- from records to nouns --------------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
@@ -285,14 +277,12 @@ class _CheckpointBuilder:
             tuple(map(_text, _few(info.get("transform_descriptors") or ()))),
         )
         where = (_text(index.get("fqn")), None if offset is None else _counts(offset))
-        if leaves_the_folder(place.file):
+        is_outside = leaves_the_folder(place.file)
+        if is_outside or not is_name(place.file):
             self.used.add(where)  # said here, and nothing else about it
-            file = repr(shortened(place.file))
-            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, outside of the checkpoint"))
-        elif not is_name(place.file):
-            self.used.add(where)
-            file = repr(shortened(place.file))
-            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, which no file is named"))
+            what = "outside of the checkpoint" if is_outside else "which no file is named"
+            text = f"its data would be in {shortened(place.file)!r}, {what}"
+            self.problems.append(CheckpointProblem(where[0], text))
         elif where in self.places:
             self.problems.append(CheckpointProblem(where[0], f"its data at {where[1]} are in two places"))
         else:
@@ -332,7 +322,7 @@ class _CheckpointBuilder:
             self.problems.append(CheckpointProblem(key, f"{what}, but the metadata do not say what they are"))
         self.problems.sort()
 
-    def _note_other_paths(self, paths: Mapping[str, tuple[str | int, ...]]) -> None:
+    def _note_other_paths(self, paths: Mapping[str, Path]) -> None:
         """Hold each key against its path: a damaged name is damaged wherever the pickle refers to it, but not there."""
         for key, path in paths.items():
             flat = ".".join(map(str, path))
@@ -439,7 +429,7 @@ def is_name(file: str) -> bool:
     return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
 
 
-def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str | int, ...]]:
+def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, Path]:
     # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
     if not isinstance(planner_data, dict):
         return {}

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
-from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
+from .reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -99,9 +99,6 @@ class Header(NamedTuple):
     data_at: int
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_header(folder: Folder, file: str) -> Header:
     """Read a file's header, which the safetensors package has checked."""
     try:
@@ -144,9 +141,6 @@ def _tensor(key: str, entry: Any) -> FileTensor:
             raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
         shape = [*shape[:-1], shape[-1] // 2]
     return FileTensor(key, tuple(shape), dtype, entry["data_offsets"][0])
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def has_dtype(dtype: torch.dtype) -> bool:
@@ -192,8 +186,6 @@ OBJECTS_FORMAT = "checkpoint_tools 2"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
 _SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
-
-Path = tuple[str | int, ...]
 
 
 class Folders(NamedTuple):
@@ -253,8 +245,7 @@ class _Opening:
         self._path = path
         self._json_files: list[str] = []
         self._headers: dict[str, Header] = {}
-        self._places: dict[_Name, list[tuple[StoredChunk, torch.dtype]]] = {}
-        self._files: dict[_Name, str] = {}  # in which it was first
+        self._places: dict[_Name, list[StoredChunk]] = {}
         self._is_sharded = False
         self._recorded_prefix: str | None = None
 
@@ -290,8 +281,6 @@ class _Opening:
         )
         own_files = tuple(self._json_files)
         return Folders(checkpoint, model_keys, key_prefix, own_files)
-
-    # --- which files ---
 
     def _listed(self) -> tuple[list[str], list[str]]:
         try:
@@ -354,8 +343,6 @@ class _Opening:
                     f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
                 )
 
-    # --- tensors ---
-
     def _header(self, file: str) -> Header:
         if file not in self._headers:
             self._headers[file] = read_header(self._folder, file)
@@ -366,16 +353,15 @@ class _Opening:
         starts = self._starts(file, header)
         for tensor in header.tensors:
             name = _Name(is_model, tensor.key)
-            if name in self._files and (starts is None or self._files[name] == file):
+            known = self._places.setdefault(name, [])
+            if known and (starts is None or known[0].file == file):
                 raise CheckpointError(
-                    f"{tensor.key} is in {self._files[name]} and in {file} of {self._path}; give one file at a "
+                    f"{tensor.key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
                     "time, or remove what does not belong there"
                 )
-            self._files.setdefault(name, file)
             at = (0,) * len(tensor.shape) if starts is None else starts[tensor.key]
             place = header.data_at + tensor.begin_bytes
-            chunk = StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype)
-            self._places.setdefault(name, []).append((chunk, tensor.dtype))
+            known.append(StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype))
 
     def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
         """Locate a file's tensors in the whole ones, if it holds parts of them."""
@@ -400,17 +386,15 @@ class _Opening:
         )
 
     def _tensor(self, name: _Name, key: str) -> StoredTensor:
-        chunks, dtypes = zip(*self._places[name], strict=True)
-        if len(set(dtypes)) > 1 or len({len(chunk.sizes) for chunk in chunks}) > 1:
+        chunks, dtype = self._places[name], self._places[name][0].bare_dtype
+        if dtype is None or len({(chunk.bare_dtype, len(chunk.sizes)) for chunk in chunks}) > 1:
             raise CheckpointError(f"the parts of {name.name} in {self._path} are of different dtypes or dimensions")
         shape = [0] * len(chunks[0].sizes)
         for chunk in chunks:  # those without elements too: torch puts them at the end of the whole
             ends = map(int.__add__, chunk.offsets, chunk.sizes)
             shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
-        return StoredTensor(key, tuple(shape), dtypes[0], tuple(sorted(kept)))
-
-    # --- all else ---
+        return StoredTensor(key, tuple(shape), dtype, tuple(sorted(kept)))
 
     def _read_json(self, file: str) -> Any:
         try:

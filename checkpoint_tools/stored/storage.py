@@ -31,7 +31,10 @@ class _Descriptor:
 
 
 class Folder:
-    """Files of a checkpoint, by their names relative to it: here of a local folder."""
+    """Files of a checkpoint, by their names relative to it: here of a local folder.
+
+    What cannot be read is an OSError, and FileNotFoundError where there is no such file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -39,19 +42,11 @@ class Folder:
         self._known = threading.local()  # each thread's open files: opening one for each item takes long elsewhere
 
     def open(self, file: str) -> BinaryIO:
-        """Open a file for reading, from the start.
-
-        Raises:
-            OSError: it is not there (``FileNotFoundError``), or cannot be opened.
-        """
+        """Open a file for reading, from the start."""
         return (self._path / file).open("rb")
 
     def size_bytes(self, file: str) -> int:
-        """Return the length of a file.
-
-        Raises:
-            OSError: it is not there (``FileNotFoundError``), or no regular file.
-        """
+        """Return the length of a regular file."""
         found = (self._path / file).stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
             raise OSError(errno.EINVAL, "it is no regular file", file)
@@ -69,20 +64,12 @@ class Folder:
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
 
     def stamp(self, file: str) -> str:
-        """Return the file's length and, if known, its time: a change of the file changes this.
-
-        Raises:
-            OSError: it is not there, or cannot be looked at.
-        """
+        """Return the file's length and, if known, its time: a change of the file changes this."""
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory.
-
-        Raises:
-            OSError: the file is not there, or ends before.
-        """
+        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory."""
         known: dict[str, _Descriptor] = vars(self._known)
         if file not in known:
             self.size_bytes(file)  # a pipe would be waited for
