@@ -112,17 +112,22 @@ def run_here(*args: object, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
 
 
-def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python -m checkpoint_tools ARGS``, as from a shell, not on a terminal."""
+def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another process, not on a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "checkpoint_tools", *map(str, args)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m checkpoint_tools ARGS``, as from a shell."""
+    return python("-m", "checkpoint_tools", *args, cwd=cwd, COLUMNS="100")
 
 
 def assert_one_line(run: subprocess.CompletedProcess[str], *matches: str) -> None:

@@ -24,6 +24,13 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"
 
+STATE: dict[str, Any] = {
+    "model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)},
+    "optim": {
+        "state": {FUSED: {"exp_avg": torch.arange(24.0).view(8, 3) + 1, "step": torch.tensor(3.0)}},
+        "param_groups": [{"lr": 0.5, "params": [FUSED, DOWN]}],
+    },
+}
 RULES = """
 [[rule]]
 fused = '{p}gate_up.weight'

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.checkpoint_tools.checkpoints import (
     assert_one_line,
     changed,
     contents,
+    python,
     run_here,
     run_tool,
     save,
@@ -40,15 +40,9 @@ from tests.checkpoint_tools.checkpoints import (
 )
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, RULES, UP, assert_same, rewritten, rule, tiled
+from tests.checkpoint_tools.offline import STATE as FUSED_STATE
 
 Run = subprocess.CompletedProcess[str]
-FUSED_STATE: dict[str, Any] = {
-    "model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)},
-    "optim": {
-        "state": {FUSED: {"exp_avg": torch.arange(24.0).view(8, 3) + 1, "step": torch.tensor(3.0)}},
-        "param_groups": [{"lr": 0.5, "params": [FUSED, DOWN]}],
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +200,6 @@ def test_flat_to_nd(tmp_path: Path) -> None:
     command = ("convert", save(tmp_path / "source", state), tmp_path / "made", "--flat-to-nd")
     assert json.loads(shown(*command, "--dry-run", "--json"))["flat"] == ["optim.state.a.exp_avg"]
     assert "1 flat state tensor given the shape of the parameter" in shown(*command)
-    loaded: dict[str, Any] = {"optim": {"state": {"a": {"exp_avg": torch.zeros(3, 4)}}}}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(loaded, checkpoint_id=tmp_path / "made", no_dist=True)
-    assert torch.equal(loaded["optim"]["state"]["a"]["exp_avg"], torch.arange(12.0).view(3, 4))
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -228,6 +218,8 @@ inspect @saved model.* no.such.*              | is like no.such.*;
 diff @saved @saved model.* no.such.*          | is like no.such.*;
 verify @saved --max-memory 127                | --max-memory is at least 128 bytes for 4 threads, not 127
 diff @saved @saved --max-memory 511           | --max-memory is at least 512 bytes for 2 threads, not 511
+diff @saved @saved --key-prefix x.            | no key of one side is that and a key of the other
+diff @saved @saved --key-prefix model.        | no key of one side is that and a key of the other
 inspect unheard-of://x                        | cannot be opened
 split @nowhere @new --rules @rules            | is not a folder
 split @empty @new --rules @rules              | has no .metadata
@@ -248,7 +240,7 @@ split @fused @new                             | no rules; give --preset
 split @fused @new --preset nothing            | no preset 'nothing'; there are
 split @fused @new --rules @none               | none: No such file
 split @fused @new --rules @bad                | bad
-split @fused @new --rules @other              | rules that match nothing: {p}qkv.weight
+split @fused @new --rules @qkv                | rules that match nothing: {p}qkv.weight
 split @fused @new --rules @uneven             | its parts have sizes [5, 4], 9 together
 split @fused @new --rules @empty              | empty is a folder; --rules takes a TOML or JSON file
 split @fused @new --rules @rules --rules @rules           | is matched by several rules
@@ -269,7 +261,9 @@ convert @named @new                           | would be named '__metadata__'
 convert @only @new --what model               | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
 convert @only @new --flat-to-nd               | has no model, whose shapes are needed
-convert @flat @new --flat-to-nd               | optim.state.a.exp_avg has 6 elements
+convert @flat @new --flat-to-nd               | optim.state.a.exp_avg has 6 elements, and model.a has shape (2, 2)
+convert @other @new --flat-to-nd              | no tensor of the model is called a; give --shapes-from
+convert @two @new --flat-to-nd                | may belong to several tensors of the model
 convert @saved @new --flat-to-nd              | has no flat state
 convert @made @new --flat-to-nd               | --flat-to-nd is for checkpoints of DCP
 convert @flat @new --flat-to-nd --exclude x   | --exclude that matches nothing: x.
@@ -312,6 +306,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "named": {"model": {"__metadata__": one}},
         "only": moment,
         "flat": {"model": {"a": torch.ones(2, 2)}, **moment},
+        "other": {"model": {"b": torch.ones(2, 3)}, **moment},
+        "two": {"model": {"x.a": torch.ones(2, 3), "y.a": torch.ones(3, 2)}, **moment},
     }
     for name, state in states.items():
         save(tmp_path / name, state)
@@ -334,7 +330,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     for name, text in {
         "rules": RULES,
         "bad": "[[rule]]\nfused = 'x'\n",
-        "other": RULES.replace("gate_up", "qkv"),
+        "qkv": RULES.replace("gate_up", "qkv"),
         "valued": RULES + "sizes = ['n', 'rest']\n",
         "uneven": RULES + "sizes = [5, 4]\n",
     }.items():
@@ -440,16 +436,6 @@ def test_help_is_for_people(tmp_path: Path) -> None:
     assert_one_line(run_here("split", source, tmp_path / "new", "--preset", "hf-gate-up"), hint)
     with pytest.raises(ValueError, match=f"{hint}$"):
         split_state_dict(state, None, preset("hf-gate-up"))
-
-
-def python(*arguments: object, **environment: str) -> Run:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 WITHOUT_TORCH = """

@@ -21,7 +21,6 @@ from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import (
     FUSED,
     Opaque,
-    assert_one_line,
     changed,
     chunks_in,
     run_here,
@@ -304,10 +303,3 @@ def test_keys_of_both_sides_are_left_alone(tmp_path: Path) -> None:
     assert aligned(first, second) == (first, second, [])
     other = open_checkpoint(save(tmp_path / "other", {"a": torch.ones(1)}))
     assert aligned(first, other) == (first, other, [])
-
-
-def test_a_prefix_that_nothing_has(tmp_path: Path) -> None:
-    first, second = save(tmp_path / "first", WEIGHTS), save(tmp_path / "second", WEIGHTS)
-    message = "no key of one side is that and a key of the other"
-    assert_one_line(run_here("diff", first, second, "--key-prefix", "x."), message)
-    assert_one_line(run_here("diff", first, second, "--key-prefix", "model."), message)

@@ -24,14 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from checkpoint_tools.core.tables import Table
 from tests.checkpoint_tools.checkpoints import run_here, save
 from tests.checkpoint_tools.limited import Limited, Ran, limited
-from tests.checkpoint_tools.offline import DOWN, FUSED, RULES
+from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, STATE
 from tests.loading import edit_metadata
 from tests.tiers import every_nth
 
-STATE = {
-    "model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)},
-    "optim": {"state": {FUSED: {"exp_avg": torch.ones(8, 3)}}, "param_groups": [{"params": [FUSED, DOWN]}]},
-}
 FAMILY = """
 [source]
 hf = ''

@@ -4,13 +4,11 @@ import contextlib
 import io
 import shutil
 import struct
-import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from checkpoint_tools.core.errors import CheckpointError
@@ -234,11 +232,3 @@ def test_extensions(tmp_path: Path, checkpoint: Checkpoint) -> None:
     assert reader.check(chunk) is None
     with pytest.raises(CheckpointError, match=r"written through stream.zstd/1"):
         reader.read_chunk(chunk, torch.float32)
-
-
-def test_what_dcp_loads_is_what_is_read(saved: Path, checkpoint: Checkpoint) -> None:
-    loaded = {key: torch.zeros_like(value) for key, value in {**IN_ORDER, **OTHERWISE}.items()}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(loaded, checkpoint_id=saved, no_dist=True)
-    for key, value in loaded.items():
-        assert same(ItemReader(checkpoint).read_chunk(chunk_of(checkpoint, key), value.dtype), value), key

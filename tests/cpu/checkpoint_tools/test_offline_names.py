@@ -119,36 +119,27 @@ def test_a_wrapped_state_dict_and_two_optimizers(tmp_path: Path) -> None:
     assert same_bits(values[f"app.other.state.{UP}.momentum_buffer"], WHOLE[4:])
 
 
-def test_without_paths(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)})
+@pytest.mark.parametrize("lead", ["", "app."])
+def test_without_paths(tmp_path: Path, lead: str) -> None:
+    state: dict[str, Any] = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}
+    source = save(tmp_path / "source", {"app": state} if lead else state)
     bare = changed(source, "bare", lambda metadata: setattr(metadata, "planner_data", None))
     values = values_of(rewritten("split", bare, tmp_path / "split", rule()))
-    assert same_bits(values[f"optim.state.{GATE}.exp_avg"], WHOLE[:4])
-    assert values["optim.param_groups.0.params"] == [DOWN, GATE, UP]
-
-
-def test_without_paths_and_deeper(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"app": {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}})
-    bare = changed(source, "bare", lambda metadata: setattr(metadata, "planner_data", None))
-    values = values_of(rewritten("split", bare, tmp_path / "split", rule()))
-    assert same_bits(values[f"app.optim.state.{GATE}.exp_avg"], WHOLE[:4])
+    assert same_bits(values[f"{lead}optim.state.{GATE}.exp_avg"], WHOLE[:4])
+    assert values[f"{lead}optim.param_groups.0.params"] == [DOWN, GATE, UP]
 
 
 def test_transforms(tmp_path: Path) -> None:
     """Items that went through an extension are not rewritten."""
-
-    def through(key: str) -> Callable[[Any], None]:
-        def edit(metadata: Any) -> None:
-            for index, info in metadata.storage_data.items():
-                if index.fqn == key:
-                    info.transform_descriptors = ["stream.zstd/1"]
-
-        return edit
-
     source = save(tmp_path / "source", {"model": {FUSED: WHOLE, DOWN: WHOLE}})
     for name, key in (("kept", DOWN), ("fused", FUSED)):
+
+        def edit(metadata: Any, key: str = f"model.{key}") -> None:
+            (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == key)
+            info.transform_descriptors = ["stream.zstd/1"]
+
         with pytest.raises(CheckpointError, match=r"was written through stream.zstd/1"):
-            rewritten("split", changed(source, name, through(f"model.{key}")), tmp_path / "new", rule())
+            rewritten("split", changed(source, name, edit), tmp_path / "new", rule())
 
 
 def test_flat_state_becomes_rectangles_of_the_parts(tmp_path: Path) -> None:
@@ -305,17 +296,12 @@ def test_what_else_the_metadata_say_stays(tmp_path: Path) -> None:
 # What a merge may not decide by itself -------------------------------------------------------------------------------
 
 
-def groups_of(*groups: dict[str, object]) -> dict[str, object]:
-    names = [f"a.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    model = {name: torch.randn(4, 4) for name in names}
-    states = {name: {"exp_avg": torch.randn(4, 4)} for name in names}
-    listed = {fqn for group in groups for fqn in group["params"]}  # type: ignore[union-attr]
+def groups_of(*groups: dict[str, Any]) -> dict[str, Any]:
+    listed = [fqn for group in groups for fqn in group["params"]]
+    state = {fqn: {"exp_avg": torch.randn(4, 4)} for fqn in listed}
     return {
-        "model": model,
-        "optim": {
-            "state": {name: state for name, state in states.items() if name in listed},
-            "param_groups": list(groups),
-        },
+        "model": {fqn: torch.randn(4, 4) for fqn in (G, U, D)},
+        "optim": {"state": state, "param_groups": list(groups)},
     }
 
 

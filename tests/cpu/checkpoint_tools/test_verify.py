@@ -243,25 +243,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 # A damaged .metadata, and no manifest -----------------------------------------------------------------------------
 
 
-def replaced(old: bytes, new: bytes, count: int = 1) -> Callable[[bytes], bytes]:
-    def edit(content: bytes) -> bytes:
-        assert old in content
-        return content.replace(old, new, count)
-
-    return edit
-
-
-DAMAGES = {
-    "a tensor's name": replaced(b"model.a.weight", b"model.b.weight"),
-    "an object's name": replaced(b"args.y", b"args.z"),
-    "a layout": replaced(b"torch.strided", b"torch.strider"),
-    "a memory format": replaced(b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x00", b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x04"),
-    "a memory format that is no number": replaced(b"ENCODING\x94\x93\x94K\x00", b"ENCODING\x94\x93\x94h\x00"),
-    "an attribute": replaced(b"relative_path", b"relative_patj"),
-    "cut short": lambda content: content[:-1],
-}
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("small") / "checkpoint", small_state())
@@ -293,25 +274,6 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_metadata_are_not_whole(name: str, small: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(small, tmp_path / "damaged"))
-    assert is_whole(folder)
-    assert is_loaded(folder)
-    file = folder / ".metadata"
-    file.write_bytes(DAMAGES[name](file.read_bytes()))
-    assert not is_loaded(folder)
-    assert not is_whole(folder)
-
-
-def test_a_memo_larger_than_its_pickle_is_not_whole(small: Path, tmp_path: Path) -> None:
-    """Python would take 32 GiB for it: whether torch loads that is a matter of the machine, and is not tried."""
-    folder = Path(shutil.copytree(small, tmp_path / "damaged"))
-    file = folder / ".metadata"
-    file.write_bytes(file.read_bytes()[:-1] + b"r\xff\xff\xff\x7f.")
-    assert not is_whole(folder)
-
-
 @pytest.mark.parametrize(
     "mask", [0x04, 0x20, *(pytest.param(1 << n, marks=pytest.mark.long) for n in (0, 1, 3, 4, 6, 7))]
 )
@@ -319,6 +281,8 @@ def test_no_flipped_bit_is_whole_and_not_loaded(mask: int, small: Path, tmp_path
     folder = Path(shutil.copytree(small, tmp_path / "damaged"))
     file = folder / ".metadata"
     content = file.read_bytes()
+    assert is_whole(folder)
+    assert is_loaded(folder)
     for at in range(len(content)):
         file.write_bytes(bytes([*content[:at], content[at] ^ mask, *content[at + 1 :]]))
         assert not is_whole(folder) or is_loaded(folder), f"byte {at}, {content[max(at - 20, 0) : at + 10]!r}"

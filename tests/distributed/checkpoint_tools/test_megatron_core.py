@@ -161,15 +161,6 @@ def test_what_is_stacked_in_front_is_split_along_the_rows(form: str, one_rank: P
     assert_same(rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, *QKV), source)
 
 
-def test_through_safetensors_and_back(written: tuple[Path, int, int], tmp_path: Path) -> None:
-    folder, _, _ = written
-    source = open_checkpoint(folder / "stacked")
-    converted(folder / "stacked", tmp_path / "safetensors")
-    back = converted(tmp_path / "safetensors", tmp_path / "back")
-    assert not diff(source, back, all_keys(source, back))
-    assert (tmp_path / "back" / "common.pt").read_bytes() == (folder / "stacked" / "common.pt").read_bytes()
-
-
 def test_megatron_loads_what_is_made_of_its_checkpoints_and_trains_on(
     written: tuple[Path, int, int], tmp_path: Path
 ) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
 from checkpoint_tools.fuse.rules import Rule, excluding, preset
+from checkpoint_tools.look.verify import verify
+from fsdp_offload.checkpoint import check_storage_writer
 from tests.distributed.launch import mesh, spawn
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
@@ -186,6 +190,25 @@ def one(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Path) -> None:
+    """The staged copy has the parts as they were when the save began."""
+    whole = torch.randn(12, 3)
+    fused = distribute_tensor(whole.clone(), one, [Shard(0)])
+    parts, _ = split_state_dict({FUSED: fused}, None, [rule()])
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
+    check_storage_writer(parts, writer)
+    dcp.save(parts, storage_writer=writer)
+    saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
+    fused.to_local().zero_()
+    saving.result()
+    assert not verify(tmp_path / "dcp")
+    loaded = {GATE: torch.zeros(6, 3), UP: torch.zeros(6, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    for found in (loaded, load_file(file)):
+        assert torch.equal(torch.cat([found[GATE], found[UP]]), whole)
 
 
 def test_sharded_parts_from_elsewhere_are_refused(one: DeviceMesh) -> None:
