@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
-
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
 from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.regions import Comb, part_chunks, span_of
-from .names import GroupName, Names, Path, sorted_out
+from ..stored.reading import Path
+from .names import GroupName, Names, sorted_out
 from .plan import Exchange, Fusion, Layout, Source, plan_exchange
 from .rules import DENSE_RANKS, EXPERT_RANKS, Match, MissingValueError, Rule, Way
 
@@ -219,11 +219,7 @@ class _StateDicts(Source):
 
 
 def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
-    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have another number.
-
-    Raises:
-        ValueError: the number given is another.
-    """
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
     name = str(rule.groups)
     if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
         return values
