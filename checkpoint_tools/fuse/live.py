@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
 from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..stored.reading import Path
