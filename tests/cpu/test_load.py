@@ -537,6 +537,7 @@ def test_chunks_that_are_nowhere(folder: Path, two_files: dict[str, Any]):
     refused(two_files, folder, r"b \(the metadata does not say where it is")
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported for this stream:UserWarning")  # torch 2.14 says so
 def test_files_elsewhere(two_files: dict[str, Any]):
     """Through fsspec."""
     fsspec = pytest.importorskip("fsspec")
