@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_tools.core.errors import NEED_EXTRA
 from tests.checkpoint_tools.checkpoints import ROOT, STATE, changed, run_here, run_tool, save, save_on_two_ranks
 
 Run = subprocess.CompletedProcess[str]
@@ -170,13 +171,10 @@ def test_help_is_for_people() -> None:
     assert "Traceback" not in wrong.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
+@pytest.mark.parametrize("package", ["typer", "rich", "safetensors"])
 def test_the_extra_is_not_installed(package: str) -> None:
     code = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['x', 'inspect', 'nowhere']; "
     code += "runpy.run_module('checkpoint_tools', None, '__main__')"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert (
-        run.stderr.removeprefix("error: ")
-        == "The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'\n"
-    )
+    assert run.stderr.removeprefix("error: ") == f"{NEED_EXTRA}\n"
