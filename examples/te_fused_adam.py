@@ -5,7 +5,7 @@
 
 Trains the same bf16 model twice, with FusedAdam alone and with its state offloaded, saved and loaded half way: losses
 have to be the same, bit by bit. Exit code 0 means that nothing differed. Needs a GPU for each rank, and
-transformer-engine >= 2.18 (`pip install 'fsdp-offload[te]'`).
+transformer-engine >= 2.18 (`pip install 'transformer-engine[pytorch]>=2.18'`).
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def with_error_lines(run: Callable[Options, None]) -> Callable[Options, None]:
         except Exception as error:
             if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
                 raise
-            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "rich":
+            missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+            if missing in ("rich", "safetensors"):
                 _fail(NEED_EXTRA)
             _fail(
                 f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "

@@ -1,6 +1,9 @@
 """The one error that users of the tools see."""
 
-NEED_EXTRA = "The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'"
+NEED_EXTRA = (
+    "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
+    "'fsspec>=2025.5' 'isal>=1.7'"
+)
 
 
 class CheckpointError(Exception):

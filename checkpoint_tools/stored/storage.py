@@ -96,7 +96,7 @@ class RemoteFolder(Folder):
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise CheckpointError(
-                f"{url} is a URL, and those need fsspec: pip install 'fsdp-offload[tools]'"
+                f"{url} is a URL, and those need fsspec: python -m pip install 'fsspec>=2025.5'"
             ) from error
         try:
             self.fs, self.root = url_to_fs(url)

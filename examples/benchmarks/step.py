@@ -157,7 +157,7 @@ def _fused_adam() -> Any:
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
     except (ImportError, OSError) as error:
-        sys.exit(f"--optimizer te needs Transformer Engine (pip install 'fsdp-offload[te]'): {error}")
+        sys.exit(f"--optimizer te needs Transformer Engine (pip install 'transformer-engine[pytorch]>=2.18'): {error}")
     return FusedAdam
 
 

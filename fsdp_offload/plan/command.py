@@ -9,7 +9,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ImportError:
-    sys.stderr.write("The plan's command needs the extra 'plan': pip install 'fsdp-offload[plan]'\n")
+    sys.stderr.write("fsdp-offload plan needs the extra [plan]: python -m pip install 'typer>=0.16' 'rich>=14'\n")
     sys.exit(2)
 
 from ..policy import OverlapKind

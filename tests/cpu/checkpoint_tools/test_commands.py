@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_tools import preset, split_state_dict
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.errors import NEED_EXTRA, CheckpointError
 from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.rewrite.save import held
@@ -467,13 +467,12 @@ def test_help_and_wrong_options_do_not_wait_for_torch(tmp_path: Path) -> None:
         assert text in " ".join((run.stdout + run.stderr).split()), run
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
+@pytest.mark.parametrize("package", ["typer", "rich", "safetensors"])
 def test_the_extra_is_not_installed(package: str) -> None:
     code = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['x', 'inspect', 'nowhere']; "
     run = python("-c", code + "runpy.run_module('checkpoint_tools', None, '__main__')")
     assert run.returncode == 2
-    expected = "The checkpoint tools need the extra 'tools': pip install 'fsdp-offload[tools]'\n"
-    assert run.stderr.removeprefix("error: ") == expected
+    assert run.stderr.removeprefix("error: ") == f"{NEED_EXTRA}\n"
 
 
 @pytest.mark.usefixtures("interrupts_reach_children")
