@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
 from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..stored.reading import Path
@@ -231,9 +232,6 @@ def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], 
     return {**values, name: ranks}
 
 
-# Splitting ------------------------------------------------------------------------------------------------------------
-
-
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
     """Old key → the new keys and values in its place."""
     fusions = {fusion.fused: fusion for fusion in found.fusions}
@@ -336,9 +334,6 @@ def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
         return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
     blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
-
-
-# Merging --------------------------------------------------------------------------------------------------------------
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from fsdp_offload.checkpoint.loading import ReadPart, overlapping
 from torch import Tensor
+
+from fsdp_offload.checkpoint.loading import ReadPart, overlapping
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
-from torch import Tensor
 
 from ..core.errors import CheckpointError
 from ..core.regions import Index, Shape, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches

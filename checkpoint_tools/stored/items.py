@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from fsdp_offload.checkpoint.chunks import contiguous_strides
 from torch import Tensor
+
+from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common

@@ -187,7 +187,8 @@ HOSTILE = {
     "a text of 2^60": pickled(b"\x8d" + struct.pack("<Q", 1 << 60)),
     "a number of 2^31 bytes": pickled(b"\x8b" + struct.pack("<I", (1 << 31) - 1)),
     "copies of an OrderedDict": pickled(
-        name("collections", "OrderedDict") + b"\x94]\x94(" + b"".join(b"K\x01K\x02\x86" for _ in range(1000)) + b"e\x94"
+        name("collections", "OrderedDict") + b"\x94]\x94(" + b"K\x01K\x02\x86" * 1000 + b"e\x940]",
+        b"(" + b"h\x00h\x01\x85R" * 5000 + b"e",
     ),
 }
 
@@ -275,9 +276,12 @@ def test_objects(tool: Limited, folder: Path, case: str) -> None:
     assert run.code in (1, 2)
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+DEEP_MEMBER = pickled(b"}" + text("a") + name("builtins", "set") + b"](" + b")" + b"\x85" * 1_000_000 + b"e\x85Rs")
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, "a deep member of a set"])
 def test_pickles_in_a_file_of_torch_save(tool: Limited, tmp_path: Path, case: str) -> None:
-    (tmp_path / "model.pt").write_bytes(archive(0, HOSTILE[case]))
+    (tmp_path / "model.pt").write_bytes(archive(0, HOSTILE.get(case, DEEP_MEMBER)))
     run = tool.run("convert", tmp_path / "model.pt", tmp_path / "made")
     ends_well(run)
     assert run.code == 2
