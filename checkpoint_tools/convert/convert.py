@@ -142,9 +142,6 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     return _to_dcp(folders, sidecars, wanted)
 
 
-# --- to safetensors --------------------------------------------------------------------------------------------------
-
-
 def _to_safetensors(checkpoint: Checkpoint, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     parts = _Parts(checkpoint, wanted)
     builder = _ConversionBuilder(checkpoint, frozenset(parts.model), wanted.dtype)
@@ -255,9 +252,6 @@ def _by_line(values: Mapping[str, Any]) -> str:
     return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
 
 
-# --- to DCP ----------------------------------------------------------------------------------------------------------
-
-
 def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     checkpoint = folders.checkpoint
     everything = [*checkpoint.tensors, *checkpoint.objects]
@@ -276,9 +270,6 @@ def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     new = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
     notes = tuple(rewrite.notes_on(checkpoint, sidecars))
     return Conversion(checkpoint, "dcp", new, notes, sidecars.files, key_prefix=folders.key_prefix)
-
-
-# --- what both share -------------------------------------------------------------------------------------------------
 
 
 def _whole(shape: Sequence[int]) -> Comb:
@@ -358,9 +349,6 @@ class _ConversionBuilder:
 
     def rewrite(self, paths: Mapping[str, Path], objects: tuple[str, ...]) -> Rewrite:
         return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
-
-
-# --- flat state ------------------------------------------------------------------------------------------------------
 
 
 def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, threads: int = 4) -> Conversion:

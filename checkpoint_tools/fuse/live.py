@@ -232,9 +232,6 @@ def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], 
     return {**values, name: ranks}
 
 
-# Splitting ------------------------------------------------------------------------------------------------------------
-
-
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
     """Old key → the new keys and values in its place."""
     fusions = {fusion.fused: fusion for fusion in found.fusions}
@@ -337,9 +334,6 @@ def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
         return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
     blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
-
-
-# Merging --------------------------------------------------------------------------------------------------------------
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:

@@ -46,9 +46,14 @@ class _Dict(dict[Any, Any], PickledObject):
     name = "dict"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if type(key) is tuple and any(type(part) is tuple for part in key):
-            raise pickle.UnpicklingError("a key is nested")  # deeply, perhaps: its hash would overflow the C stack
+        _check_hash(key)
         super().__setitem__(key, value)
+
+
+def _check_hash(key: Any) -> None:
+    """Refuse a tuple in a tuple: where many are nested, the hash would overflow the C stack, here or in torch.load."""
+    if type(key) is tuple and any(type(part) is tuple for part in key):
+        raise pickle.UnpicklingError("a key is nested")
 
 
 class ForbiddenNameError(CheckpointError):
@@ -98,6 +103,11 @@ class _Unpickler(pickle._Unpickler):
         if made.name == "Size" and len(arguments) == 1 and type(arguments[0]) is tuple:
             self.stack[-1] = arguments[0]
             return
+        if made is _Dict and arguments:
+            raise pickle.UnpicklingError("an OrderedDict is made of something")
+        if made.name == "set":
+            for each in (key for values in arguments for key in values):
+                _check_hash(each)
         self.stack[-1] = made.__new__(made)
         self.stack[-1].arguments = arguments  # not a copy, which many short calls would each make of a long tuple
 

@@ -246,6 +246,7 @@ NESTED: dict[str, Any] = {
     "list": [torch.zeros(2), {"x": torch.ones(1)}, 5],
     "step": 3,
     "betas": (0.9, 0.99),
+    "names": {"a", ("b", 1)},
     "generator": ({"state": 2**128 - 1, "inc": -(2**127) - 1},),  # as PCG64 of numpy has them
     "optim": {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
 }
@@ -262,7 +263,7 @@ def test_a_file_of_torch_save_there_and_back(tmp_path: Path) -> None:
     torch.save(NESTED, tmp_path / "model.pt")
     there = run_here("convert", tmp_path / "model.pt", tmp_path / "dcp")
     assert there.returncode == 0, there.stderr
-    assert "6 values as a checkpoint of DCP" in there.stdout
+    assert "7 values as a checkpoint of DCP" in there.stdout
     back = run_here("convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "torch")
     assert back.returncode == 0, back.stderr
     before, after = leaves(NESTED), leaves(torch.load(tmp_path / "back.pt"))

@@ -21,9 +21,7 @@ from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import Opaque, Trap, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
-from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, tensor_of, told
-
-STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
+from tests.checkpoint_tools.offline import STATE, rewritten, rule, tensor_of, told
 
 COPIED = {
     "config.json": b"{}",
