@@ -202,16 +202,6 @@ def look(loop: Loop) -> None:
     loop.model.train()
 
 
-def skip(loop: Loop, step: int) -> None:
-    """Some steps are not taken, and one is taken twice."""
-    loop.backward(step)
-    if step != 3:
-        loop.optimizer.step()
-    if step == 5:
-        loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
 def save_and_load(loop: Loop, step: int) -> None:
     loop.backward(step)
     loop.step()
@@ -225,17 +215,3 @@ def save_and_load(loop: Loop, step: int) -> None:
         loop.step()
         loop.model.load_state_dict(model)
         loop.optimizer.load_state_dict(saved)
-
-
-def write_state(loop: Loop, step: int) -> None:
-    """Somebody writes into the state when loads may have begun."""
-    loop.backward(step)
-    if step == 4:
-        for param in loop.model.parameters():
-            loop.optimizer.state[param]["exp_avg"].mul_(0.5)
-    if step == 5:
-        for state in loop.optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-    if step == 6:
-        loop.optimizer.param_groups[0]["weight_decay"] = 0.3
-    loop.step()

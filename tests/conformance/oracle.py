@@ -234,6 +234,7 @@ class Loop:
 
     def everything(self) -> dict[str, Any]:
         found: dict[str, Any] = {"seen": torch.tensor(self.seen, dtype=torch.float64)}
+        found["a scaler's"] = [hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")]
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
         for name in self.params:

@@ -301,13 +301,19 @@ def read_state(loop: Loop, at: int) -> None:
 
 
 def write_state(loop: Loop, at: int) -> None:
-    """Between the backward and the step, when loads may have begun."""
+    """Between the backward and the step, when loads may have begun; torch counts no such writes into DTensors."""
     loop.finish_saving()  # a checkpoint that is being written would have some of the new values
     loop.backward(at)
-    for name in list(loop.params)[at % 3 :: 3]:
-        for key, value in loop.state_of(name).items():
-            if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
-                local(value).mul_(0.5)
+    values = [
+        value
+        for name in list(loop.params)[at % 3 :: 3]
+        for key, value in loop.state_of(name).items()
+        if isinstance(value, torch.Tensor) and value.dim() and key != "master_param"
+    ]
+    if at % 2 and values:
+        torch._foreach_mul_(values, 0.5)
+    for value in values if at % 2 == 0 else ():
+        local(value).mul_(0.5)
     loop.step()
 
 

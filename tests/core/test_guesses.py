@@ -142,19 +142,6 @@ def test_who_begins_to_clip_late_is_told_the_line_to_write(mesh: DeviceMesh) -> 
     loop.step()
 
 
-def test_gradients_that_are_not_finite_may_be_an_error(mesh: DeviceMesh) -> None:
-    """Nothing is changed by it, and the step may be skipped."""
-    loops = pair(mesh, clipping(), net=small_net)
-    compare(loops, [NEVER] * 4)
-    for loop in loops:
-        (loop.model(loop.batch(4)) * math.inf).backward()
-        with pytest.raises(RuntimeError, match="is non-finite"):
-            clip(loop, NEVER, error_if_nonfinite=True)
-        loop.optimizer.zero_grad()
-    found = compare(loops, [NEVER] * 3, first=5)
-    assert (found.committed, found.taken_back) == (6, 1)
-
-
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("switched_on", [0, 5])
 def test_an_optimizer_that_writes_its_gradients_is_not_guessed(

@@ -429,22 +429,6 @@ def test_a_closure_that_fails_costs_nothing(mesh: DeviceMesh, policy: str) -> No
     assert_same(plain, ours)
 
 
-@EVERY_POLICY
-def test_somebody_writes_and_exchanges_state_between_steps(mesh: DeviceMesh, policy: str) -> None:
-    plain, ours = both(mesh, "coupled", policy)
-    for step in range(4):
-        for side in (plain, ours):
-            side.train(1)
-            for number, state in enumerate(list(side.optimizer.state.values())):
-                if step == number % 4:
-                    state["velocity"].mul_(0.5)
-                elif step == (number + 1) % 4:
-                    state["velocity"] = state["velocity"] * 2
-                elif step == (number + 2) % 4:
-                    del state["velocity"]
-    assert_same(plain.train(1), ours.train(1))
-
-
 def test_state_by_name(mesh: DeviceMesh) -> None:
     plain, ours = both(mesh, "coupled", "all")
     with pytest.raises(ValueError, match="not known before its first step"):

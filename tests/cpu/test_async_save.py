@@ -100,8 +100,8 @@ def several(net: Net) -> list[Optimizer]:
 class Training:
     """A model and its optimizers; ``step`` is the next one."""
 
-    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None, dtype: torch.dtype = torch.float32) -> None:
-        self.net = Net().to(dtype)
+    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None) -> None:
+        self.net = Net()
         self.optimizers = make(self.net)
         self.step = 0
         if policy is not None:
@@ -151,9 +151,9 @@ def assert_same(plain: Training, offloaded: Training) -> None:
         assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
 
 
-def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw, dtype: torch.dtype = torch.float32) -> None:
+def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw) -> None:
     """All that training has left behind is what it would have been without offload and without saves."""
-    plain = Training(make, None, dtype)
+    plain = Training(make, None)
     plain.train(offloaded.step)
     assert_same(plain, offloaded)
 
@@ -180,7 +180,6 @@ def policy(**options: Any) -> OffloadPolicy:
 class Case(NamedTuple):
     policy: OffloadPolicy
     make: MakeOptimizers = adamw
-    dtype: torch.dtype = torch.float32
     overlaps: bool = True  # a step can be made without waiting for the writer
 
 
@@ -190,7 +189,6 @@ CASES = {
     "none": Case(policy(), overlaps=False),
     "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
     "several optimizers": Case(policy(snapshot_bytes=ALL), several),
-    "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
 }
 
 
@@ -198,7 +196,7 @@ CASES = {
 def test_ten_saves_in_a_row_hold_the_state_of_their_call(name: str, tmp_path: Path, waits: Waits) -> None:
     """Every save meets the next step, and the next save where no step waits for it."""
     case = CASES[name]
-    plain, offloaded = (Training(case.make, chosen, case.dtype) for chosen in (None, case.policy))
+    plain, offloaded = (Training(case.make, chosen) for chosen in (None, case.policy))
     stager, expected = ArenaStager(*offloaded.optimizers), Expected()
     for number in range(10):
         path = tmp_path / f"save{number}"

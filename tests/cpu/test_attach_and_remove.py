@@ -228,3 +228,18 @@ def test_a_parameters_data_exchanged() -> None:
         for param in run.params.values():
             param.data = param.data.clone() * 0.5
     pair.train(5)
+
+
+def test_gradients_are_left_as_they_were() -> None:
+    pair = make_pair(Net, KINDS["adamw"])
+    for run in pair:
+        run.loss(0).backward()
+    params, others = (params_of(run.optimizer) for run in (pair.offloaded, pair.plain))
+    grads = [param.grad for param in params]
+    for run in pair:
+        run.optimizer.step()
+    pair.assert_same()
+    for param, other, grad in zip(params, others, grads, strict=True):
+        assert param.grad is grad
+        assert (grad is None) == (other.grad is None)
+        assert grad is None or torch.equal(grad, other.grad)

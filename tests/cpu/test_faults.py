@@ -57,9 +57,9 @@ def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-def plain_run(steps: int) -> list[Tensor]:
+def plain_run(steps: int, make: Callable[..., Optimizer] = torch.optim.AdamW, **options: Any) -> list[Tensor]:
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = make(net.parameters(), **options)
     train(net, optimizer, range(steps))
     return tensors_of(net, optimizer)
 
@@ -339,13 +339,6 @@ def test_an_exception_from_torchs_own_step_is_noted_too(
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
-def plain_adam_run(steps: int, **options: Any) -> list[Tensor]:
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), **options)
-    train(net, optimizer, range(steps))
-    return tensors_of(net, optimizer)
-
-
 @pytest.mark.parametrize("device_bytes", [2048, 1 << 20], ids=["streams", "kept"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
@@ -372,7 +365,7 @@ def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
         return
     optimizer.step()
     train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, foreach=True))
+    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, foreach=True))
 
 
 UNUSABLE = [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
@@ -401,7 +394,7 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     group[name] = right
     optimizer.step()
     train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, **options))
+    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, **options))
 
 
 # Exceptions outside the updates --------------------------------------------------------------------------------------

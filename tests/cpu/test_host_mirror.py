@@ -1,5 +1,6 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fsdp_offload.cpu_update.mirror import MirroredPart
 from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
+from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair, train_step
 from tests.policies import with_share
 from tests.tiers import spread
 
@@ -189,21 +190,10 @@ def test_another_storage_at_the_same_time(mesh: DeviceMesh) -> None:
 
 
 def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Linear(16, 16)
-    optimizer = attach(fused_adamw(net.parameters()), policy=ALL_OF_IT)
-
-    def step() -> None:
-        net(torch.ones(2, 16)).sum().backward()
-        optimizer.step()
-
-    step()
-    step()
-    saved = {name: value.clone() for name, value in net.state_dict().items()}
-    state = optimizer.state_dict()
-    state["state"] = {
-        key: {name: value.clone() for name, value in of_one.items()} for key, of_one in state["state"].items()
-    }
-    update = host_job.update_bucket
+    pair = make_pair(Net, fused_adamw, policy=replace(ALL_OF_IT, bucket_bytes=1 << 20))
+    pair.train(2)
+    run, update = pair.offloaded, host_job.update_bucket
+    weights, state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
 
     def failing(*args: Any) -> None:
         update(*args)
@@ -212,19 +202,13 @@ def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(host_job, "update_bucket", failing)
         with pytest.raises(RuntimeError, match="half way"):
-            step()
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in saved.items())
-    optimizer.load_state_dict(state)
-    optimizer.zero_grad()
-    other = nn.Linear(16, 16)
-    other.load_state_dict(saved)
-    reference = fused_adamw(other.parameters())
-    reference.load_state_dict(state)
-    step()
-    assert weights_down_bytes(optimizer) == net.weight.nbytes + net.bias.nbytes
-    other(torch.ones(2, 16)).sum().backward()
-    reference.step()
-    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters(), strict=True))
+            train_step(run, 2)
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
+    run.optimizer.load_state_dict(state)
+    pair.plain.optimizer.load_state_dict(copy.deepcopy(state))  # which torch lists otherwise then
+    pair.train(1)
+    trained = [param for param in run.params.values() if param.grad is not None]
+    assert weights_down_bytes(run.optimizer) == sum(param.nbytes for param in trained)
 
 
 class Turns(TurnsLane):

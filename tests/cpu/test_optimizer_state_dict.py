@@ -301,50 +301,35 @@ def test_what_it_is_not_is_refused() -> None:
 # dtypes --------------------------------------------------------------------------------------------------------------
 
 
-class WideMoments(Optimizer):
-    """Adam whose moments are fp32 whatever the parameters are; its counter is a number."""
+class WideSum(Optimizer):
+    """Sums up gradients in fp32 whatever the parameters are; its counter is a number."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]
-                if not state:
-                    state["count"] = 0
-                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-                state["count"] += 1
-                adam(param, param.grad, state, state["count"], group)
-
-
-def adam(target: Tensor, grad: Tensor, state: dict[str, Any], count: int, group: dict[str, Any]) -> None:
-    grad = grad.float()
-    beta1, beta2 = group["betas"]
-    state["exp_avg"].lerp_(grad, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(1e-8)
-    update = state["exp_avg"] / (1 - beta1**count) / denominator
-    target.copy_(target.float() - group["lr"] * update)
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("sum", torch.zeros_like(param, dtype=torch.float32)).add_(param.grad)
+                param.sub_(state["sum"] / state["count"], alpha=group["lr"])
 
 
 @EVERY_FORM
 def test_fp32_state_of_bf16_parameters_keeps_its_bits(tmp_path: Path, form: dict[str, Any]) -> None:
-    saver = Run(WideMoments, dtype=torch.bfloat16, prepare=all_used).train(0, 1)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "prepare": all_used}
+    saver = Run(WideSum, **options).train(0, 1)
     save(saver, tmp_path, **form)
-    resumed = Run(WideMoments, dtype=torch.bfloat16, seed=1, prepare=all_used).weights_from(saver)
+    resumed = Run(WideSum, seed=1, **options).weights_from(saver)
     load(resumed, tmp_path, **form)
-    moment = resumed.state("up.weight")["exp_avg"]
-    assert moment.dtype is torch.float32
-    assert not torch.equal(moment, moment.bfloat16().float())  # a cast would have shown
+    total = resumed.state("up.weight")["sum"]
+    assert total.dtype is torch.float32
+    assert not torch.equal(total, total.bfloat16().float())  # a cast would have shown
     assert resumed.state("up.weight")["count"] == 2
     assert_same_runs(resumed, saver)
-    plain = Run(WideMoments, offload=False, dtype=torch.bfloat16, prepare=all_used)
-    assert_same_runs(resumed.train(2), plain.train(0, 1, 2))
+    assert_same_runs(resumed.train(2), Run(WideSum, offload=False, **options).train(0, 1, 2))
 
 
 # Several optimizers --------------------------------------------------------------------------------------------------
@@ -530,39 +515,31 @@ def test_unknown_parameters_are_an_error_or_ignored() -> None:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-def compile_all(net: Net) -> nn.Module:
-    return torch.compile(net, backend="eager")
-
-
-def compile_a_layer(net: Net) -> nn.Module:
-    net.up = torch.compile(net.up, backend="eager")
+def in_place(net: Net, wrap: Callable[[nn.Module], nn.Module]) -> Net:
+    net.up = wrap(net.up)
     return net
 
 
-def compile_in_place(net: Net) -> nn.Module:
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def compiled_in_place(net: Net) -> Net:
     net.compile(backend="eager")
     return net
 
 
-def checkpoint_a_layer(net: Net) -> nn.Module:
-    net.up = checkpoint_wrapper(net.up)
-    return net
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
+    "compiled": compiled,
+    "a layer compiled": lambda net: in_place(net, compiled),
+    "compiled in place": compiled_in_place,
+    "a layer checkpointed": lambda net: in_place(net, checkpoint_wrapper),
+    "a layer checkpointed and compiled": lambda net: in_place(net, lambda layer: compiled(checkpoint_wrapper(layer))),
+    "data parallel": nn.parallel.DistributedDataParallel,
+}
 
 
-def compile_a_checkpointed_layer(net: Net) -> nn.Module:
-    net.up = torch.compile(checkpoint_wrapper(net.up), backend="eager")
-    return net
-
-
-def data_parallel(net: Net) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(net)
-
-
-WRAPPERS = [compile_all, compile_a_layer, compile_in_place, checkpoint_a_layer]
-WRAPPERS += [compile_a_checkpointed_layer, data_parallel]
-
-
-@spread(wrap={wrap.__name__: wrap for wrap in WRAPPERS}, form=FORMS)
+@spread(wrap=WRAPPERS, form=FORMS)
 def test_names_are_those_without_wrappers(wrap: Callable[[Net], nn.Module], form: dict[str, Any]) -> None:
     keys = []
     for function in (get_optimizer_state_dict, torch_get):

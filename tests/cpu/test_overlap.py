@@ -12,16 +12,8 @@ from fsdp_offload import offload_optimizer, remove_offload
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
 from tests.async_writers import Reading
-from tests.overlapping import EVERY_POLICY, POLICIES, Habit, Loop, adamw, pair, policy_of, same, skip, write_state
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, adamw, pair, policy_of, same
 from tests.parity import attach
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-@pytest.mark.parametrize("habit", [skip, write_state])
-def test_habits_that_updates_in_the_backward_are_not_for(mesh: DeviceMesh, habit: Habit, parameters: bool) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, parameters=parameters))
-    with pytest.raises(RuntimeError, match=r"[Uu]se\s+overlap='forward'"):
-        loop.train(9, habit)
 
 
 @EVERY_POLICY

@@ -453,28 +453,6 @@ def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
 
 # Freshness -----------------------------------------------------------------------------------------------------------
 
-TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "to_local": lambda param: param.to_local().detach(),  # type: ignore[attr-defined]
-    "detach": lambda param: param.detach().to_local(),  # type: ignore[attr-defined]
-}
-
-
-@spread(fields=POLICIES, take=TAKEN)
-def test_writes_through_tensors_taken_earlier_are_gathered(
-    mesh: DeviceMesh, fields: dict[str, Any], take: Callable[[Tensor], Tensor]
-) -> None:
-    """Weight surgery keeps lists of local tensors; nobody calls a function of a parameter after it has made them."""
-    seen = []
-    for policy in (None, on_host(fields)):
-        loop = Loop(mesh, adamw, policy)
-        taken = [take(param) for param in loop.model.parameters()]
-        for step in range(5):
-            loop.train(1, first=step)
-            synchronize(loop.optimizer)
-            torch._foreach_mul_(taken, 0.9)
-        seen.append(loop.seen)
-    assert seen[0] == seen[1]
-
 
 WRITES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
     "parameter": lambda model, _: [param.mul_(0.9) for param in model.parameters()],

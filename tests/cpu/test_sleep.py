@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import logging
-import os
 import resource
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from fsdp_offload.model import parking
+from tests.forks import address_space_bytes, resident_bytes
 from tests.overlapping import SIZES, Loop, adamw
-from tests.parity import same_bits
+from tests.parity import local, same_bits
 from tests.policies import with_share
 
 ASLEEP = r"Call reload_model\(model\) first"
@@ -67,10 +67,6 @@ def make(seed: int = 0) -> Net:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     model(batch(seed)).backward()
     optimizer.step()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -621,9 +617,7 @@ def test_too_little_device_memory_leaves_it_asleep() -> None:
     storages = storages_of(list(model))
     offload_model(model)
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        used_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), limit[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + (64 << 20), limit[1]))
     try:
         with pytest.raises(RuntimeError, match=r"not enough memory|can't allocate memory"):
             reload_model(model)
@@ -660,8 +654,3 @@ def test_two_thousand_cycles_grow_nothing() -> None:
     assert memory_of(model)() is memory
     assert [len(module._forward_pre_hooks) for module in model.modules()] == [0] * len(list(model.modules()))
     assert_same(snapshot(model), before)
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

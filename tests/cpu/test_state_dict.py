@@ -188,64 +188,54 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
 # What does not fit ---------------------------------------------------------------------------------------------------
 
 
-def missing(saved: dict[str, Any]) -> None:
-    del saved["state"][0]["exp_avg"]
+def in_state(**values: Any) -> Callable[[dict[str, Any]], object]:
+    """Other values in the state of the first parameter; it has no more what is ``None``."""
+
+    def spoil(saved: dict[str, Any]) -> None:
+        changed = {**saved["state"][0], **values}
+        saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
+
+    return spoil
 
 
-def renamed(saved: dict[str, Any]) -> None:
-    state = saved["state"][0]
-    state["momentum_buffer"] = state.pop("exp_avg")
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "missing": (in_state(exp_avg=None), r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
+    "renamed": (
+        in_state(exp_avg=None, momentum_buffer=torch.zeros(32, 16)),
+        r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]",
+    ),
+    "wrongly shaped": (
+        in_state(exp_avg=torch.zeros(16, 32)),
+        r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)",
+    ),
+    "of another dtype": (
+        in_state(exp_avg_sq=torch.zeros(32, 16).bfloat16()),
+        r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast",
+    ),
+    "no tensor": (in_state(exp_avg=[0.0] * 512), r"up\.weight, 'exp_avg' should be a tensor, got list"),
+    "a counter with elements": (
+        in_state(step=torch.ones(3)),
+        r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)",
+    ),
+    "a counter of text": (in_state(step="two"), r"up\.weight, 'step' should be a number .*got 'two'"),
+    "no such parameter": (
+        lambda saved: saved["state"].update({99: saved["state"][0]}),
+        r"state for \[99\], which none of its param groups lists",
+    ),
+    "fewer groups": (
+        lambda saved: saved["param_groups"].pop(),
+        r"param groups of \[4, 6\] parameters, the state dict \[4\]",
+    ),
+    "a larger group": (
+        lambda saved: saved["param_groups"][1]["params"].append(99),
+        r"param groups of \[4, 6\] parameters, the state dict \[4, 7\]",
+    ),
+}
 
 
-def wrongly_shaped(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg"] = torch.zeros(16, 32)
-
-
-def wrong_dtype(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"].bfloat16()
-
-
-def not_a_tensor(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg"] = [0.0] * 512
-
-
-def counter_with_elements(saved: dict[str, Any]) -> None:
-    saved["state"][0]["step"] = torch.ones(3)
-
-
-def counter_of_text(saved: dict[str, Any]) -> None:
-    saved["state"][0]["step"] = "two"
-
-
-def no_such_parameter(saved: dict[str, Any]) -> None:
-    saved["state"][99] = saved["state"][0]
-
-
-def fewer_groups(saved: dict[str, Any]) -> None:
-    del saved["param_groups"][1]
-
-
-def larger_group(saved: dict[str, Any]) -> None:
-    saved["param_groups"][1]["params"].append(99)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (missing, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
-        (renamed, r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]"),
-        (wrongly_shaped, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
-        (wrong_dtype, r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast"),
-        (not_a_tensor, r"up\.weight, 'exp_avg' should be a tensor, got list"),
-        (counter_with_elements, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
-        (counter_of_text, r"up\.weight, 'step' should be a number .*got 'two'"),
-        (no_such_parameter, r"state for \[99\], which none of its param groups lists"),
-        (fewer_groups, r"param groups of \[4, 6\] parameters, the state dict \[4\]"),
-        (larger_group, r"param groups of \[4, 6\] parameters, the state dict \[4, 7\]"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
 def test_what_does_not_fit_is_named_and_nothing_has_changed(
-    spoil: Callable[[dict[str, Any]], None], message: str
+    spoil: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     run = Run().train(0)
     saved = copy.deepcopy(Run(offload=False).train(5, 6, 7).optimizer.state_dict())
