@@ -5,11 +5,13 @@ from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .core.engine import Engine
 from .core.items import Item
 from .device import HAS_COPY_QUEUES
 from .device.copy_queues import TOO_FEW
+from .optimizers.table import row_of
 from .report import IterationRecord, KeptRecord, MemoryRecord, OffloadReport, StepRecord
 from .state.layout import leaves_of
 from .state.store import StateStore
@@ -64,11 +66,7 @@ def notes_of(engine: Engine) -> Iterator[str]:
     items = [item for some in _items(engine) for item in some]
     whole = engine.layouts.capabilities.moves_whole
     if whole:
-        yield (
-            f"{engine.cls.__name__} is not in the table of optimizers and moves as a whole: all of its state is on the "
-            "device during step(). If each element's update depends on that element alone, "
-            "offload_optimizer(..., trust_separable=True) moves it in pieces; so does a row in the table."
-        )
+        yield _why_whole(engine.cls)
     is_unknown = whole and shards and not any(shard.existed for shard in shards)
     if not items and not is_unknown and not any(shard.nbytes for shard in shards):
         no_state = f"{engine.cls.__name__} keeps no state for these parameters"
@@ -95,6 +93,23 @@ def notes_of(engine: Engine) -> Iterator[str]:
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
     if engine.steps.failure:
         yield f"Not usable: {engine.steps.failure}."
+
+
+def _why_whole(cls: type[Optimizer]) -> str:
+    row, end = row_of(cls), "moves as a whole: all of its state is on the device during step()."
+    if row is None:
+        return (
+            f"{cls.__name__} is not in the table of optimizers and {end} If each element's update depends on that "
+            "element alone, offload_optimizer(..., trust_separable=True) moves it in pieces."
+        )
+    found = f"{cls.__name__} of {row.library} {row.versions}"
+    if row.verdict == "mixed":
+        return f"An update by {found} depends on several parameters, so it {end}"
+    part = "each element by itself" if row.verdict == "elementwise" else "each parameter by itself"
+    return (
+        f"{found} updated {part} when it was tried, which no test of this package repeats, so it {end} "
+        "offload_optimizer(..., trust_separable=True) moves it in pieces."
+    )
 
 
 def _items(engine: Engine) -> tuple[list[Item], list[Item]]:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.async_writers import Waits
+
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -39,6 +41,14 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    """Writers of asynchronous saves that are held until somebody waits for them, and whether somebody did."""
+    found = Waits(monkeypatch)
+    yield found
+    found.let_go()
 
 
 @pytest.fixture

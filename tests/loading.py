@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
@@ -22,14 +21,6 @@ from fsdp_offload.checkpoint.loading import load
 from fsdp_offload.torch_compat.dtensor import local_shard
 
 WHOLE = torch.arange(24.0).view(6, 4)
-
-
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    """For a fixture: a process group of this process alone, and its mesh."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def refused(loaded: dict[str, Any], checkpoint: Path | str | None, match: str, **kwargs: Any) -> str:

@@ -3,10 +3,10 @@
 On any device and any number of ranks. A *habit* is what a loop does beside the usual in some steps.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, is_offloaded
 from fsdp_offload.core.lanes import StreamLane
+from tests.at_home import not_at_home
 from tests.parity import attach, leaves, same_bits
+from tests.policies import with_share
 
 POLICIES: dict[str, dict[str, Any]] = {
     "step": {},
@@ -26,7 +28,22 @@ POLICIES: dict[str, dict[str, Any]] = {
 SIZES = {"bucket_bytes": 8192, "passing": 5 * 8192}
 SMALL = {"bucket_bytes": 8192, "device_bytes": 6 * 8192}
 
+EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+
 Habit = Callable[["Loop", int], None]
+
+
+def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    return with_share(**{**SIZES, **fields, **more})
+
+
+def on_host(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
+    """With the parameters, too."""
+    return policy_of(fields, **{"parameters": True, **more})
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, fused=params[0].device.type != "cpu" or None)
 
 
 class Block(nn.Module):
@@ -57,6 +74,15 @@ class Net(nn.Module):
         if extra:
             x = self.extra(self.extra(x))  # its gradients are reduced twice
         return self.head(x).float().logsumexp(-1).mean()
+
+
+def linear_blocks(mesh: DeviceMesh, width: int = 12, count: int = 3, *, bias: bool = True) -> nn.Sequential:
+    """Linear layers, each in a group of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(count)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return model
 
 
 class Loop:
@@ -119,24 +145,23 @@ class Loop:
         return [torch.tensor(self.seen), *params, *(leaf.cpu() for value in values for leaf in leaves(value))]
 
 
+def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
+    return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
+
+
+def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit | None = None) -> None:
+    """From where they are on; and in the end parameters that are to live on the host do so."""
+    for step in range(plain.scheduler.last_epoch, plain.scheduler.last_epoch + steps):
+        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
+    assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
+
+
 def same(one: Loop, other: Loop) -> bool:
     return same_values(one.everything(), other.everything())
 
 
 def same_values(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
-
-
-@functools.cache
-def plain_steps(
-    mesh: DeviceMesh, make: Callable[[Any], Optimizer], program: tuple[Habit | None, ...], **options: Any
-) -> list[list[Tensor]]:
-    """What a plain run has after each step, in which it does one habit after the other.
-
-    It is trained once for all policies that are compared with it, in each process.
-    """
-    loop = Loop(mesh, make, None, **options)
-    return [[value.clone() for value in loop.train(1, habit, step).everything()] for step, habit in enumerate(program)]
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
@@ -170,28 +195,11 @@ def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
 # Habits --------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    if step in (2, 4):
-        look(loop)
-
-
 def look(loop: Loop) -> None:
     loop.model.eval()
     with torch.no_grad():
         loop.seen.append(loop.model(loop.batch(999)).item())
     loop.model.train()
-
-
-def skip(loop: Loop, step: int) -> None:
-    """Some steps are not taken, and one is taken twice."""
-    loop.backward(step)
-    if step != 3:
-        loop.optimizer.step()
-    if step == 5:
-        loop.optimizer.step()
-    loop.optimizer.zero_grad()
 
 
 def save_and_load(loop: Loop, step: int) -> None:
@@ -207,21 +215,3 @@ def save_and_load(loop: Loop, step: int) -> None:
         loop.step()
         loop.model.load_state_dict(model)
         loop.optimizer.load_state_dict(saved)
-
-
-def write_state(loop: Loop, step: int) -> None:
-    """Somebody writes into the state when loads may have begun."""
-    loop.backward(step)
-    if step == 4:
-        for param in loop.model.parameters():
-            loop.optimizer.state[param]["exp_avg"].mul_(0.5)
-    if step == 5:
-        for state in loop.optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-    if step == 6:
-        loop.optimizer.param_groups[0]["weight_decay"] = 0.3
-    loop.step()
-
-
-def adamw(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, fused=params[0].device.type != "cpu" or None)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.core import updates
 
 SMALL = OffloadPolicy(bucket_bytes=2048)
 """So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""
@@ -251,6 +253,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def host_copy(value: Any) -> Any:
+    """Of a tensor, a copy of this rank's part, on the host."""
+    return local(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -291,6 +298,19 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     torch.set_rng_state(state[:host_size])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state[host_size:], device)
+
+
+def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Updates of buckets fail before they begin, from the one of that number on, counted from 0."""
+    update, calls = updates.update_bucket, [0]
+
+    def failing(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] > number:
+            raise ArithmeticError("a bit has flipped")
+        update(*args)
+
+    patch.setattr(updates, "update_bucket", failing)
 
 
 # Models --------------------------------------------------------------------------------------------------------------

@@ -20,18 +20,15 @@ app = typer.Typer(
 )
 
 
-def version() -> str:
-    """Return the version of the package that the tools come with."""
-    try:
-        return metadata.version("fsdp-offload")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"checkpoint_tools of fsdp-offload {version()}")
-        raise typer.Exit
+    if not is_wanted:
+        return
+    try:
+        version = metadata.version("fsdp-offload")
+    except metadata.PackageNotFoundError:
+        version = "(not installed)"
+    typer.echo(f"checkpoint_tools of fsdp-offload {version}")
+    raise typer.Exit
 
 
 @app.callback()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # when a command runs: rich takes longer than all that help a
 
     from ..core.tables import Table
 
-# Options --------------------------------------------------------------------------------------------------------------
-
 Folder = Annotated[
     str,
     typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file or with safetensors, or its fsspec URL."),
@@ -43,22 +41,14 @@ MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all
 
 
 def parse_memory(text: str, threads: int, least_items: int) -> int:
-    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype.
-
-    Raises:
-        CheckpointError: it is no size, or too little.
-    """
+    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype."""
     limit_bytes = parse_bytes(text)
     thread_bytes(limit_bytes, threads, least_items * MAX_ITEM_BYTES)
     return limit_bytes
 
 
 def parse_values(values: Sequence[str] | None) -> dict[str, float]:
-    """Return the numbers of all --value by name.
-
-    Raises:
-        CheckpointError: one is not NAME=NUMBER, or a name is there twice.
-    """
+    """Return the numbers of all --value by name."""
     parsed: dict[str, float] = {}
     for text in values or ():
         name, _, number = text.partition("=")
@@ -69,9 +59,6 @@ def parse_values(values: Sequence[str] | None) -> dict[str, float]:
     if len(parsed) < len(values or ()):
         raise CheckpointError(f"--value gives one name twice: {', '.join(values or ())}; give each once")
     return parsed
-
-
-# Output ---------------------------------------------------------------------------------------------------------------
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -156,13 +143,6 @@ def say_plan(plan: "Mapping[str, Any] | Table", notes: Iterable[str], headline: 
     say(f"to be written: {headline}")
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-TROUBLE = 2
-"""Exit code of errors and of wrong options. 1 says that something is different, or not whole, as of diff(1)."""
-
-INTERRUPTED = 130
-
 Options = ParamSpec("Options")
 
 
@@ -183,7 +163,7 @@ def with_error_lines(run: Callable[Options, None]) -> Callable[Options, None]:
         except OSError as error:
             _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(130) from None
         except MemoryError:
             _fail("there is not enough memory; see --max-memory")
         except Exception as error:
@@ -202,4 +182,4 @@ def with_error_lines(run: Callable[Options, None]) -> Callable[Options, None]:
 
 def _fail(message: str) -> NoReturn:
     say(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(TROUBLE)
+    raise typer.Exit(2)  # 1 says that something is different, or not whole, as of diff(1)

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,11 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    from ..look.verify import Files
-    from ..stored.reading import Checkpoint, CheckpointProblem
-
-
-# inspect --------------------------------------------------------------------------------------------------------------
+    from ..stored.reading import Checkpoint
 
 
 def inspect_checkpoint(
@@ -76,9 +71,6 @@ def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
         console().print(inspect.chunk_table(tensor))
 
 
-# verify ---------------------------------------------------------------------------------------------------------------
-
-
 def verify_checkpoint(
     path: Folder,
     data: Annotated[
@@ -116,39 +108,20 @@ def verify_checkpoint(
         checked.append("data")
         notes += verify.notes_on_checksums(checkpoint)
     problems = list(dict.fromkeys(problems))
-    _report(checkpoint, problems, found._replace(notes=tuple(notes)), checked, as_json)
-    raise typer.Exit(1 if problems else 0)
-
-
-def _report(
-    checkpoint: "Checkpoint",
-    problems: "Sequence[CheckpointProblem]",
-    found: "Files",
-    checked: Sequence[str],
-    as_json: bool,
-) -> None:
     if as_json:
-        say_json(
-            {
-                "path": checkpoint.path,
-                "whole": not problems,
-                "checked": checked,
-                "problems": [problem._asdict() for problem in problems],
-                "notes": found.notes,
-            }
-        )
-        return
+        shown = [problem._asdict() for problem in problems]
+        whole = not problems
+        say_json({"path": checkpoint.path, "whole": whole, "checked": checked, "problems": shown, "notes": notes})
+        raise typer.Exit(1 if problems else 0)
     for where, text in problems:
         say(f"{where}: {text}")
-    say_notes(found.notes)
+    say_notes(notes)
     what = f"{counted(len(checkpoint.tensors), 'tensor')}, {counted(len(checkpoint.objects), 'object')}"
     result = counted(len(problems), "problem") if problems else "whole"
-    if "data" not in checked:
-        checked = [*checked, "not whether data are as written: see --data"]
+    if not data:
+        checked.append("not whether data are as written: see --data")
     say(f"{checkpoint.path}: {result} ({what}, {human_bytes(found.nbytes)}; checked: {', '.join(checked)})")
-
-
-# diff -----------------------------------------------------------------------------------------------------------------
+    raise typer.Exit(1 if problems else 0)
 
 
 def compare_checkpoints(
@@ -196,9 +169,6 @@ def compare_checkpoints(
         say_notes(notes)
         say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
-
-
-# seal -----------------------------------------------------------------------------------------------------------------
 
 
 def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:

@@ -6,7 +6,7 @@ Errors come from where they are found; tables and last lines from ``checkpoint_t
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,9 +32,6 @@ from .common import (
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
     from ..fuse.rules import Rule, Way
-
-
-# split and merge ------------------------------------------------------------------------------------------------------
 
 
 Presets = Annotated[
@@ -74,8 +71,7 @@ def split_fused(
     DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    asked = Asked(presets, rule_files, values, excluded, only)
-    _rewrite("split", source, destination, asked, Doing(threads, max_memory, dry_run, as_json))
+    _rewrite("split", **locals())
 
 
 def merge_parts(
@@ -101,48 +97,40 @@ def merge_parts(
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    asked = Asked(presets, rule_files, values, excluded, only, yes)
-    _rewrite("merge", source, destination, asked, Doing(threads, max_memory, dry_run, as_json))
+    _rewrite("merge", **locals())
 
 
-class Asked(NamedTuple):
-    """A request for split or merge, in the words of the command line."""
-
-    presets: list[str] | None
-    rule_files: list[Path] | None
-    values: list[str] | None
-    excluded: list[str] | None
-    only: list[str] | None
-    is_sure: bool = False
-
-
-class Doing(NamedTuple):
-    """Resources and modes of a split or merge, in the words of the command line."""
-
-    threads: int
-    max_memory: str
-    dry_run: bool
-    as_json: bool
-
-
-def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doing) -> None:
+def _rewrite(
+    way: "Way",
+    source: str,
+    destination: str,
+    presets: Sequence[str] | None,
+    rule_files: Sequence[Path] | None,
+    values: Sequence[str] | None,
+    excluded: Sequence[str] | None,
+    only: Sequence[str] | None,
+    threads: int,
+    max_memory: str,
+    dry_run: bool,
+    as_json: bool,
+    yes: bool = False,
+) -> None:
     begin = time.monotonic()
-    memory_bytes = parse_memory(doing.max_memory, doing.threads, 4)
-    check_json(doing.as_json, doing.dry_run)
-    numbers = parse_values(asked.values)
+    memory_bytes = parse_memory(max_memory, threads, 4)
+    check_json(as_json, dry_run)
+    numbers = parse_values(values)
     from ..fuse.request import Request, check_used, complete, not_known
     from ..rewrite import rewrite
 
-    rules = _rules(asked.presets, asked.rule_files)
-    request = Request(rules, numbers, asked.excluded or [], asked.only or [], asked.is_sure)
+    request = Request(_rules(presets, rule_files), numbers, excluded or [], only or [], yes)
     rewrite.check_destination(source, destination)
-    checkpoint, sidecars = rewrite.open_whole(source, doing.threads)
+    checkpoint, sidecars = rewrite.open_whole(source, threads)
     completed = complete(checkpoint, way, request)
     planned = rewrite.plan(checkpoint, way, completed)
     check_used(request, planned.exchange)
     notes = [*completed.notes, *rewrite.notes_on(checkpoint, sidecars)]
-    if doing.dry_run:
-        shown = rewrite.as_json(planned, way) if doing.as_json else rewrite.as_table(planned, way)
+    if dry_run:
+        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned, way)
         say_plan(shown, notes, rewrite.headline(planned, way))
         return
     if not completed.is_known:
@@ -152,7 +140,7 @@ def _rewrite(way: "Way", source: str, destination: str, asked: Asked, doing: Doi
             checkpoint,
             planned,
             destination,
-            threads=doing.threads,
+            threads=threads,
             max_memory_bytes=memory_bytes,
             advance=advance,
             sidecars=sidecars.files,
@@ -172,9 +160,6 @@ def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list
     except IsADirectoryError as error:
         raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
     return rules
-
-
-# convert --------------------------------------------------------------------------------------------------------------
 
 
 def convert_checkpoint(
@@ -304,9 +289,6 @@ def _convert_torch(
         return f"{counted(keys, 'key')} in one file of torch.save", notes
     values, notes = torch_files.to_dcp(source, destination, memory_bytes)
     return f"{counted(values, 'value')} as a checkpoint of DCP", notes
-
-
-# rename ---------------------------------------------------------------------------------------------------------------
 
 
 def rename_weights(

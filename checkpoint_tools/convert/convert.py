@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
+from ..core.regions import Comb, Index, Shape, TensorRegion, stretches, whole_of
 from ..core.tables import Table
 from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
 from ..fuse.names import Owners, StateName, sorted_out
@@ -27,7 +27,7 @@ from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, i
 from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
 from ..stored.opening import open_checkpoint
-from ..stored.reading import Checkpoint, StoredTensor
+from ..stored.reading import Checkpoint, Path, StoredTensor
 from ..stored.safetensors_folder import (
     INDEX_SUFFIX,
     METADATA_KEY,
@@ -49,7 +49,6 @@ from ..stored.storage import CASTABLE
 
 What = Literal["model", "optimizer", "all"]
 Format = Literal["safetensors", "dcp"]
-Shape = tuple[int, ...]
 
 _CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
 _DEFAULT_PREFIX = f"{MODEL}."
@@ -127,11 +126,7 @@ class Conversion(NamedTuple):
 
 
 def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Conversion:
-    """Open a checkpoint, find it whole, and plan its conversion to the other format.
-
-    Raises:
-        CheckpointError: it is not whole, has that format already, or the other format cannot have what is in it.
-    """
+    """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors or dcp, not {to}")
     expected: Format = "dcp" if is_safetensors(source) else "safetensors"
@@ -145,9 +140,6 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     is_file = PurePath(source).suffix == SUFFIX
     sidecars = Sidecars((), ()) if is_file else sidecars_of(folders.checkpoint, folders.own_files)
     return _to_dcp(folders, sidecars, wanted)
-
-
-# --- to safetensors --------------------------------------------------------------------------------------------------
 
 
 def _to_safetensors(checkpoint: Checkpoint, sidecars: Sidecars, wanted: Wanted) -> Conversion:
@@ -260,9 +252,6 @@ def _by_line(values: Mapping[str, Any]) -> str:
     return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
 
 
-# --- to DCP ----------------------------------------------------------------------------------------------------------
-
-
 def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     checkpoint = folders.checkpoint
     everything = [*checkpoint.tensors, *checkpoint.objects]
@@ -281,9 +270,6 @@ def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     new = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
     notes = tuple(rewrite.notes_on(checkpoint, sidecars))
     return Conversion(checkpoint, "dcp", new, notes, sidecars.files, key_prefix=folders.key_prefix)
-
-
-# --- what both share -------------------------------------------------------------------------------------------------
 
 
 def _whole(shape: Sequence[int]) -> Comb:
@@ -361,11 +347,8 @@ class _ConversionBuilder:
         for region in regions:
             yield from gathered(fusion, region, sources, dtype)
 
-    def rewrite(self, paths: Mapping[str, tuple[str | int, ...]], objects: tuple[str, ...]) -> Rewrite:
+    def rewrite(self, paths: Mapping[str, Path], objects: tuple[str, ...]) -> Rewrite:
         return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
-
-
-# --- flat state ------------------------------------------------------------------------------------------------------
 
 
 def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, threads: int = 4) -> Conversion:
@@ -376,9 +359,6 @@ def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, 
         shapes_from: the one with the model, if that is another.
         excluded: patterns of keys that stay as they are.
         threads: how many files are read at the same time.
-
-    Raises:
-        CheckpointError: state of which it is not known what its shape should be, or nothing that is flat.
     """
     if is_safetensors(source):
         raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")

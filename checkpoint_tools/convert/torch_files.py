@@ -39,10 +39,6 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
 
     Returns:
         How many values there are at its top, and what a person should know.
-
-    Raises:
-        CheckpointError: the file is damaged, or no state dict of tensors and plain values; or the checkpoint cannot be
-            written.
     """
     has_crcs = _check(source)
     state = _loaded(source)
@@ -109,11 +105,7 @@ def _loaded(source: str) -> dict[str, Any]:
 
 
 def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> int:
-    """Write one file with everything in a checkpoint, nested as it was; returns how many keys that were.
-
-    Raises:
-        CheckpointError: it does not fit into the memory, has more than plain values, or the file cannot be written.
-    """
+    """Write one file with everything in a checkpoint, nested as it was; returns how many keys that were."""
     check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not is_excluded(key, excluded)}
     objects = {key: item for key, item in checkpoint.objects.items() if not is_excluded(key, excluded)}

@@ -31,9 +31,6 @@ from ..rewrite.rewrite_plan import Rewrite, plan_rewrite
 from ..rewrite.save import held
 from ..stored.reading import Checkpoint
 
-# Families of models ---------------------------------------------------------------------------------------------------
-
-
 HUB = "hf"
 
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
@@ -108,11 +105,7 @@ def value_names(family: str) -> frozenset[str]:
 
 
 def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Step]:
-    """List the steps from one framework's names to the other's.
-
-    Raises:
-        CheckpointError: there is no such family or framework, or a value is missing.
-    """
+    """List the steps from one framework's names to the other's."""
     known = _family(family)["source"]
     for name in (source, target):
         if name not in known:
@@ -154,18 +147,11 @@ def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> 
     return rules_of({"rule": made}, "frameworks")
 
 
-# Renaming -------------------------------------------------------------------------------------------------------------
-
-
 _NAMES_IN_ERRORS = 3
 
 
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
-    """Exchange every key for that with the new name. What keys have in front (``model.``) is left out.
-
-    Raises:
-        CheckpointError: a key has no new name, or two have the same.
-    """
+    """Exchange every key for that with the new name. What keys have in front (``model.``) is left out."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     prefix = _prefix_of([key for key in names.others if key in checkpoint.tensors], rename)
     draft = Draft(frozenset((*checkpoint.tensors, *checkpoint.objects)), checkpoint.paths)
@@ -196,7 +182,7 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     groups = read_groups(checkpoint, names.groups)
     for name, content in groups.items():
         if listed(content, name):
-            objects[name.key] = relisted(content, name, lambda fqn: _as_list(fqn, new_name))
+            objects[name.key] = relisted(content, name, lambda fqn: [new for new in [new_name(str(fqn))] if new])
     if unknown:
         more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(
@@ -210,11 +196,6 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     return Exchange((), draft.copies, objects, draft.paths, len(draft.copies))
 
 
-def _as_list(fqn: Any, new_name: Any) -> Sequence[Any]:
-    found = new_name(str(fqn))
-    return () if found is None else (found,)
-
-
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
     """Find the prefix that the model's keys have in front of the framework's names."""
     if any(rename.renamed(key) is not None for key in keys) or not keys:
@@ -224,9 +205,6 @@ def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
         if letter == "." and any(rename.renamed(key[at + 1 :]) is not None for key in keys):
             return sample[: at + 1]
     return ""
-
-
-# All steps ------------------------------------------------------------------------------------------------------------
 
 
 class Translation(NamedTuple):
@@ -243,12 +221,6 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
 
 
-@contextlib.contextmanager
-def _unseen(what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
-    del what, nbytes
-    yield lambda done: None
-
-
 def translate(
     source: str,
     destination: str,
@@ -256,13 +228,9 @@ def translate(
     *,
     threads: int,
     max_memory_bytes: int,
-    progress: Progress = _unseen,
+    progress: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None),
 ) -> tuple[int, list[str]]:
-    """Write it; how many keys there are then, and what there is to be said.
-
-    Raises:
-        CheckpointError: a key or a value is not known, the source cannot be read, or the destination not be written.
-    """
+    """Write it; how many keys there are then, and what there is to be said."""
     rewrite.check_destination(source, destination)
     to = source
     checkpoint, sidecars = rewrite.open_whole(source, threads)

@@ -9,12 +9,9 @@ NEED_EXTRA = (
 class CheckpointError(Exception):
     """Something about a checkpoint, or about what was asked for, is wrong.
 
-    The message is one line: what is wrong, and what to do.
+    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it. Rules
+    and plans, which serve state dicts in memory too, raise ValueError; commands make this error of that.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
-
-
-class UnreadableObjectError(CheckpointError):
-    """An object that consists of more than plain values; it is there, and nobody looks into it."""

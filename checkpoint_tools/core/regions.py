@@ -64,9 +64,6 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
         sizes: of the parts along the fused dimension, over all groups.
         layout: how they are fused. Interleaved parts have equal sizes, and stacked ones size 1.
         groups: for ``grouped``: how many; each has an equal share of every part.
-
-    Raises:
-        ValueError: sizes that the layout does not allow.
     """
     if layout == "interleaved":
         if len(set(sizes)) > 1:
@@ -248,16 +245,12 @@ def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
     found: list[TensorRegion] = []
     for region in sorted(regions, key=lambda each: (others(each), each.offsets[dim])):
         last = found[-1] if found else None
-        if last is not None and others(last) == others(region) and _end(last, dim) == region.offsets[dim]:
+        if last and others(last) == others(region) and last.offsets[dim] + last.sizes[dim] == region.offsets[dim]:
             size = last.sizes[dim] + region.sizes[dim]
             found[-1] = TensorRegion(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
         else:
             found.append(region)
     return sorted(found)
-
-
-def _end(region: TensorRegion, dim: int) -> int:
-    return region.offsets[dim] + region.sizes[dim]
 
 
 def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:

@@ -7,7 +7,6 @@ turn the direction of what follows, halves of letters. :func:`printable` escapes
 import codecs
 import fnmatch
 import functools
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
@@ -56,11 +55,7 @@ def short_repr(value: object) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: ``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096.
-
-    Raises:
-        CheckpointError: not a size, or zero.
-    """
+    """Parse a size: ``2GiB`` or ``2G`` → 2147483648, ``2GB`` → 2000000000, ``4096`` → 4096."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
     size = 0.0 if match is None or factor is None else float(match[1]) * factor
@@ -70,11 +65,7 @@ def parse_bytes(text: str) -> int:
 
 
 def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
-    """Return each thread's share of the memory for data.
-
-    Raises:
-        CheckpointError: it is less than the work of one thread needs, ``least_bytes``.
-    """
+    """Return each thread's share of the memory for data."""
     share = max_memory_bytes // threads
     if share < least_bytes:
         raise CheckpointError(
@@ -108,11 +99,6 @@ def _part_order(part: str) -> tuple[bool, int, str]:
     return False, len(digits), digits
 
 
-def block_bounds(total: int, size: int) -> list[tuple[int, int]]:
-    """Yield the bounds of blocks of ``size`` out of ``total``; the last one may be smaller."""
-    return [(start, min(start + size, total)) for start in range(0, total, size)] if math.prod((total, size)) else []
-
-
 def matches(key: str, patterns: Sequence[str]) -> bool:
     """Tell whether any pattern matches, or there is none: people look at everything until they choose."""
     return not patterns or is_excluded(key, patterns)
@@ -130,11 +116,7 @@ def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
-    """Check that each pattern of keys to leave out matches a key.
-
-    Raises:
-        CheckpointError: names those that have not.
-    """
+    """Check that each pattern of keys to leave out matches a key."""
     idle = idle_patterns(excluded, keys)
     if idle:
         raise CheckpointError(
@@ -171,9 +153,5 @@ _ERRORS = "checkpoint_tools.plain"
 def _replaced(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    letters = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(letter) or _escaped(letter) for letter in letters), error.end
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("ascii", "backslashreplace").decode()
+    letters = "".join(_PLAIN.get(letter, letter) for letter in error.object[error.start : error.end])
+    return letters.encode("ascii", "backslashreplace").decode(), error.end

@@ -42,7 +42,8 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
         return total
     for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        differs = _differs_in_bits(part_a, part_b)
+        differs = _bits(part_a) != _bits(part_b)
+        differs = differs.view(len(part_a), -1).any(dim=1) if a.itemsize == 16 else differs
         part_a, part_b = part_a[differs], part_b[differs]
         gaps = _gaps(part_a, part_b)
         apart = (
@@ -88,14 +89,6 @@ def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _bits(values: Tensor) -> Tensor:
     return values.view(_BITS[values.itemsize])
-
-
-def _differs_in_bits(a: Tensor, b: Tensor) -> Tensor:
-    differs = _bits(a) != _bits(b)
-    return differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs
-
-
-# Objects -------------------------------------------------------------------------------------------------------------
 
 
 MAX_VALUES = 10_000_000

@@ -48,11 +48,7 @@ class _Known(NamedTuple):
 def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Complete the given values of these names with those that the checkpoint contains, and note their source.
-
-    Raises:
-        CheckpointError: a given one contradicts how the checkpoint is stored.
-    """
+    """Complete the given values of these names with those that the checkpoint contains, and note their source."""
     found: dict[str, _Known] = {}
     wanted = set(names)
     for source in (_of_config, _of_args, _of_layout) if wanted else ():  # the last one knows best
@@ -113,9 +109,6 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= MAX_INT64
-
-
-# --- reading: what cannot be read tells nothing ---
 
 
 def _json(checkpoint: Checkpoint, file: str) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
+from ..core.regions import Shape
 from ..core.text import is_excluded
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
-from .rules import ALL, MissingValueError, Rule, Shape, Wanted, Way
+from .rules import ALL, MissingValueError, Rule, Wanted, Way
 
 
 def find_exchange(
@@ -24,12 +25,7 @@ def find_exchange(
     excluded: Sequence[str] = (),
     wanted: Wanted = ALL,
 ) -> Exchange:
-    """Plan a split or merge of a checkpoint; see :func:`checkpoint_tools.fuse.plan.plan_exchange`.
-
-    Raises:
-        CheckpointError: rules do not fit, state is of another shape than its parameter, names are taken or ambiguous;
-            a rule, a value or a pattern is of no use; or parts are missing, or differ in what there can be only one of.
-    """
+    """Plan a split or merge of a checkpoint; see :func:`checkpoint_tools.fuse.plan.plan_exchange`."""
     known = {name for rule in rules for name in rule.value_names}
     idle = [name for name in values if name not in known]
     if idle:  # typing errors
@@ -81,11 +77,7 @@ class _Files(Source):
 
 
 def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[GroupName, Any]:
-    """Read the contents of the param groups that are stored as objects.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
+    """Read the contents of the param groups that are stored as objects."""
     reader = ItemReader(checkpoint)
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 

@@ -26,7 +26,8 @@ from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 
 from ..core.regions import Comb, part_chunks, span_of
-from .names import GroupName, Names, Path, sorted_out
+from ..stored.reading import Path
+from .names import GroupName, Names, sorted_out
 from .plan import Exchange, Fusion, Layout, Source, plan_exchange
 from .rules import DENSE_RANKS, EXPERT_RANKS, Match, MissingValueError, Rule, Way
 
@@ -219,11 +220,7 @@ class _StateDicts(Source):
 
 
 def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
-    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have another number.
-
-    Raises:
-        ValueError: the number given is another.
-    """
+    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
     name = str(rule.groups)
     if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
         return values
@@ -233,9 +230,6 @@ def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], 
             f"{name}={values[name]}; leave it out"
         )
     return {**values, name: ranks}
-
-
-# Splitting ------------------------------------------------------------------------------------------------------------
 
 
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
@@ -340,9 +334,6 @@ def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
         return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
     blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
-
-
-# Merging --------------------------------------------------------------------------------------------------------------
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:

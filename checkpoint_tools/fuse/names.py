@@ -19,7 +19,7 @@ have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` 
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
 
-Path = tuple[str | int, ...]
+from ..stored.reading import Path
 
 _BY_FQN = ("state", "param_groups")
 
@@ -186,11 +186,7 @@ class Owner(NamedTuple):
     own_lead: str
 
     def own(self, other_key: str, fqn: str) -> str:
-        """Return the state's name for another tensor of the same model.
-
-        Raises:
-            ValueError: the rule changes the beginning of the key.
-        """
+        """Return the state's name for another tensor of the same model."""
         if not other_key.startswith(self.lead):
             raise ValueError(
                 f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
@@ -216,9 +212,6 @@ class Owners:
         Args:
             fqn: as the optimizer has it; it may have ``module.`` in front more often than the model.
             same: whether the plan changes two of the model's keys alike; if not, either may be the owner.
-
-        Raises:
-            ValueError: several keys may be the owner.
         """
         own_lead, end = "", fqn
         while True:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.regions import Comb
+from ..core.regions import Comb, Shape
 from ..core.text import check_excluded, is_excluded, short_repr
 from ..core.values import same_values
-from .names import GroupName, Names, Owners, Path, StateName
-from .rules import ALL, Match, Rule, Shape, Wanted, Way, find_matches, match_of, nothing_matches
+from ..stored.reading import Path
+from .names import GroupName, Names, Owners, StateName
+from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothing_matches
 
 
 class Fusion(NamedTuple):
@@ -157,11 +158,7 @@ class Draft:
                 return
 
     def check_new_keys(self) -> None:
-        """Check that every new key is free.
-
-        Raises:
-            ValueError: two values would have one name.
-        """
+        """Check that every new key is free."""
         fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in self.old)
         new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
         left = self.keys - self.old - self.copies.keys()
@@ -181,10 +178,6 @@ def plan_exchange(
         rules: those that are not optional have to match something.
         excluded: patterns of keys that stay.
         wanted: which of the matches are exchanged.
-
-    Raises:
-        ValueError: rules do not fit, names are taken or ambiguous, parts are missing, or parts differ where one fused
-            tensor has one value.
     """
     planner = _Planner(way, source, rules, excluded, wanted)
     if way == "split":
@@ -238,8 +231,6 @@ class _Planner:
         self.of_state = self._roles_of_state(fqns, Owners(model))
         self._check_rules()
         self._check_ambiguity()
-
-    # --- the role of each name ---
 
     def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
         known = [name for name in names if not is_excluded(name, self.excluded)]
@@ -309,8 +300,6 @@ class _Planner:
         matches = (match_of(self.way, rule, key) for rule in self.rules)
         return any(match is not None and self.wanted(match) for match in matches)
 
-    # --- splitting ---
-
     def split(self) -> None:
         tensors = self.source.tensors
         for key, role in self.of_model.items():
@@ -361,8 +350,6 @@ class _Planner:
                 if len(shape) > len(known):
                     shapes[name.optimizer][name.fqn] = shape
         return shapes
-
-    # --- merging ---
 
     def merge(self) -> None:
         for match in {role.fused: role.match for role in self.of_model.values()}.values():
@@ -439,8 +426,6 @@ class _Planner:
         }.items():
             _check_same_options(fused[1], {part: options.get((optimizer, part)) for part in parts})
 
-    # --- the result ---
-
     def exchange(self) -> Exchange:
         alone = (role for role in self.of_state.values() if role.owner is None)
         return Exchange(
@@ -458,9 +443,6 @@ class _Planner:
 def _key_of(fqn: Fqn) -> str:
     """Return what the keys of a parameter's state begin with."""
     return f"{fqn[0]}.state.{fqn[1]}".removeprefix(".")
-
-
-# Param groups and objects ---------------------------------------------------------------------------------------------
 
 
 def listed(content: Any, name: GroupName) -> list[Any]:

@@ -46,11 +46,7 @@ class Split(NamedTuple):
 
 
 def read_record(checkpoint: Checkpoint) -> list[Split]:
-    """Read the splits that a checkpoint went through and that were not undone, the latest last.
-
-    Raises:
-        CheckpointError: the file is no such record.
-    """
+    """Read the splits that a checkpoint went through and that were not undone, the latest last."""
     try:
         content = read_small(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
     except FileNotFoundError:
@@ -72,15 +68,12 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
 
 
 def _split_of(found: Any) -> Split:
-    rules = rules_of({"rule": [_without_none(table) for table in found["rules"]]}, RECORD_FILE)
+    tables = [{name: value for name, value in table.items() if value is not None} for table in found["rules"]]
+    rules = rules_of({"rule": tables}, RECORD_FILE)
     values = {str(name): value for name, value in found["values"].items() if isinstance(value, int | float)}
     if not all(isinstance(name, str) for name in found["fused"]):
         raise TypeError("a name is no text")
     return Split(rules, values, frozenset(found["fused"]))
-
-
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if value is not None}
 
 
 def record_bytes(splits: Sequence[Split]) -> bytes:
@@ -150,11 +143,7 @@ class Complete(NamedTuple):
 
 
 def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
-    """Complete a request by what the checkpoint contains.
-
-    Raises:
-        CheckpointError: there are no rules, values contradict how the checkpoint is stored, or a pattern means nothing.
-    """
+    """Complete a request by what the checkpoint contains."""
     rules, given, fused = request.rules, request.values, None
     splits = read_record(checkpoint) if way == "merge" else []
     if not rules and splits:
@@ -192,11 +181,7 @@ def _have_experts(checkpoint: Checkpoint, way: Way, rules: Iterable[Rule]) -> bo
 
 
 def check_used(request: Request, exchange: Exchange) -> None:
-    """Check that each ``--only`` pattern chooses something.
-
-    Raises:
-        CheckpointError: names those that do not.
-    """
+    """Check that each ``--only`` pattern chooses something."""
     parts = (part for fusion in exchange.fusions for part in fusion.parts)
     idle = idle_patterns(request.only, [*exchange.matched, *parts])
     if idle:

@@ -11,7 +11,6 @@ Rules come from Python (:class:`Rule`), from a TOML or JSON file (:func:`load_ru
 
 import ast
 import dataclasses
-import fnmatch
 import functools
 import json
 import math
@@ -24,12 +23,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from ..core.regions import Comb, Layout, combs_of
-from ..core.text import shortened
+from ..core.regions import Comb, Layout, Shape, combs_of
+from ..core.text import is_excluded, shortened
 from .preset_files import preset_names, preset_text
 
 Size = int | str
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,7 @@ class Rule:
     def match(self, key: str) -> "Match | None":
         """Return the parts of the fused tensor ``key``, if the rule covers it."""
         found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
-        if found is None or _is_any(key, self.exclude) or (self.only and not _is_any(key, self.only)):
+        if found is None or is_excluded(key, self.exclude) or (self.only and not is_excluded(key, self.only)):
             return None
         texts = found.groupdict()
         return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
@@ -145,7 +143,9 @@ class Rule:
             ValueError: sizes do not add up, do not divide, or name values that there are not
                 (:class:`MissingValueError`).
         """
-        groups = _evaluated(self.groups, _with_default_sizes(values), where)
+        if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
+            values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
+        groups = _evaluated(self.groups, values, where)
         if groups < 1:
             raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
         sizes = self._sizes(fused_size, values, where)
@@ -174,11 +174,6 @@ class Rule:
 
 DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 """Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
-
-
-def _with_default_sizes(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Divide experts as dense layers where nothing else is said, which is Megatron's default."""
-    return {EXPERT_RANKS: values[DENSE_RANKS], **values} if DENSE_RANKS in values else values
 
 
 class MissingValueError(ValueError):
@@ -218,9 +213,6 @@ class Match(NamedTuple):
             shape: of the fused tensor.
             values: of the model's config.
             siblings: the shapes of the model's tensors, one of which ``same_size_as`` may name.
-
-        Raises:
-            ValueError: the rule does not fit the shape.
         """
         dim = self.rule.dim_of(shape, self.fused)
         combs = self.rule.combs(shape[dim], values, self.fused)
@@ -230,11 +222,7 @@ class Match(NamedTuple):
     def joined(
         self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
     ) -> tuple[Shape, int, tuple[Comb, ...]]:
-        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie.
-
-        Raises:
-            ValueError: the rule gives the parts other shapes.
-        """
+        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie."""
         first, stacked = shapes[0], self.rule.layout == "stacked"
         dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
         if any(len(shape) != len(first) for shape in shapes):
@@ -248,11 +236,7 @@ class Match(NamedTuple):
         return fused, dim, combs
 
     def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
-        """Hold the first part's size against the tensor that ``same_size_as`` names.
-
-        Raises:
-            ValueError: that tensor is not there, or says that this one is not fused.
-        """
+        """Hold the first part's size against the tensor that ``same_size_as`` names."""
         if self.rule.same_size_as is None:
             return
         template, dim = self.rule.same_size_as
@@ -291,11 +275,7 @@ def match_of(way: Way, rule: Rule, key: str) -> Match | None:
 
 
 def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """Find the wanted fused tensors among ``keys``, or those whose parts are among them.
-
-    Raises:
-        ValueError: two rules match one key, a new key is taken, or parts are missing.
-    """
+    """Find the wanted fused tensors among ``keys``, or those whose parts are among them."""
     known = dict.fromkeys(keys)
     matches = []
     for key in known:
@@ -374,11 +354,7 @@ def preset(name: str) -> tuple[Rule, ...]:
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
-    """Rules as they are in a file.
-
-    Raises:
-        ValueError: no such data; names the field.
-    """
+    """Rules as they are in a file."""
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
@@ -445,11 +421,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 
 @functools.cache
 def template_pattern(template: str) -> re.Pattern[str]:
-    """Compile a template to a regular expression with a named group for each placeholder.
-
-    Raises:
-        ValueError: a placeholder is not whole, is there twice, or has a bad regular expression.
-    """
+    """Compile a template to a regular expression with a named group for each placeholder."""
     if set("{}") & set(_PLACEHOLDER.sub("", template)):
         raise ValueError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
     pattern, at = "", 0
@@ -479,10 +451,6 @@ def _typed(template: str, typed_by: str) -> str:
     """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
     written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
     return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
-
-
-def _is_any(key: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 # Expressions ---------------------------------------------------------------------------------------------------------

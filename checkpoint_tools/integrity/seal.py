@@ -17,7 +17,7 @@ from ..look.verify import check_structure, notes_on_checksums
 from ..stored.metadata import MANIFEST_FILE, Item, manifest_bytes, read_content
 from ..stored.opening import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
-from ..stored.storage import open_folder, write_file
+from ..stored.storage import RemoteFolder, open_folder, write_file
 
 
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
@@ -77,10 +77,8 @@ def _write(path: str, content: bytes) -> None:
     """There as a whole, or not at all."""
     try:
         if "://" in path:
-            from fsspec.core import url_to_fs
-
-            fs, root = url_to_fs(path)
-            fs.pipe_file(f"{root.rstrip('/')}/{MANIFEST_FILE}", content)
+            remote = RemoteFolder(path)
+            remote.fs.pipe_file(f"{remote.root.rstrip('/')}/{MANIFEST_FILE}", content)
             return
         unfinished = Path(path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
         write_file(unfinished, content)

@@ -17,15 +17,12 @@ from typing import NamedTuple
 from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
 from ..core.tables import Table
-from ..core.text import MAX_ITEM_BYTES, block_bounds, counted, human_shape, natural_order, short_repr, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, counted, human_shape, natural_order, short_repr, thread_bytes
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
-
-LEAST_THREAD_BYTES = 16 * MAX_ITEM_BYTES
-"""Least memory of a thread: a block's share of it holds one element."""
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
@@ -75,12 +72,8 @@ def diff(
     threads: int = 4,
     advance: Callable[[int], object] = lambda done: None,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
-
-    Raises:
-        CheckpointError: one of the two is damaged, or does not fit into the memory.
-    """
-    memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
+    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order."""
+    memory_bytes = thread_bytes(max_memory_bytes, threads, 16 * MAX_ITEM_BYTES)
     readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in (first, second))
 
     def compare(some: Sequence[str]) -> list[Difference]:
@@ -97,7 +90,8 @@ def diff(
         return found
 
     # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
-    parts = [keys[start:stop] for start, stop in block_bounds(len(keys), max(1, min(512, len(keys) // (4 * threads))))]
+    size = max(1, min(512, len(keys) // (4 * threads)))
+    parts = [keys[start : start + size] for start in range(0, len(keys), size)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
         return [found for part in pool.map(compare, parts) for found in part]
 
@@ -111,9 +105,6 @@ def aligned(
         first: one of them.
         second: the other one.
         key_prefix: what the model's keys of one begin with; without it, it is found out where no key is in both.
-
-    Raises:
-        CheckpointError: the given prefix tells no key of the one from a key of the other.
     """
     if key_prefix is None and first.tensors.keys() == second.tensors.keys():
         return first, second, []
@@ -171,11 +162,8 @@ def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
     return checkpoint.tensors[key].nbytes if key in checkpoint.tensors else 0
 
 
-# --- keys, shapes, dtypes --------------------------------------------------------------------------------------------
-
-
 def _diff_entries(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
-    kinds = [_kind(checkpoint, key) for checkpoint in (first, second)]
+    kinds = ["tensor" if key in each.tensors else "object" if key in each.objects else None for each in (first, second)]
     if None in kinds:
         name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
         return Difference(key, f"only in {name}", str(kind))
@@ -189,15 +177,6 @@ def _diff_entries(first: Checkpoint, second: Checkpoint, key: str) -> Difference
     if a.dtype != b.dtype:
         return Difference(key, "dtype", f"{a.dtype} in A, {b.dtype} in B".replace("torch.", ""))
     return None
-
-
-def _kind(checkpoint: Checkpoint, key: str) -> str | None:
-    if key in checkpoint.tensors:
-        return "tensor"
-    return "object" if key in checkpoint.objects else None
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
 
 
 def _diff_tensors(
@@ -231,9 +210,6 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
     return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
 
 
-# --- objects ---------------------------------------------------------------------------------------------------------
-
-
 def _diff_objects(readers: Readers, first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
     a, b = first.objects[key], second.objects[key]
     if readers[0].view(a) == readers[1].view(b):
@@ -245,9 +221,6 @@ def _diff_objects(readers: Readers, first: Checkpoint, second: Checkpoint, key: 
         return Difference(key, "object", "their bytes differ; they cannot be looked into")
     detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
     return None if is_same else Difference(key, "object", detail)
-
-
-# --- shown -----------------------------------------------------------------------------------------------------------
 
 
 def as_table(differences: Sequence[Difference]) -> Table:

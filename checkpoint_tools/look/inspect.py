@@ -125,9 +125,6 @@ def _file_rows(checkpoint: Checkpoint, selected: set[str]) -> Iterator[FileRow]:
             yield FileRow(file, rank_of(file), len(lengths), sum(lengths))
 
 
-# --- shown -----------------------------------------------------------------------------------------------------------
-
-
 def as_json(summary: Summary) -> Mapping[str, Any]:
     """Return everything for JSON, with sizes in bytes."""
     return {
@@ -147,7 +144,11 @@ def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> Re
     groups = Table("group", numbers=("keys", "chunks", "size"))
     for group in summary.groups:
         groups.add_row(group.group, f"{group.keys:,}", f"{group.chunks:,}", human_bytes(group.nbytes))
-    parts: list[RenderableType] = [shown(_headline(summary)), groups]
+    tensors = sum(row.shape is not None for row in summary.keys)
+    total = human_bytes(sum(row.nbytes for row in summary.keys))
+    counts = f"{counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')}"
+    headline = f"{summary.path}: {counts} in {counted(len(summary.files), 'file')}, {total}"
+    parts: list[RenderableType] = [shown(headline), groups]
     if keys:
         table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
         for row in summary.keys:
@@ -173,12 +174,3 @@ def chunk_table(tensor: StoredTensor) -> Table:
         nbytes = human_bytes(chunk.numel * tensor.dtype.itemsize)
         table.add_row(", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, nbytes)
     return table
-
-
-def _headline(summary: Summary) -> str:
-    tensors = sum(row.shape is not None for row in summary.keys)
-    total = human_bytes(sum(row.nbytes for row in summary.keys))
-    return (
-        f"{summary.path}: {counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')} in "
-        f"{counted(len(summary.files), 'file')}, {total}"
-    )

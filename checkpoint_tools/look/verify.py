@@ -31,9 +31,6 @@ from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredO
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
 
-LEAST_THREAD_BYTES = 2 * MAX_ITEM_BYTES
-"""Least memory of a thread: half of it holds one element."""
-
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
 
@@ -91,9 +88,6 @@ def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Chec
     return problems, files
 
 
-# --- metadata --------------------------------------------------------------------------------------------------------
-
-
 def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
     """Check that every element is in exactly one chunk."""
     regions = []
@@ -116,9 +110,6 @@ def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
     covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
     if covered < numel:
         yield CheckpointProblem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def check_files(checkpoint: Checkpoint) -> Files:
@@ -171,9 +162,6 @@ def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointPro
             yield CheckpointProblem(
                 file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on"
             )
-
-
-# --- items -----------------------------------------------------------------------------------------------------------
 
 
 def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[CheckpointProblem]:
@@ -258,9 +246,6 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
     """Return the bytes that :func:`check_data` reads."""
     by_file = checkpoint.items_by_file()
@@ -282,9 +267,6 @@ def check_data(
     return _in_parallel(checkpoint, check, files, threads)
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def finite_bytes(checkpoint: Checkpoint) -> int:
     """Return the bytes that :func:`check_finite` reads."""
     return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
@@ -300,11 +282,8 @@ def check_finite(
     """Check that floating-point values in these files are finite, and were read as written.
 
     Each thread holds one block.
-
-    Raises:
-        CheckpointError: the memory is too small.
     """
-    memory_bytes = thread_bytes(max_memory_bytes, threads, LEAST_THREAD_BYTES)
+    memory_bytes = thread_bytes(max_memory_bytes, threads, 2 * MAX_ITEM_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
 

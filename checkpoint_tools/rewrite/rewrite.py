@@ -37,22 +37,14 @@ _NAMES_IN_NOTES = 8
 
 
 def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
-    """Open a checkpoint and list the files beside its data.
-
-    Raises:
-        CheckpointError: it is not whole.
-    """
+    """Open a checkpoint and list the files beside its data."""
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, threads)
     return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
-    """Check that nothing of the checkpoint is missing or inconsistent.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Check that nothing of the checkpoint is missing or inconsistent."""
     problems, _ = check_structure(checkpoint, threads)
     if problems:
         first, more = problems[0], len(problems) - 1
@@ -74,19 +66,8 @@ def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
 
 
 def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
-    """Plan the new checkpoint.
-
-    Raises:
-        CheckpointError: the rules do not fit the checkpoint.
-    """
+    """Plan the new checkpoint."""
     exchange = find_exchange(way, checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
-    for key in (key for fusion in exchange.fusions for key in (fusion.fused, *fusion.parts)):
-        for chunk in checkpoint.tensors[key].chunks if key in checkpoint.tensors else ():
-            if chunk.transforms:
-                raise CheckpointError(
-                    f"{key} was written through {', '.join(chunk.transforms)}, which these tools do not undo; load the "
-                    "checkpoint with DCP and save it without, or --exclude it"
-                )
     return plan_rewrite(checkpoint, exchange)
 
 
@@ -107,15 +88,8 @@ def stamps_of(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
 
 
-# --- where to --------------------------------------------------------------------------------------------------------
-
-
 def check_destination(source: str, destination: str) -> None:
-    """Refuse a destination that is there, or is in the source, or the other way round.
-
-    Raises:
-        CheckpointError: says which.
-    """
+    """Refuse a destination that is there, or is in the source, or the other way round."""
     if not destination.strip():
         raise CheckpointError("DST is empty; give the name of a new folder, or a URL")
     old, new = _local_path(source), _local_path(destination)
@@ -148,9 +122,6 @@ def _local_path(path: str) -> Path | None:
     return None if "://" in path else Path(path).resolve()
 
 
-# --- doing it --------------------------------------------------------------------------------------------------------
-
-
 def write(
     checkpoint: Checkpoint,
     rewrite: Rewrite,
@@ -163,7 +134,7 @@ def write(
     sidecars: Sequence[str] = (),
     record: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the new checkpoint, and seal it if it is one of DCP.
+    """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
 
     Args:
         checkpoint: to read from.
@@ -175,9 +146,6 @@ def write(
         beside: other files, by name.
         sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
         record: :func:`record_after`; without it, the old one goes on.
-
-    Raises:
-        CheckpointError: the source cannot be read, or the destination not be written. Nothing is left of it then.
     """
     # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
     mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
@@ -202,9 +170,6 @@ def write(
             raise CheckpointError(
                 f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
             )
-
-
-# --- shown -----------------------------------------------------------------------------------------------------------
 
 
 def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:

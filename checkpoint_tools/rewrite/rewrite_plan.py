@@ -26,13 +26,11 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
-from ..core.regions import Index, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
+from ..core.regions import Index, Shape, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, Properties, StoredChunk, StoredObject
-
-Shape = tuple[int, ...]
+from ..stored.reading import Checkpoint, Path, Properties, StoredChunk, StoredObject
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
@@ -71,7 +69,7 @@ class Rewrite(NamedTuple):
     tensors: Mapping[str, NewTensor]
     objects: tuple[str, ...]
     files: Mapping[str, Sequence[Piece]]
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Path]
     exchange: Exchange
     heads: Mapping[str, bytes] = {}
 
@@ -90,11 +88,7 @@ class Rewrite(NamedTuple):
 
 
 def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
-    """Plan the new checkpoint.
-
-    Raises:
-        CheckpointError: Megatron-Core has kept more in its metadata than they say.
-    """
+    """Plan the new checkpoint."""
     if checkpoint.refusal:
         raise CheckpointError(checkpoint.refusal)
     return _RewriteBuilder(checkpoint, exchange).rewrite()
@@ -123,6 +117,11 @@ class _RewriteBuilder:
     def rewrite(self) -> Rewrite:
         for file, entries in self._checkpoint.items_by_file().items():
             for key, item in entries:
+                if item.transforms and key not in self._exchange.objects and self._exchange.copies.get(key) != ():
+                    raise CheckpointError(
+                        f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load "
+                        "the checkpoint with DCP and save it without"
+                    )
                 if key in self._merged or key in self._split:
                     continue
                 if key in self._exchange.objects:
@@ -134,8 +133,11 @@ class _RewriteBuilder:
         for fusion in self._split.values():
             self._add_split(fusion)
         for fusion in dict.fromkeys(self._merged.values()):
-            for file, piece in merged_pieces(fusion, self._checkpoint):
-                self._add(file, piece)
+            chunks = [self._checkpoint.tensors[part].chunks for part in fusion.parts]
+            sources = tuple(map(Index, chunks))
+            for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
+                for piece in (piece for region in regions for piece in gathered(fusion, region, sources)):
+                    self._add(file, piece)
         new = {*self._tensors, *self._objects}
         paths = {key: path for key, path in self._checkpoint.paths.items() if key in new}
         paths |= {key: path for key, path in self._exchange.paths.items() if key in new}
@@ -150,11 +152,6 @@ class _RewriteBuilder:
         self._add(file, Piece(key, None, nbytes, read))
 
     def _keep(self, file: str, key: str, new_key: str, item: StoredChunk | StoredObject) -> None:
-        if item.transforms:
-            raise CheckpointError(
-                f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load the "
-                "checkpoint with DCP and save it without"
-            )
         if isinstance(item, StoredObject):
             self._add_object(file, new_key, item.length_bytes, functools.partial(_bytes_of, item))
             return
@@ -222,18 +219,6 @@ def _cut(chunk: Chunk, dtype: torch.dtype) -> Iterator[Chunk]:
         yield Chunk(small.offsets, small.sizes, start, chunk.local_strides)
 
 
-# --- merging ---------------------------------------------------------------------------------------------------------
-
-
-def merged_pieces(fusion: Fusion, checkpoint: Checkpoint) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of a tensor made of parts, each with the old file that has its beginning."""
-    chunks = [checkpoint.tensors[part].chunks for part in fusion.parts]
-    sources = tuple(map(Index, chunks))
-    for file, regions in _merged_regions(fusion, chunks).items():
-        for region in regions:
-            yield from ((file, piece) for piece in gathered(fusion, region, sources))
-
-
 def gathered(
     fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], cast: torch.dtype | None = None
 ) -> Iterator[Piece]:
@@ -266,9 +251,6 @@ def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
         yield TensorRegion(
             (*chunk.offsets[:dim], at, *chunk.offsets[dim + 1 :]), (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
         )
-
-
-# --- reading a piece -------------------------------------------------------------------------------------------------
 
 
 def given(content: bytes) -> Callable[[ItemReader], bytes]:

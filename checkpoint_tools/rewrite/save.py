@@ -38,11 +38,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ..core.errors import CheckpointError
 from ..core.text import human_bytes
+from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
+from ..stored.storage import RemoteFolder
 from .rewrite_plan import NewTensor, Piece, Rewrite
-
-Advance = Callable[[int], object]
 
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
@@ -173,9 +173,6 @@ def _save_bare(planner: _Planner, rewrite: Rewrite, folder: Path, file: str) -> 
         os.fsync(stream.fileno())
 
 
-# --- a folder that appears as a whole --------------------------------------------------------------------------------
-
-
 def partial_of(destination: Path) -> Path:
     """Return the partial folder of a destination."""
     return destination.with_name(f"{destination.name}.partial")
@@ -186,9 +183,6 @@ def appearing(destination: str, nbytes: int) -> Iterator[Path]:
     """Give an empty folder that becomes ``destination`` at the end, and is gone after an error.
 
     Behind a URL, that is a temporary one, whose files are sent at the end, the metadata last.
-
-    Raises:
-        CheckpointError: another process is at it, there is no room, or something has appeared there meanwhile.
     """
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
@@ -213,11 +207,7 @@ def appearing(destination: str, nbytes: int) -> Iterator[Path]:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Check that a disk has room, so that a full one is found now and not in an hour.
-
-    Raises:
-        CheckpointError: it has not.
-    """
+    """Check that a disk has room, so that a full one is found now and not in an hour."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise CheckpointError(
@@ -267,9 +257,8 @@ def _sync(folder: Path) -> None:
 
 def _send(folder: Path, url: str) -> None:
     """Send all files; what was sent is removed again if one fails."""
-    from fsspec.core import url_to_fs
-
-    fs, root = url_to_fs(url)
+    remote = RemoteFolder(url)
+    fs, root = remote.fs, remote.root
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     try:
         for file in sorted(files, key=lambda name: (name == METADATA_FILE, name)):
@@ -285,20 +274,10 @@ def _send(folder: Path, url: str) -> None:
 
 
 def check_empty_remote(url: str) -> None:
-    """Check that there is nothing at a URL yet.
-
-    Raises:
-        CheckpointError: there is, or it cannot be opened.
-    """
-    try:
-        from fsspec.core import url_to_fs
-
-        fs, root = url_to_fs(url)
-        fs.invalidate_cache()
-        names = fs.ls(root, detail=False) if fs.exists(root) else []
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{url} cannot be opened ({error}); is the file system's package installed?") from error
-    if names:
+    """Check that there is nothing at a URL yet."""
+    remote = RemoteFolder(url)
+    remote.fs.invalidate_cache()
+    if remote.fs.exists(remote.root) and remote.files():
         raise CheckpointError(f"{url} exists; give a name that is not taken, or remove it first")
 
 

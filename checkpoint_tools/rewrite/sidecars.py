@@ -86,11 +86,7 @@ def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
 
 
 def read_sidecar(folder: Folder, file: str) -> bytes:
-    """Its content.
-
-    Raises:
-        CheckpointError: it cannot be read, has grown meanwhile, or is a file of ``torch.save`` and damaged.
-    """
+    """Its content."""
     try:
         content = read_small(folder, file, MAX_BYTES)
     except OSError as error:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.errors import CheckpointError, UnreadableObjectError
+from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
-from .reading import Checkpoint, Content, Layout, Opened, StoredChunk, StoredObject, StoredTensor
-from .unpickle import TENSOR_NAMES, ForbiddenNameError, PickledObject, unpickle
+from .reading import Checkpoint, Layout, Opened, StoredChunk, StoredObject, StoredTensor
+from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 try:
     from isal.isal_zlib import crc32 as _crc32  # ten times as fast as most builds of zlib
@@ -90,11 +90,7 @@ class _Record(NamedTuple):
 
 
 class Archive:
-    """The zip file that ``torch.save`` made, with its directory compared with the headers.
-
-    Raises:
-        DamagedError: it is none, or not all of it is there.
-    """
+    """The zip file that ``torch.save`` made, with its directory compared with the headers."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -135,11 +131,7 @@ class Archive:
         return _Record(name.removeprefix(prefix), info, start, stop)
 
     def read(self, record: _Record) -> bytes | memoryview:
-        """Return a record's content, compared with its CRC-32.
-
-        Raises:
-            DamagedError: it is another one.
-        """
+        """Return a record's content, compared with its CRC-32."""
         try:
             content = self._view[record.start : record.stop] if record.is_stored else self._zip.read(record.info)
         except Exception as error:  # what cannot be inflated can raise anything
@@ -154,22 +146,14 @@ class Archive:
         return bytes(self.read(self.records[_PICKLE]))
 
     def check(self) -> None:
-        """Compare all contents, and check that ``torch.load`` can take the pickle without harm to this process.
-
-        Raises:
-            DamagedError: one is another, or the pickle would take more memory or a deeper stack than there is.
-        """
+        """Compare all contents, and check that ``torch.load`` can take the pickle without harm to this process."""
         for record in self.records.values():
             self.read(record)
         plain_pickle(self.pickled())
 
 
 def plain_pickle(content: bytes) -> Any:
-    """Unpickle plain values beside objects of any class, of which nothing is run.
-
-    Raises:
-        DamagedError: it is no pickle.
-    """
+    """Unpickle plain values beside objects of any class, of which nothing is run."""
     try:
         return unpickle(content, None)
     except Exception as error:  # bytes that are no pickle can raise anything
@@ -194,6 +178,13 @@ _STORAGE_DTYPES = {
 }
 """By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
 
+_NAMES = {
+    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"},
+    "torch.storage": {"UntypedStorage"},
+    "torch": {"Size", *_STORAGE_DTYPES},
+}
+"""What ``torch.save`` writes for a tensor."""
+
 
 class _Tensor(NamedTuple):
     record: str
@@ -214,7 +205,7 @@ class _Tensor(NamedTuple):
 def _tensor_in(content: bytes) -> _Tensor | None:
     """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
     try:
-        return _tensor_of(unpickle(content, TENSOR_NAMES, lambda pid: pid))
+        return _tensor_of(unpickle(content, _NAMES))
     except ForbiddenNameError:
         return None
     except DamagedError:
@@ -279,11 +270,7 @@ class ItemReader:
         self._heads: dict[tuple[tuple[int, ...], torch.dtype, int], tuple[bytes, int]] = {}
 
     def view(self, item: Stored) -> memoryview:
-        """Return an item's bytes as stored.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Return an item's bytes as stored."""
         if isinstance(item, StoredObject) and item.content is not None:
             return memoryview(bytearray(item.content))
         try:
@@ -299,30 +286,19 @@ class ItemReader:
 
         Returns:
             The layout of a tensor; ``None`` where only ``torch.load`` knows, and for objects, into which nobody looks.
-
-        Raises:
-            CheckpointError: it is not, or not of the chunk's sizes.
         """
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             return Layout(item.bare_dtype, item.sizes, 0)
         return None if item.transforms else self._opened(item, self.view(item)).layout
 
     def check_data(self, item: Stored) -> None:
-        """Check an item as :meth:`check` does, and compare its large contents with their CRC-32.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
+        """Check an item as :meth:`check` does, and compare its large contents with their CRC-32."""
         if not item.transforms and getattr(item, "bare_dtype", None) is None:
             view = self.view(item)
             self._compare(item, view, self._opened(item, view))
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to.
-
-        Raises:
-            CheckpointError: they are damaged, cannot be read, or are of another dtype.
-        """
+        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
         numel, itemsize = chunk.numel, dtype.itemsize
         layout, view = self._compared_layout(chunk, dtype)
         if layout is not None and layout.dtype != dtype:
@@ -335,11 +311,7 @@ class ItemReader:
         return flat.view(numel, itemsize)
 
     def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
-        """Read the elements of a rectangle from all chunks that it meets.
-
-        Raises:
-            CheckpointError: they cannot be read, or are of another dtype than the metadata say.
-        """
+        """Read the elements of a rectangle from all chunks that it meets."""
         bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
         for chunk in tensor.chunks:
             self.paste(chunk, tensor.dtype, region, bits)
@@ -357,17 +329,11 @@ class ItemReader:
         return typed(self.bits(chunk, dtype).clone().view(*chunk.sizes, dtype.itemsize), dtype)
 
     def read_object(self, stored: StoredObject) -> Any:
-        """Read an object that ``torch.load(weights_only=True)`` accepts.
-
-        Raises:
-            CheckpointError: it is damaged, or consists of more.
-        """
+        """Read an object that ``torch.load(weights_only=True)`` accepts."""
         value = self._load(stored)
         if has_more_values(value, MAX_VALUES):
             raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
         return value
-
-    # --- inside ---
 
     def _opened(self, item: Stored, view: memoryview) -> Opened:
         place = item.place
@@ -446,7 +412,7 @@ class ItemReader:
         except Exception as error:  # a damaged archive can raise anything
             text = str(error)
             if "weights_only" in text or "Weights only" in text:
-                raise UnreadableObjectError(
+                raise CheckpointError(
                     f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
                     "loaded: unpickling it could run anything"
                 ) from error
@@ -470,7 +436,7 @@ def _look_into(archive: Archive, view: memoryview, *, is_tensor: bool) -> Opened
     contents, at, around = [], 0, 0
     for record in archive.records.values():  # in the order of their bytes
         if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
-            contents.append(Content(record.start, record.stop, record.info.CRC))
+            contents.append((record.start, record.stop, record.info.CRC))
             around, at = crc32(view[at : record.start], around), record.stop
         else:
             archive.read(record)

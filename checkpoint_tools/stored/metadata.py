@@ -12,13 +12,13 @@ tells every byte of the checkpoint, and large contents need not be read once mor
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.text import human_bytes, shortened
 from .storage import Folder
-from .unpickle import METADATA_NAMES, ForbiddenNameError, PickledObject, unpickle
+from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 MANIFEST_FILE = ".checksums"
 FORMAT = "fsdp_offload checksums 2"
@@ -55,10 +55,6 @@ class Manifest(NamedTuple):
         )
 
 
-class DamagedManifestError(Exception):
-    """Not a whole manifest."""
-
-
 def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> bytes:
     """The content of the file, for a ``.metadata`` of this content."""
     found = {"nbytes": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
@@ -68,27 +64,48 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Parse the content of a manifest file.
-
-    Raises:
-        DamagedManifestError: it is damaged, or of a newer version.
-    """
+    """Parse the content of a manifest file."""
     head, _, body = content.partition(b"\n")
     try:
         expected = {"format": FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
-            raise DamagedManifestError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
+            raise CheckpointError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
         found = json.loads(body)
         files = {str(file): tuple(map(_item, items)) for file, items in found["files"].items()}
         return Manifest(int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"]), files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedManifestError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
+        raise CheckpointError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
 
 
 def _item(found: Any) -> Item:
     offset_bytes, length_bytes, around_crc = map(int, found)
     return Item(offset_bytes, length_bytes, around_crc)
 
+
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
+
+# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
+METADATA_NAMES: Mapping[str, Set[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    # Where TensorProperties was before torch 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). Here it is a PickledObject, as all others.
+    "builtins": {"getattr"},
+    "__builtin__": {"getattr"},
+}
 
 METADATA_FILE = ".metadata"
 _CLASSES = ("Metadata", "MCoreMetadata")  # torch's, and that of Megatron-Core up to 0.15
@@ -97,11 +114,7 @@ _MAX_BYTES = 4 << 30
 
 
 def read_content(folder: Folder) -> bytes:
-    """Read the metadata file's bytes.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it is larger than any that somebody has written.
-    """
+    """Read the metadata file's bytes."""
     try:
         if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
             raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
@@ -118,24 +131,18 @@ def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
     """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
         with folder.open(MANIFEST_FILE) as stream:
-            content = stream.read()
+            manifest = parse_manifest(stream.read())
     except FileNotFoundError:
         return None, None
     except OSError as error:
         return None, f"cannot be read: {error}"
-    try:
-        manifest = parse_manifest(content)
-    except DamagedManifestError as error:
+    except CheckpointError as error:
         return None, str(error)
     return manifest, manifest.why_not(read_content(folder))
 
 
 def read_metadata(folder: Folder) -> PickledObject:
-    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it asks for what no metadata need.
-    """
+    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record."""
     content = read_content(folder)
     try:
         metadata = unpickle(content, METADATA_NAMES)
@@ -164,20 +171,13 @@ def _why_none(folder: Folder) -> str:
             f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False), which do not say "
             "how they fit together; load it with as many ranks as wrote it, and save it again with use_collectives=True"
         )
-    inside = [name for name in names if name.endswith("/") and _has_metadata(folder, name)]
+    inside = [name for name in names if name.endswith("/") and folder.has(name + METADATA_FILE)]
     if inside:
         return f"{folder.path} is not a checkpoint itself; it contains {', '.join(inside[:_HINTS])}: give one of these"
     return (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
         "end"
     )
-
-
-def _has_metadata(folder: Folder, name: str) -> bool:
-    try:
-        return folder.size_bytes(name + METADATA_FILE) > 0
-    except OSError:
-        return False
 
 
 def damage(folder: Folder, what: str) -> CheckpointError:

@@ -11,8 +11,5 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the metadata, or the headers, of what is in a local folder or at an fsspec URL.
 
     Safetensors have their own keys here, or those of the checkpoint of which convert has made them.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
     """
     return open_safetensors(path, default_prefix="").checkpoint if is_safetensors(path) else open_dcp(path)

@@ -11,6 +11,7 @@ not looked at here.
 """
 
 import functools
+import gc
 import math
 import os
 import reprlib
@@ -24,7 +25,10 @@ from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, natural_order, shortened
 from .metadata import METADATA_FILE, Manifest, damage, read_manifest, read_metadata
 from .storage import Folder, open_folder
-from .unpickle import PickledObject, without_collections
+from .unpickle import PickledObject
+
+Path = tuple[str | int, ...]
+"""Where a value is in the nested state dict."""
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict
@@ -117,26 +121,18 @@ class Layout(NamedTuple):
     start_bytes: int | None
 
 
-class Content(NamedTuple):
-    """A range of bytes of an item with the CRC-32 that was written with it."""
-
-    start_bytes: int
-    stop_bytes: int
-    crc: int
-
-
 class Opened(NamedTuple):
     """Findings of a look into an item that is whole.
 
     Attributes:
         layout: of a tensor; ``None`` where only ``torch.load`` knows.
-        contents: that were not read; all others have been compared with their CRC-32.
+        contents: start, stop and CRC-32 of those that were not read; all others have been compared with theirs.
         has_crcs: whether there was anything to compare with.
         around_crc: the CRC-32 of all but these contents, whose own CRC-32 are among it: the item's identity.
     """
 
     layout: Layout | None
-    contents: tuple[Content, ...]
+    contents: tuple[tuple[int, int, int], ...]
     has_crcs: bool
     around_crc: int
 
@@ -170,7 +166,7 @@ class Checkpoint:
     folder: Folder
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Path]
     problems: tuple[CheckpointProblem, ...]
     version: str | None
     notes: tuple[str, ...] = ()
@@ -197,13 +193,14 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the metadata of the checkpoint in a local folder or at an fsspec URL.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, or it contains what no checkpoint needs.
-    """
-    with without_collections():
+    """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would visit millions of new objects that all stay
+    try:
         return _open(open_folder(path))
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _open(folder: Folder) -> Checkpoint:
@@ -222,9 +219,6 @@ def _open(folder: Folder) -> Checkpoint:
     manifest, wrong = read_manifest(folder)
     problems = [] if wrong is None else [CheckpointProblem(METADATA_FILE, wrong)]
     return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
-
-
-# --- from records to nouns --------------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
@@ -283,14 +277,12 @@ class _CheckpointBuilder:
             tuple(map(_text, _few(info.get("transform_descriptors") or ()))),
         )
         where = (_text(index.get("fqn")), None if offset is None else _counts(offset))
-        if leaves_the_folder(place.file):
+        is_outside = leaves_the_folder(place.file)
+        if is_outside or not is_name(place.file):
             self.used.add(where)  # said here, and nothing else about it
-            file = repr(shortened(place.file))
-            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, outside of the checkpoint"))
-        elif not is_name(place.file):
-            self.used.add(where)
-            file = repr(shortened(place.file))
-            self.problems.append(CheckpointProblem(where[0], f"its data would be in {file}, which no file is named"))
+            what = "outside of the checkpoint" if is_outside else "which no file is named"
+            text = f"its data would be in {shortened(place.file)!r}, {what}"
+            self.problems.append(CheckpointProblem(where[0], text))
         elif where in self.places:
             self.problems.append(CheckpointProblem(where[0], f"its data at {where[1]} are in two places"))
         else:
@@ -330,7 +322,7 @@ class _CheckpointBuilder:
             self.problems.append(CheckpointProblem(key, f"{what}, but the metadata do not say what they are"))
         self.problems.sort()
 
-    def _note_other_paths(self, paths: Mapping[str, tuple[str | int, ...]]) -> None:
+    def _note_other_paths(self, paths: Mapping[str, Path]) -> None:
         """Hold each key against its path: a damaged name is damaged wherever the pickle refers to it, but not there."""
         for key, path in paths.items():
             flat = ".".join(map(str, path))
@@ -437,7 +429,7 @@ def is_name(file: str) -> bool:
     return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
 
 
-def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, tuple[str | int, ...]]:
+def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, Path]:
     # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
     if not isinstance(planner_data, dict):
         return {}

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
-from .reading import Checkpoint, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
+from .reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -99,15 +99,8 @@ class Header(NamedTuple):
     data_at: int
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_header(folder: Folder, file: str) -> Header:
-    """Read a file's header, which the safetensors package has checked.
-
-    Raises:
-        CheckpointError: it is not a whole safetensors file.
-    """
+    """Read a file's header, which the safetensors package has checked."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -150,9 +143,6 @@ def _tensor(key: str, entry: Any) -> FileTensor:
     return FileTensor(key, tuple(shape), dtype, entry["data_offsets"][0])
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def has_dtype(dtype: torch.dtype) -> bool:
     """Tell whether the format has the dtype."""
     return dtype in _NAMES
@@ -168,11 +158,7 @@ def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
 
 
 def header_of(tensors: Iterable[FileTensor]) -> bytes:
-    """Serialize all that comes before the data.
-
-    Raises:
-        CheckpointError: it would be longer than the format allows.
-    """
+    """Serialize all that comes before the data."""
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     for tensor in tensors:
         shape = list(tensor.shape)
@@ -200,8 +186,6 @@ OBJECTS_FORMAT = "checkpoint_tools 2"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
 _SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
-
-Path = tuple[str | int, ...]
 
 
 class Folders(NamedTuple):
@@ -241,9 +225,6 @@ def open_safetensors(
         key_prefix: what the model's keys get. Without it, what convert has taken away; nothing where torch has written
             parts of tensors, under its own keys; else the default.
         default_prefix: that.
-
-    Raises:
-        CheckpointError: it is damaged, or not all of it is there.
     """
     return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
 
@@ -264,8 +245,7 @@ class _Opening:
         self._path = path
         self._json_files: list[str] = []
         self._headers: dict[str, Header] = {}
-        self._places: dict[_Name, list[tuple[StoredChunk, torch.dtype]]] = {}
-        self._files: dict[_Name, str] = {}  # in which it was first
+        self._places: dict[_Name, list[StoredChunk]] = {}
         self._is_sharded = False
         self._recorded_prefix: str | None = None
 
@@ -301,8 +281,6 @@ class _Opening:
         )
         own_files = tuple(self._json_files)
         return Folders(checkpoint, model_keys, key_prefix, own_files)
-
-    # --- which files ---
 
     def _listed(self) -> tuple[list[str], list[str]]:
         try:
@@ -342,7 +320,7 @@ class _Opening:
         for file in files:
             if leaves_the_folder(file) or not is_name(file):
                 raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
-            if file not in there and not self._is_there(file):
+            if file not in there and not self._folder.has(file):
                 missing = sum(name == file for name in weight_map.values())
                 raise CheckpointError(
                     f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
@@ -353,12 +331,6 @@ class _Opening:
         if isinstance(prefix, str):
             self._recorded_prefix = prefix
         return files
-
-    def _is_there(self, file: str) -> bool:
-        try:
-            return self._folder.size_bytes(file) >= 0
-        except OSError:
-            return False
 
     def _check_index(self, index: str, weight_map: Mapping[str, str]) -> None:
         by_file: dict[str, set[str]] = {}
@@ -371,8 +343,6 @@ class _Opening:
                     f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
                 )
 
-    # --- tensors ---
-
     def _header(self, file: str) -> Header:
         if file not in self._headers:
             self._headers[file] = read_header(self._folder, file)
@@ -383,16 +353,15 @@ class _Opening:
         starts = self._starts(file, header)
         for tensor in header.tensors:
             name = _Name(is_model, tensor.key)
-            if name in self._files and (starts is None or self._files[name] == file):
+            known = self._places.setdefault(name, [])
+            if known and (starts is None or known[0].file == file):
                 raise CheckpointError(
-                    f"{tensor.key} is in {self._files[name]} and in {file} of {self._path}; give one file at a "
+                    f"{tensor.key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
                     "time, or remove what does not belong there"
                 )
-            self._files.setdefault(name, file)
             at = (0,) * len(tensor.shape) if starts is None else starts[tensor.key]
             place = header.data_at + tensor.begin_bytes
-            chunk = StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype)
-            self._places.setdefault(name, []).append((chunk, tensor.dtype))
+            known.append(StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype))
 
     def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
         """Locate a file's tensors in the whole ones, if it holds parts of them."""
@@ -417,17 +386,15 @@ class _Opening:
         )
 
     def _tensor(self, name: _Name, key: str) -> StoredTensor:
-        chunks, dtypes = zip(*self._places[name], strict=True)
-        if len(set(dtypes)) > 1 or len({len(chunk.sizes) for chunk in chunks}) > 1:
+        chunks, dtype = self._places[name], self._places[name][0].bare_dtype
+        if dtype is None or len({(chunk.bare_dtype, len(chunk.sizes)) for chunk in chunks}) > 1:
             raise CheckpointError(f"the parts of {name.name} in {self._path} are of different dtypes or dimensions")
         shape = [0] * len(chunks[0].sizes)
         for chunk in chunks:  # those without elements too: torch puts them at the end of the whole
             ends = map(int.__add__, chunk.offsets, chunk.sizes)
             shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
-        return StoredTensor(key, tuple(shape), dtypes[0], tuple(sorted(kept)))
-
-    # --- all else ---
+        return StoredTensor(key, tuple(shape), dtype, tuple(sorted(kept)))
 
     def _read_json(self, file: str) -> Any:
         try:
@@ -447,7 +414,9 @@ class _Opening:
                 "it away to convert the tensors alone"
             )
         try:
-            objects = dict(_stored_objects(found["stored"]))
+            stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
+            keys = sorted(stored, key=natural_order)
+            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
@@ -480,12 +449,6 @@ def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
         if gone:
             more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
             yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
-
-
-def _stored_objects(found: Mapping[str, str]) -> Iterator[tuple[str, StoredObject]]:
-    """Objects, as ``torch.save`` wrote them."""
-    for key in sorted(found, key=natural_order):
-        yield key, StoredObject(key, OBJECTS_FILE, 0, 0, (), base64.b64decode(found[key], validate=True))
 
 
 def _path(found: Any) -> Path:

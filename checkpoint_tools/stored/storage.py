@@ -31,7 +31,10 @@ class _Descriptor:
 
 
 class Folder:
-    """Files of a checkpoint, by their names relative to it: here of a local folder."""
+    """Files of a checkpoint, by their names relative to it: here of a local folder.
+
+    What cannot be read is an OSError, and FileNotFoundError where there is no such file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -39,43 +42,34 @@ class Folder:
         self._known = threading.local()  # each thread's open files: opening one for each item takes long elsewhere
 
     def open(self, file: str) -> BinaryIO:
-        """Open a file for reading, from the start.
-
-        Raises:
-            OSError: it is not there (``FileNotFoundError``), or cannot be opened.
-        """
+        """Open a file for reading, from the start."""
         return (self._path / file).open("rb")
 
     def size_bytes(self, file: str) -> int:
-        """Return the length of a file.
-
-        Raises:
-            OSError: it is not there (``FileNotFoundError``), or no regular file.
-        """
+        """Return the length of a regular file."""
         found = (self._path / file).stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
             raise OSError(errno.EINVAL, "it is no regular file", file)
         return found.st_size
+
+    def has(self, file: str) -> bool:
+        """Tell whether there is such a file."""
+        try:
+            return self.size_bytes(file) >= 0
+        except OSError:
+            return False
 
     def files(self) -> list[str]:
         """List what lies directly in the folder, sorted; folders end in ``/``."""
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
 
     def stamp(self, file: str) -> str:
-        """Return the file's length and, if known, its time: a change of the file changes this.
-
-        Raises:
-            OSError: it is not there, or cannot be looked at.
-        """
+        """Return the file's length and, if known, its time: a change of the file changes this."""
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory.
-
-        Raises:
-            OSError: the file is not there, or ends before.
-        """
+        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory."""
         known: dict[str, _Descriptor] = vars(self._known)
         if file not in known:
             self.size_bytes(file)  # a pipe would be waited for
@@ -105,37 +99,37 @@ class RemoteFolder(Folder):
                 f"{url} is a URL, and those need fsspec: python -m pip install 'fsspec>=2025.5'"
             ) from error
         try:
-            self._fs, self._root = url_to_fs(url)
+            self.fs, self.root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{url} cannot be opened ({error}); is the file system's package installed?"
             ) from error
 
     def open(self, file: str) -> BinaryIO:  # noqa: D102
-        return cast(BinaryIO, self._fs.open(self._at(file), "rb"))
+        return cast(BinaryIO, self.fs.open(self._at(file), "rb"))
 
     def size_bytes(self, file: str) -> int:  # noqa: D102
-        return int(self._fs.size(self._at(file)))
+        return int(self.fs.size(self._at(file)))
 
     def files(self) -> list[str]:  # noqa: D102
-        entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+        entries: list[dict[str, Any]] = self.fs.ls(self.root, detail=True)
         slashes = ("/" if entry["type"] == "directory" else "" for entry in entries)
         return sorted(
             entry["name"].rstrip("/").rsplit("/", 1)[-1] + end for entry, end in zip(entries, slashes, strict=True)
         )
 
     def stamp(self, file: str) -> str:  # noqa: D102
-        found: dict[str, Any] = self._fs.info(self._at(file))
+        found: dict[str, Any] = self.fs.info(self._at(file))
         times = [found[name] for name in ("mtime", "LastModified", "updated", "created") if name in found]
         return f"{found.get('size')} {times[:1]} {found.get('ETag', '')}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:  # noqa: D102
         if offset_bytes + length_bytes > self.size_bytes(file):
             raise _cut_short(file)
-        return memoryview(bytearray(self._fs.cat_file(self._at(file), offset_bytes, offset_bytes + length_bytes)))
+        return memoryview(bytearray(self.fs.cat_file(self._at(file), offset_bytes, offset_bytes + length_bytes)))
 
     def _at(self, file: str) -> str:
-        return f"{self._root.rstrip('/')}/{file}"
+        return f"{self.root.rstrip('/')}/{file}"
 
 
 def _cut_short(file: str) -> OSError:
@@ -143,11 +137,7 @@ def _cut_short(file: str) -> OSError:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Open the folder at a local path or a URL.
-
-    Raises:
-        CheckpointError: a URL that nothing here can open.
-    """
+    """Open the folder at a local path or a URL."""
     return RemoteFolder(path) if isinstance(path, str) and "://" in path else Folder(path)
 
 

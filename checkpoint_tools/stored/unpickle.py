@@ -1,73 +1,28 @@
-"""Reading pickles without running what they name.
+"""Unpickle plain values. What a pickle names stands for a :class:`PickledObject`: none of it is imported or run.
 
-A pickle names functions and classes, and calls them; its author chooses which. Python's unpickler in Python (the
-one in C takes 64 GB for the memo of a pickle of five bytes) runs here with the opcodes that checkpoints have. Each
-allowed name stands for a :class:`PickledObject` that keeps what it was called with, and any other name is an error::
-
-    .metadata ──allowed names──▶ PickledObjects ──▶ reading.py: tensors and chunks
-    data.pkl  ──allowed names──▶ PickledObjects ──▶ items.py: where the bytes of a tensor are
-
-The size of what is read bounds the memory.
+This is Python's unpickler in Python, with the opcodes of checkpoints: the one in C takes 64 GB for the memo of a pickle
+of five bytes. The size of a pickle, which its reader limits, bounds the memory.
 """
 
-import contextlib
-import gc
+import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.text import MAX_DIMS
 
-Allowed = Mapping[str, Set[str]]
-"""Module → names in it."""
-
-_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
-
-# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
-METADATA_NAMES: Allowed = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
-    "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    # Where TensorProperties was before torch 2.3.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). Here it is a PickledObject, as all others.
-    "builtins": {"getattr"},
-    "__builtin__": {"getattr"},
-}
-
-# What torch.save writes for a tensor.
-TENSOR_NAMES: Allowed = {
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"},
-    "torch.storage": {"UntypedStorage"},
-    "torch": {
-        *("DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage"),
-        *("ShortStorage", "CharStorage", "ByteStorage", "BoolStorage", "ComplexDoubleStorage", "ComplexFloatStorage"),
-    },
-}
+_OPCODES = """
+    PROTO STOP MARK POP POP_MARK BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1
+    BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE1
+    TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID
+"""
 
 
 class PickledObject:
-    """Stand-in for an object of a pickle.
-
-    Attributes:
-        name: of the class or function.
-        arguments: that it was called with.
-        state: that was set afterwards; a dict of attributes, mostly.
-    """
+    """Stand-in: the ``name`` of a class or function, the ``arguments`` of its call, the ``state`` that was set then."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -79,182 +34,116 @@ class PickledObject:
 
 
 class _Opaque(PickledObject):
-    """Stand-in for an object of any class, whose items are dropped."""
+    """Stand-in of any class, whose items are dropped."""
 
-    def extend(self, items: Any) -> None:
+    def append(self, *items: Any) -> None:
         pass
 
-    append = extend
+    extend = __setitem__ = append
+
+
+class _Dict(dict[Any, Any], PickledObject):
+    name = "dict"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+        _check_hash(key)
+        super().__setitem__(key, value)
+
+
+def _check_hash(key: Any) -> None:
+    """Refuse a tuple in a tuple: where many are nested, the hash would overflow the C stack, here or in torch.load."""
+    if type(key) is tuple and any(type(part) is tuple for part in key):
+        raise pickle.UnpicklingError("a key is nested")
 
 
 class ForbiddenNameError(CheckpointError):
-    """The pickle asks for a name that is not allowed."""
+    """The pickle asks for a name that is not allowed; the message is that name."""
 
 
-def unpickle(content: bytes, allowed: Allowed | None, persistent_load: Callable[[Any], Any] = lambda pid: None) -> Any:
-    """Unpickle plain values and :class:`PickledObject`.
-
-    Args:
-        content: the pickle.
-        allowed: the names in it; ``None`` allows all, for plain values beside objects of any class.
-        persistent_load: makes what stands for data outside of the pickle.
-
-    Raises:
-        ForbiddenNameError: it names something that is not allowed; the message is that name.
-        Exception: any, for bytes that are no pickle, or not one that checkpoints have.
-    """
-    with without_collections():
-        return _Unpickler(content, allowed, persistent_load).load()
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Turn the garbage collector off: it would visit millions of new objects that all stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+def unpickle(content: bytes, allowed: Mapping[str, Set[str]] | None) -> Any:
+    """Unpickle with the allowed names of each module, or with all. Bytes that are no pickle can raise anything."""
+    unpickler = _Unpickler(content, allowed)
+    read = unpickler.read
     try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-_SCALARS = (str, int, float, bytes, type(None), torch.dtype, PickledObject)
-_OPCODES = """
-    PROTO FRAME STOP MARK POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT
-    BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8
-    EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET
-    ADDITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID
-"""
-
-
-def _size(values: Any = ()) -> tuple[int, ...]:
-    """Stand in for ``torch.Size``."""
-    if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
-        raise pickle.UnpicklingError("a torch.Size is made of something else than a few numbers")
-    return tuple(values)
-
-
-def _dict() -> dict[Any, Any]:
-    """Stand in for ``OrderedDict``, whose items follow; as arguments, few bytes would copy many."""
-    return {}
-
-
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    def __missing__(self, code: int) -> Any:
-        raise pickle.UnpicklingError(f"opcode {code:#04x}, which no checkpoint has")
+        while True:  # pickle's own loop reads through a buffer of frames, which takes half of the time
+            _DISPATCH[read(1)[0]](unpickler)
+    except pickle._Stop as stop:  # type: ignore[attr-defined]
+        return stop.value
+    except KeyError as error:
+        raise pickle.UnpicklingError(f"opcode {error}, which no checkpoint has") from None
 
 
 class _Unpickler(pickle._Unpickler):
-    stack: list[Any]
-    memo: dict[int, Any]
-    read: Callable[[int], bytes]
-
-    def __init__(self, content: bytes, allowed: Allowed | None, persistent_load: Callable[[Any], Any]) -> None:
-        self._stream = io.BytesIO(content)
-        super().__init__(self._stream)
-        self._allowed = allowed
-        self._length = len(content)
-        self._classes: dict[tuple[str, str], Any] = {}  # of this pickle alone: the next one starts afresh
-        self._persistent_load = persistent_load
-
-    def load(self) -> Any:
-        # pickle's own loop reads each byte through a buffer of frames, which takes half of the time.
+    def __init__(self, content: bytes, allowed: Mapping[str, Set[str]] | None) -> None:
+        self.content, self.allowed, stream = content, allowed, io.BytesIO(content)
+        self.read, self.readline, self.tell = stream.read, stream.readline, stream.tell
+        self.memo: dict[int, Any] = {}
         self.metastack: list[list[Any]] = []
-        self.stack, self.proto = [], 0
+        self.stack: list[Any] = []
         self.append = self.stack.append
-        read = self.read = self._stream.read
-        self.readline = self._stream.readline
-        dispatch = self.dispatch
-        try:
-            while True:
-                dispatch[read(1)[0]](self)
-        except pickle._Stop as stop:  # type: ignore[attr-defined]
-            return stop.value
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._persistent_load(pid)
 
     def find_class(self, module: str, name: str) -> Any:
-        known = self._classes.get((module, name))
-        if known is None:
-            known = self._classes[module, name] = self._found(module, name)
-        return known
-
-    def _found(self, module: str, name: str) -> Any:
-        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
-            return _size if name == "Size" else _dict
-        if self._allowed is None:
-            return type(name, (_Opaque,), {"name": name})
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dict
+        if self.allowed is None:
+            return _stand_in(_Opaque, name)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if name not in self._allowed.get(module, ()):
+        if name not in self.allowed.get(module, ()):
             raise ForbiddenNameError(f"{module}.{name}")
-        return type(name, (PickledObject,), {"name": name})
+        return _stand_in(PickledObject, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
 
     def call(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple:
-            raise pickle.UnpicklingError("a call with arguments as no checkpoint has them")
-        if type(function) is type:
-            made: Any = object.__new__(function)
-            made.arguments = arguments  # not a copy, which many short calls would each make of a long tuple
-            self.stack.append(made)
-        elif function is _size or function is _dict:
-            self.stack.append(function(*arguments[:2]))
-        else:
-            raise pickle.UnpicklingError(f"a {type(function).__name__} is called, and is not callable")
+        arguments, made = self.stack.pop(), self.stack[-1]
+        if not isinstance(made, type) or not issubclass(made, PickledObject) or type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"a {type(made).__name__} is called, and is not callable")
+        if made.name == "Size" and len(arguments) == 1 and type(arguments[0]) is tuple:
+            self.stack[-1] = arguments[0]
+            return
+        if made is _Dict and arguments:
+            raise pickle.UnpicklingError("an OrderedDict is made of something")
+        if made.name == "set":
+            for each in (key for values in arguments for key in values):
+                _check_hash(each)
+        self.stack[-1] = made.__new__(made)
+        self.stack[-1].arguments = arguments  # not a copy, which many short calls would each make of a long tuple
 
     def build(self) -> None:
-        state = self.stack.pop()
-        target = self.stack[-1]
-        if isinstance(target, PickledObject):
-            target.state = state
-        elif type(target) is not dict:  # an OrderedDict may have attributes: a module's state dict has _metadata
+        state, target = self.stack.pop(), self.stack[-1]
+        if not isinstance(target, PickledObject):
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
+        target.state = state
 
     def frame(self) -> None:
-        # Nothing here needs the frame; Python's own unpickler in C refuses one that is cut short.
-        if int.from_bytes(self.read(8), "little") > self._length - self._stream.tell():
-            raise pickle.UnpicklingError("it is cut short")
+        if int.from_bytes(self.read(8), "little") > len(self.content) - self.tell():
+            raise pickle.UnpicklingError("it is cut short")  # as in C; nothing here needs the frame
 
     def long_binput(self) -> None:
-        # As in C, where the memo is an array: what torch could not load is refused.
         place = int.from_bytes(self.read(4), "little")
-        if place >= self._length:
-            raise pickle.UnpicklingError(f"its memo has {place} places")
+        if place >= len(self.content):
+            raise pickle.UnpicklingError(f"its memo has {place} places")  # for which C has no memory
         self.memo[place] = self.stack[-1]
 
-    dispatch = _Opcodes(
-        {code: pickle._Unpickler.dispatch[code] for name in _OPCODES.split() for code in getattr(pickle, name)}
-    )
+    def empty_dict(self) -> None:
+        self.append(_Dict())
 
 
-def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
-    """Run an opcode with keys at the top of the stack: the hash of one that is nested deeply overflows the C stack."""
-    run = pickle._Unpickler.dispatch[opcode[0]]
-
-    def checked(machine: Any) -> None:
-        for key in machine.stack[keys]:
-            if type(key) is not str:
-                for part in key if type(key) is tuple else (key,):
-                    if not isinstance(part, _SCALARS):
-                        raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
-        run(machine)
-
-    return checked
-
-
-_Unpickler.dispatch |= {
-    pickle.REDUCE[0]: _Unpickler.call,
-    pickle.NEWOBJ[0]: _Unpickler.call,
-    pickle.BUILD[0]: _Unpickler.build,
-    pickle.FRAME[0]: _Unpickler.frame,
-    pickle.LONG_BINPUT[0]: _Unpickler.long_binput,
-    pickle.SETITEM[0]: _with_plain_keys(pickle.SETITEM, slice(-2, None, 2)),
-    pickle.SETITEMS[0]: _with_plain_keys(pickle.SETITEMS, slice(0, None, 2)),
-    pickle.ADDITEMS[0]: _with_plain_keys(pickle.ADDITEMS, slice(0, None)),
+_DISPATCH: dict[int, Callable[[Any], None]] = {
+    **{ord(code): pickle._Unpickler.dispatch[ord(code)] for code in map(vars(pickle).__getitem__, _OPCODES.split())},
+    **dict.fromkeys((ord(pickle.REDUCE), ord(pickle.NEWOBJ)), _Unpickler.call),
+    ord(pickle.BUILD): _Unpickler.build,
+    ord(pickle.FRAME): _Unpickler.frame,
+    ord(pickle.LONG_BINPUT): _Unpickler.long_binput,
+    ord(pickle.EMPTY_DICT): _Unpickler.empty_dict,
+    # Of a set there is a list: its values need no hashes.
+    ord(pickle.EMPTY_SET): pickle._Unpickler.dispatch[ord(pickle.EMPTY_LIST)],
+    ord(pickle.ADDITEMS): pickle._Unpickler.dispatch[ord(pickle.APPENDS)],
 }
+
+
+@functools.lru_cache
+def _stand_in(base: type, name: str) -> Any:
+    return type(name, (base,), {"name": name})

@@ -15,7 +15,8 @@ Under expert parallelism, local experts have the same names on every rank: DCP k
 the model in front:
 
 =============================================  ========================================================================
-``experts.linear_fc1.weight2``, ``….bias2``    Megatron's ``TEGroupedMLP``; split, with ``_w`` or ``_v`` behind
+``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, whatever has it: in Megatron's
+                                               ``TEGroupedMLP``; split, with ``_w`` or ``_v`` behind
 ``experts.local_experts.2.linear_fc1.weight``  Megatron's ``SequentialMLP``
 ``experts.2.up_proj.weight``                   a ``ModuleList`` of experts
 =============================================  ========================================================================
@@ -39,7 +40,7 @@ GROUP_META = "param_to_group_meta"
 
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 _WRAPPED = "module."
-_NUMBERED = re.compile(r"(?:^|\.)experts\.(?:linear_fc\d+\.(?:weight|bias)|(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
+_NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
 

@@ -215,6 +215,16 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
     return over_local(like, ShardTensor(memory_of(like if local is None else local), shard_chunks))
 
 
+def part_of_full(param: Tensor, full: Tensor) -> Tensor:
+    """Copy this rank's part of ``full``, which has all elements of ``param``, as state of it."""
+    chunks = chunks_of(param)
+    local = full.new_empty(chunks.local_numel)
+    for chunk in chunks.chunks:
+        source = full[tuple(slice(begin, begin + size) for begin, size in zip(*chunk[:2], strict=True))]
+        local.as_strided(chunk.sizes, chunk.local_strides, chunk.local_start).copy_(source)
+    return over_local(param, local.view(chunks.local_shape))
+
+
 def needs_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's placements do not say which part this rank has, or not as DCP reads them."""
     return says_its_chunks(tensor) or not is_placed_as_dcp_reads(tensor)

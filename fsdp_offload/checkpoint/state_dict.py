@@ -38,7 +38,7 @@ from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .loading import HAD_NONE, listed
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
-from .shard_tensor import ShardTensor, memory_of, needs_chunks, with_chunks
+from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
 
 def get_optimizer_state_dict(
@@ -116,7 +116,8 @@ def set_optimizer_state_dict(
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
     other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
     may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
-    the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it.
+    the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it; so is
+    a plain tensor of the global shape of a sharded parameter, as full state dicts have: each rank copies its part.
 
     Args:
         model: the model whose parameters they have.
@@ -178,8 +179,11 @@ def _copied(state: UserState) -> UserState:
 
 def _as_loaded(param: Tensor, value: Any) -> Any:
     """The value over plain local memory, as the optimizer has it."""
-    if not isinstance(value, Tensor) or not is_dtensor(value):
+    if not isinstance(value, Tensor):
         return value
+    if not is_dtensor(value):
+        is_full = is_dtensor(param) and value.dim() > 0 and tuple(value.shape) == chunks_of(param).global_shape
+        return part_of_full(param, value) if is_full else value
     if not is_flat_state(param, value):
         if not isinstance(local_shard(value), ShardTensor):
             return value

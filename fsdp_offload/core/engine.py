@@ -25,23 +25,22 @@ from ..torch_compat.homed import is_homed
 from ..torch_compat.optim import scaler_decides
 from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed
-from .contents import Contents
-from .early import Early
-from .guesses import Guesses
-from .host_lane import HostLane
-from .items import Item
-from .lanes import Lanes
-from .loop import Core
-from .phases import Phases
-from .plan import (
+from .buckets import (
     ELSEWHERE,
     Bucket,
     bucketing,
     pools_for,
     share_out,
 )
+from .contents import Contents
+from .early import Early
+from .guesses import Guesses
+from .items import Item
+from .lanes import HostLane, Lanes
+from .lending import SpareHomes
+from .loop import Core
+from .phases import Phases
 from .room import Room, Stopwatch
-from .spare_homes import SpareHomes
 from .steps import Steps
 from .updates import BucketUpdates
 from .weights import Weights

@@ -30,11 +30,11 @@ from ..state.store import OwnCounters, StateStore
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, version_of
 from ..torch_compat.spent_gradient import USED_UP, is_spent
 from ..torch_compat.watched_gradient import is_watched, unwatch, watch
+from .buckets import Bucket
 from .homes import Plan
 from .items import BytesAtHome, Item
 from .lanes import Pair
 from .loop import Core
-from .plan import Bucket
 from .updates import BucketUpdates
 from .weights import Weights
 

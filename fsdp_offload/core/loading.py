@@ -186,7 +186,7 @@ def _check_sharding(place: str, home: Tensor, saved: object) -> None:
         raise ValueError(
             f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
             f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
-            "pass a full one to torch's set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))."
+            "pass a full one to fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
         )
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..device.lanes import Mark, recorded
+from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved
 from .items import Item, Use
 from .lanes import Lanes
-from .plan import ELSEWHERE, Bucket, choose_kept
 from .timeline import Reductions, Timeline
 
 

@@ -19,10 +19,10 @@ from ..state.store import OwnCounters, StateStore
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
+from .buckets import Bucket
 from .homes import Plan
-from .host_lane import HostLane
-from .plan import Bucket
-from .spare_homes import SpareHomes
+from .lanes import HostLane
+from .lending import SpareHomes
 from .weights import Weights
 
 

@@ -90,7 +90,7 @@ class Weights:
                 self.parts[one.param] = Part(item, offset - begin, one, places)
                 one.wait = wait
                 assert places[0].weights is not None
-                one.live_at(places[0].weights.copy_(local))
+                places[0].stand_in = one.live_at(places[0].weights.copy_(local))
             parts = [self.parts[one.param] for one in group]
             holders = [holders_of(local_shard(one.param)) for one in group]
             item.is_held = partial(_is_held, group, holders)
@@ -256,4 +256,4 @@ def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:
         part.homes.reverse()
         part.homes[0].wait_unread()
         assert part.homes[0].weights is not None
-        part.sharded.live_at(part.homes[0].weights)
+        part.homes[0].stand_in = part.sharded.live_at(part.homes[0].weights)

@@ -27,8 +27,8 @@ from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leave
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, over_local, placements_of, version_of
+from .buckets import need, share_out
 from .engine import Engine
-from .plan import need, share_out
 
 Between = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Makes a closure one that sees the parameters as they are in the middle of a step."""

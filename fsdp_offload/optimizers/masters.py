@@ -115,7 +115,7 @@ def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor
     halves = _in_memory_order(master).view(torch.int16).view(-1, 2)
     lower, upper = halves[:, 0], halves[:, 1]
     _in_memory_order(kept).copy_(lower)
-    rounded = upper + (lower < 0).to(torch.int16)
+    rounded = upper + (lower < 0)  # still int16
     weights.copy_(rounded.view(weights.dtype).as_strided(kept.shape, kept.stride()))
 
 

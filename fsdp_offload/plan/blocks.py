@@ -7,8 +7,8 @@ iterations whose waits are estimated.
 from collections import Counter
 from collections.abc import Callable
 
+from ..core.buckets import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.items import Item
-from ..core.plan import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.room import TOLERATED, Reading, Room
 from ..planning.buckets import ShardSpec, aligned, plan_buckets
 from ..policy import OffloadPolicy

@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields
 
-from ..core.plan import JOINED_BYTES, LARGEST_BYTES, PASSING
+from ..core.buckets import JOINED_BYTES, LARGEST_BYTES, PASSING
 from ..policy import MIB, OffloadPolicy
 from .training import Masters
 

@@ -22,12 +22,14 @@ class Home:
         leaves: dense tensors over it, by state name.
         values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
         weights: the parameter's local shard, where this is the home of a parameter and of no state.
+        stand_in: the DTensor over ``weights`` that counts writes through the parameter, once it has lived there.
         readers: whoever was given it to read; some of them may have finished.
     """
 
     leaves: dict[str, list[Tensor]]
     values: dict[str, Tensor]
     weights: Tensor | None = None
+    stand_in: Tensor | None = None
     readers: list[Reader] = field(default_factory=list)
 
     def all_leaves(self) -> Iterator[Tensor]:

@@ -73,11 +73,13 @@ class ShardedParameter:
         """Whether the shard is a dense tensor that is gathered as it is, rather than of a type that says how."""
         return type(local_shard(self.param)) is Tensor
 
-    def live_at(self, local: Tensor) -> None:
+    def live_at(self, local: Tensor) -> Tensor | None:
         """Let ``local``, of the shape and dtype of the shard, be the shard from now on; on any device.
 
-        Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh.
+        Nothing is copied. The parameter stays the same object, and its own ``device`` that of its mesh. Returns its
+        stand-in, if that is host memory.
         """
+        stand_in = None
         if local.device.type == "cpu":
             known = next((other for of, other in self._stand_ins if of is local), None)
             stand_in = put_home(self.param, local, self.wait, known)
@@ -87,6 +89,7 @@ class ShardedParameter:
             take_from_home(self.param)
             self._stand_ins.clear()
         self._point_at(local)
+        return stand_in
 
     def visit(self, local: Tensor) -> None:
         """Let ``local``, its shard on the device, be the shard until :meth:`live_at` says otherwise."""

@@ -5,7 +5,8 @@ import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import chdir, nullcontext
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,37 @@ def chunks_in(metadata: Metadata, key: str) -> list[Any]:
     return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """What torch.save writes then has zeros in their place."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+class Opaque:
+    """Unpickled by nothing but Python's own unpickler."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.file}",)
+
+
 def run_here(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """``checkpoint-tools ARGS`` in this process, in ``cwd``: most of the time of another one is torch's import."""
     with nullcontext() if cwd is None else chdir(cwd):
@@ -80,14 +112,27 @@ def run_here(*args: object, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
 
 
-def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python -m checkpoint_tools ARGS``, as from a shell, not on a terminal."""
+def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another process, not on a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "checkpoint_tools", *map(str, args)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def run_tool(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m checkpoint_tools ARGS``, as from a shell."""
+    return python("-m", "checkpoint_tools", *args, cwd=cwd, COLUMNS="100")
+
+
+def assert_one_line(run: subprocess.CompletedProcess[str], *matches: str) -> None:
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stdout == ""
+    assert run.stderr.startswith("error: ")
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert all(match in run.stderr for match in matches), (run.stderr, matches)

@@ -29,7 +29,7 @@ def converted(
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
 ) -> Checkpoint:
-    """The new one, and it is whole."""
+    """The new one; it is whole, and sealed if it is one of DCP."""
     rewrite.check_destination(str(source), str(destination))
     wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
     shapes = None if shapes_from is None else str(shapes_from)
@@ -48,6 +48,7 @@ def converted(
         sidecars=planned.sidecars,
     )
     made = open_checkpoint(destination)
+    assert (made.manifest is None) == bool(planned.rewrite.heads)
     problems, files = check_structure(made, 1)
     assert not problems
     assert not files.notes

@@ -1,6 +1,7 @@
 """Checkpoints that are rewritten without a process group: made, rewritten in this process, and looked into."""
 
 import io
+import math
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,19 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"
 
+STATE: dict[str, Any] = {
+    "model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)},
+    "optim": {
+        "state": {FUSED: {"exp_avg": torch.arange(24.0).view(8, 3) + 1, "step": torch.tensor(3.0)}},
+        "param_groups": [{"lr": 0.5, "params": [FUSED, DOWN]}],
+    },
+}
+RULES = """
+[[rule]]
+fused = '{p}gate_up.weight'
+parts = ['{p}gate.weight', '{p}up.weight']
+"""
+
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -43,7 +57,7 @@ def rewritten(
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
 ) -> Checkpoint:
-    """The new checkpoint, and it is whole."""
+    """The new checkpoint; it is whole, and sealed."""
     rewrite.check_destination(str(source), str(destination))
     checkpoint, sidecars = rewrite.open_whole(str(source), 1)
     asked = complete(checkpoint, way, Request(rules, values or {}, excluded, only, is_sure))
@@ -58,6 +72,7 @@ def rewritten(
         record=rewrite.record_after(checkpoint, way, asked, planned),
     )
     made = open_checkpoint(destination)
+    assert made.manifest is not None
     problems, files = check_structure(made, 1)
     assert not problems
     assert not files.notes
@@ -96,6 +111,14 @@ def part_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
         return whole.new_empty(numbers.shape)
     elements = whole.reshape(-1).view(torch.uint8).view(-1, whole.itemsize)  # not all dtypes can be indexed
     return elements[numbers.flatten()].view(-1).view(whole.dtype).view(numbers.shape)
+
+
+def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits; of a bool, one of two."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    numbers = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return numbers.view(dtype).view(shape)
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Any]:

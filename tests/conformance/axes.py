@@ -18,6 +18,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.fused_adam_reference import FusedAdam
+from tests.parity import local
 
 # Models --------------------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,10 @@ class Net(nn.Module):
         self.extra = Block(width)
         self.small = nn.Linear(width, small)
         self.head = nn.Linear(width, rows, bias=False)
-        self.checkpointed = model == "checkpointed"
+        self.recomputes = {"checkpointed": (False,) * 3, "recomputed": (None, None, True)}.get(model, (None,) * 3)
+        """Whether a checkpoint around the block is a reentrant one; ``None``: there is none."""
+        for block, is_reentrant in zip(self.blocks, (True, False), strict=False) if model == "recomputed" else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=is_reentrant)  # within what is gathered
         if model == "tied":
             self.head.weight = self.embed.weight
         if model == "frozen":
@@ -66,11 +70,32 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
         x = self.embed(tokens % self.embed.num_embeddings)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        for block, is_reentrant in zip(self.blocks, self.recomputes, strict=True):
+            x = block(x) if is_reentrant is None else checkpoint(block, x, use_reentrant=is_reentrant)
         if extra:
             x = self.extra(self.extra(x))  # its gradients are reduced twice
         return self.head(x).float().logsumexp(-1).mean() + self.small(x).float().pow(2).mean()
+
+
+class Coupled(Optimizer):
+    """Not in the table, so that it moves as a whole: each update depends on all gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        total = sum(local(param.grad).double().square().sum().item() for param, _ in params)
+        for param, group in params:
+            velocity = self.state[param].setdefault("velocity", torch.zeros_like(param))
+            velocity.mul_(0.9).add_(param.grad / (1 + total)).add_(param, alpha=group["weight_decay"])
+            param.sub_(velocity, alpha=group["lr"])
+        return loss
 
 
 # Layouts -------------------------------------------------------------------------------------------------------------
@@ -96,6 +121,11 @@ def _groups(model: Net, device: str, *, ranks: int = 1, root_only: bool = False,
     for block in () if root_only else (*model.blocks, model.extra):
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def _root_resharded(model: Net, device: str, **options: Any) -> None:
+    _groups(model, device, **options)
+    model.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 
 
 def _prefetched(model: Net, device: str, **options: Any) -> None:
@@ -153,6 +183,7 @@ LAYOUTS = {
     "blocks": Layout(_groups),
     "root": Layout(partial(_groups, root_only=True)),
     "gathered": Layout(partial(_groups, reshard_after_forward=False)),
+    "root-resharded": Layout(_root_resharded),
     "columns": Layout(_columns),
     "unsharded": Layout(None),
     "even": Layout(partial(_groups, ranks=2), 2),
@@ -198,6 +229,7 @@ OPTIMIZERS = {
     "adafactor": Made(Adafactor, {}, frozenset({"whole"})),
     "muon": Made(Muon, {"ns_steps": 1}, frozenset({"whole", "matrices"})),
     "fused-adam": Made(FusedAdam, {}, frozenset({"others"})),
+    "unlisted": Made(Coupled, {}, frozenset({"whole"})),
 }
 
 # The axes ------------------------------------------------------------------------------------------------------------
@@ -206,8 +238,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("step", "forward", "iteration"),
     "device_bytes": ("small", "auto"),
     "parameters": (False, True),
-    "model": ("usual", "tied", "frozen", "unused", "groups", "checkpointed"),
-    "layout": ("blocks", "root", "gathered", "columns", "unsharded"),
+    "model": ("usual", "tied", "frozen", "unused", "groups", "checkpointed", "recomputed"),
+    "layout": ("blocks", "root", "gathered", "root-resharded", "columns", "unsharded"),
     "optimizer": tuple(OPTIMIZERS),
     "dtype": ("fp32", "bf16", "mixed"),
     "micro": (1, 3),
@@ -219,6 +251,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "masters": ("none", "remainder", "fp32"),
     "host": (0.0, 0.5, 1.0),
     "looks": ("each", "end"),
+    "serial": (False, True),
 }
 
 
@@ -242,6 +275,7 @@ class Case:
     masters: str = "none"
     host: float = 0.0
     looks: str = "each"
+    serial: bool = False
     program: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -321,7 +355,11 @@ RULES: tuple[Rule, ...] = (
     rule(
         "Mixed precision is fully_shard's.", lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}
     ),
-    rule("Micro-batches without a reduction are fully_shard's.", lambda c: c.layout == "unsharded", habits="unreduced"),
+    rule(
+        "Micro-batches without a reduction are fully_shard's.",
+        lambda c: c.layout == "unsharded",
+        habits="unreduced keep-gathered",
+    ),
     rule(
         "A sleep takes what fully_shard has sharded, and streamed parameters are on the host already.",
         lambda case: case.sleep and (case.layout == "unsharded" or case.parameters),
@@ -385,7 +423,7 @@ RULES: tuple[Rule, ...] = (
         "A written weight moves its master in a way of its own, which is a story.",
         lambda case: case.masters != "none",
         {"masters": "none"},
-        habits="write-parameters",
+        habits="write-parameters write-between",
     ),
     rule(
         "A load by torch's planner asks for state of every parameter, also of one that was never used.",
@@ -400,6 +438,12 @@ RULES: tuple[Rule, ...] = (
         {"dtype": "fp32", "masters": "none"},
     ),
     rule(
+        "NAdam's product of momenta, as above.",
+        lambda case: case.optimizer == "nadam" and case.dtype == "bf16",
+        {"dtype": "fp32", "masters": "none"},
+        habits="load-between",
+    ),
+    rule(
         "A closure's backward is within step(), where nobody clips: such a step is not announced.",
         lambda case: case.overlap == "iteration" and case.clip != "never",
         habits="closure",
@@ -407,7 +451,12 @@ RULES: tuple[Rule, ...] = (
     rule(
         "Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="by-value scaler",
+        habits="by-value scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
+    ),
+    rule(
+        "Of two forwards in a reentrant checkpoint fully_shard leaves gradients unreduced; early updates refuse them.",
+        lambda case: case.model == "recomputed",
+        habits="two-forwards",
     ),
     rule(
         "Masters and what the CPU has updated have other bits than a plain step.",
@@ -418,7 +467,8 @@ RULES: tuple[Rule, ...] = (
     rule(
         "With updates in the backward that are no guesses, parameters are new after it.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="evaluate-before-step skip step-twice write-state write-group",
+        habits="evaluate-before-step skip skip-otherwise step-twice write-state write-group"
+        " look-at-parameters write-between read-between load-between",
     ),
 )
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from fsdp_offload import (
     remove_offload,
 )
 from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.core import guesses
 from fsdp_offload.core.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
@@ -81,6 +83,7 @@ class Loop:
             parameters=case.parameters,
             host_fraction=case.host,
             snapshot_bytes=(1 << 20) if case.save == "async" else 0,
+            serial=case.serial,
         )
         if case.masters != "none":
             add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
@@ -111,14 +114,16 @@ class Loop:
         if self.case.sleep and self.steps in (5, 7) and self.case.overlap != "iteration":
             self.sleep()
 
-    def clip(self) -> None:
-        """As the case says; the first steps show that this loop clips."""
-        if self.case.clip != "never":
+    def clip(self, limit: float | None = None, **options: Any) -> None:
+        """By ``limit``, or as the case says; the first steps show that this loop clips."""
+        if self.case.clip == "never" and limit is None:
+            return
+        if limit is None:
             binds = self.steps > 3 and (self.case.clip == "always" or self.steps % 3 == 2)
-            early = is_offloaded(self.optimizer) and self.case.overlap == "iteration"
-            self.seen.append(
-                _clip(list(self.params.values()), ALWAYS if binds else NEVER, self.optimizer if early else None)
-            )
+            limit = ALWAYS if binds else NEVER
+        early = is_offloaded(self.optimizer) and self.case.overlap == "iteration"
+        params = list(self.params.values())
+        self.seen.append(clip_by(limit, params, self.optimizer if early else None, **options))
 
     def look(self) -> None:
         self.model.eval()
@@ -229,6 +234,7 @@ class Loop:
 
     def everything(self) -> dict[str, Any]:
         found: dict[str, Any] = {"seen": torch.tensor(self.seen, dtype=torch.float64)}
+        found["a scaler's"] = [hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")]
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
         for name in self.params:
@@ -425,7 +431,15 @@ class _Scaled(torch.optim.SGD):
         return self.twin.update(closure)
 
 
-def _clip(params: list[nn.Parameter], limit: float, optimizer: Optimizer | None = None) -> float:
+def clip_by(
+    limit: float,
+    params: list[nn.Parameter],
+    optimizer: Optimizer | None = None,
+    *,
+    norm_type: float = 2.0,
+    together: bool = True,
+    **options: Any,
+) -> float:
     """Return the norm. Torch's takes DTensors of one mesh; with several it is put together, as torchtitan does.
 
     With ``optimizer``, ours clips, which has torch's bits and lets updates run ahead.
@@ -433,18 +447,20 @@ def _clip(params: list[nn.Parameter], limit: float, optimizer: Optimizer | None 
     of_mesh: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    if len(of_mesh) == 1 and optimizer is not None:
-        return _whole(clip_grad_norm_(optimizer, limit)).item()
-    if len(of_mesh) == 1:
-        return _whole(nn.utils.clip_grad_norm_(params, limit)).item()
+    if together and len(of_mesh) == 1 and optimizer is not None:
+        return whole(clip_grad_norm_(optimizer, limit, norm_type, **options)).item()
+    if together and len(of_mesh) == 1:
+        return whole(nn.utils.clip_grad_norm_(params, limit, norm_type, **options)).item()
     grads = [[param.grad for param in one if param.grad is not None] for one in of_mesh.values()]
-    norm = torch.stack([_whole(nn.utils.get_total_norm(one)) for one in grads if one]).norm()
+    norms = [whole(nn.utils.get_total_norm(one, norm_type, **options)) for one in grads if one]
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    options.pop("error_if_nonfinite", None)
     for one in of_mesh.values():
-        nn.utils.clip_grads_with_norm_(one, limit, norm)
+        nn.utils.clip_grads_with_norm_(one, limit, norm, **options)
     return norm.item()
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -463,8 +479,11 @@ def _schedule(optimizer: Optimizer) -> Any:
 
 def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     """Train both; what is not the same, by name, and after which step, and what is not where it lives."""
-    with warnings.catch_warnings(), dropped_is_spoilt():  # a step left out is none of a scheduler's business here
+    never_stops = mock.patch.multiple(guesses, STOPS_ABOVE=1.0, GOES_ON_BELOW=1.0)  # whatever a habit takes back
+    with never_stops, warnings.catch_warnings(), dropped_is_spoilt():
+        # A step that is left out is none of a scheduler's business here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
         return _compare(case, device, habits)
 
 

@@ -1,14 +1,19 @@
 """What loops do, habit by habit, and random programs of them: drawn and shrunk by hypothesis, always legal."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from tests.clipping import LOOKS
 from tests.conformance.axes import Case, legal
-from tests.conformance.oracle import Loop
+from tests.conformance.oracle import ALWAYS, NEVER, PHASES, Loop, clip_by, whole
 from tests.parity import leaves, local
 
 Habit = Callable[[Loop, int], None]
@@ -52,15 +57,167 @@ def forwards_before_one_backward(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def unreduced(loop: Loop, at: int) -> None:
-    """Micro-batches whose gradients are reduced with the last."""
+def telling_the_last(loop: Loop, at: int, tell: Callable[[bool], None]) -> None:
+    """Micro-batches; ``tell`` is told whether it is the last."""
     for micro in range(loop.case.micro):
-        loop.model.set_requires_gradient_sync(micro == loop.case.micro - 1)
+        tell(micro == loop.case.micro - 1)
         loss = loop.model(loop.batch(10 * at + micro))
         loss.backward()
         loop.seen.append(loss.item())
         loop.nap()
     loop.step()
+
+
+def unreduced(loop: Loop, at: int) -> None:
+    """Gradients are reduced with the last micro-batch."""
+    telling_the_last(loop, at, loop.model.set_requires_gradient_sync)
+
+
+def keep_gathered(loop: Loop, at: int) -> None:
+    """Parameters stay gathered between micro-batches."""
+    telling_the_last(loop, at, loop.model.set_reshard_after_backward)
+
+
+def unshard_by_hand(loop: Loop, at: int) -> None:
+    groups = [module for module in loop.model.modules() if isinstance(module, FSDPModule)][1:]
+    for group in groups:
+        group.unshard()
+    for group in groups if at % 2 else ():
+        group.reshard()
+    usual(loop, at)
+
+
+def phases_in_backward(loop: Loop, at: int) -> None:
+    """One after the other, or in part; in the middle of the backward, or between it and the step."""
+    chosen = (*PHASES, *PHASES)[at % 3 : at % 3 + at % 5]
+    in_backward = chosen if at % 2 else ()
+    handle = loop.model.blocks[2].register_full_backward_pre_hook(lambda *_: loop.phase(*in_backward))
+    loop.backward(at)
+    handle.remove()
+    loop.phase(*chosen[len(in_backward) :])
+    loop.step()
+
+
+# Between the backward and the step ----------------------------------------------------------------------------------
+
+
+def gradients(loop: Loop) -> list[torch.Tensor]:
+    return [param.grad for param in loop.params.values() if param.grad is not None]
+
+
+def clip_otherwise(loop: Loop, at: int) -> None:
+    """By other norms, one by one, twice, in parts with norms of their own, and by a norm that is put together."""
+    loop.backward(at)
+    limit, params = ALWAYS if at % 2 else NEVER, list(loop.params.values())
+    if at % 6 == 0:
+        loop.clip(limit, foreach=False)
+    elif at % 6 == 1:
+        loop.clip(0.01, norm_type=math.inf)
+    elif at % 6 == 2:
+        loop.clip(0.05 * at)  # which is among the norms of these gradients
+    elif at % 6 == 3:
+        loop.clip(NEVER)
+        loop.clip(limit)
+    else:
+        for part in (params[::2], params[1::2]) if at % 6 == 4 else (params,):
+            loop.seen.append(clip_by(limit, part, together=at % 6 == 4))
+    loop.step()
+
+
+def look_at_gradients(loop: Loop, at: int) -> None:
+    """Before and after clipping, also past torch's functions."""
+    loop.backward(at)
+    for _ in range(2):
+        for grad in gradients(loop):
+            look = LOOKS[at % len(LOOKS)] if isinstance(grad, DTensor) else whole
+            loop.seen.append(look(grad).double().sum().item())
+        loop.clip()
+    loop.step()
+
+
+def scale_gradients(loop: Loop, at: int) -> None:
+    """After clipping; some of these ways count no version."""
+    loop.backward(at)
+    loop.clip()
+    grads = gradients(loop)
+    if at % 4 == 0:
+        torch._foreach_mul_([*grads, *grads[:2]], 0.3)  # some are there twice
+    for grad in grads[at % 3 :: 2] if at % 4 else ():
+        {1: grad, 2: local(grad), 3: local(grad).data}[at % 4].mul_(0.5)
+    loop.step()
+
+
+def exchange_gradients(loop: Loop, at: int) -> None:
+    """One is taken away or is another, or all of another backward come on top."""
+    loop.backward(at)
+    param = list(loop.params.values())[at % 4]
+    if at % 3 == 0:
+        param.grad = None
+    elif at % 3 == 1 and param.grad is not None:
+        param.grad = param.grad * 2
+    else:
+        loop.backward(at + 50)
+    loop.step()
+
+
+def look_at_parameters(loop: Loop, at: int) -> None:
+    """As adaptive clipping, averages and logs do; and in an evaluation behind the clipping."""
+    loop.backward(at)
+    if loop.case.overlap == "forward" or at % 2:
+        loop.synchronize()
+    ways = (torch.norm, lambda param: param.detach().clone(), lambda param: param.data, local, whole)
+    values = [ways[at % len(ways)](param) for param in loop.params.values()]
+    loop.seen += [local(value.detach()).double().sum().item() for value in values]
+    loop.clip()
+    loop.look()
+    loop.step()
+
+
+def write_between(loop: Loop, at: int) -> None:
+    """Weights; some of these ways count no version."""
+    loop.backward(at)
+    loop.clip()
+    if loop.case.overlap == "forward":
+        loop.synchronize()
+    params = [param.detach() for param in loop.params.values()]
+    if at % 3 == 0:
+        torch._foreach_mul_(params, 0.9)
+    for param in params if at % 3 else ():
+        (param.data if at % 3 == 1 else local(param).data).mul_(0.9)
+    loop.step()
+
+
+def read_between(loop: Loop, at: int) -> None:
+    """Parameters, state and counters are those from before the step."""
+    loop.backward(at)
+    loop.clip()
+    copied = loop.copy()["model"].values()
+    loop.seen += [local(value).double().sum().item() for value in copied]
+    see_state(loop)
+    loop.step()
+
+
+def load_between(loop: Loop, at: int) -> None:
+    saved = loop.kept.setdefault("before", loop.copy())
+    loop.backward(at)
+    loop.clip()
+    loop.restore(saved)
+    loop.step()
+
+
+def skip_otherwise(loop: Loop, at: int) -> None:
+    """By the model's function, or where the norm is not finite."""
+    if at % 2:
+        loop.backward(at)
+        loop.model.zero_grad()
+        return
+    (loop.model(loop.batch(at)) * math.inf).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        loop.clip(NEVER, error_if_nonfinite=True)
+    loop.clear()
+
+
+# The step, and behind it ---------------------------------------------------------------------------------------------
 
 
 def unused(loop: Loop, at: int) -> None:
@@ -131,22 +288,32 @@ def closure(loop: Loop, at: int) -> None:
     loop.clear()
 
 
-def read_state(loop: Loop, at: int) -> None:
-    usual(loop, at)
+def see_state(loop: Loop) -> None:
     for name in loop.params:
         for value in loop.state_of(name).values():
             if isinstance(value, torch.Tensor):
                 loop.seen += [leaf.double().cpu().sum().item() for leaf in leaves(value) if leaf.numel()]
 
 
+def read_state(loop: Loop, at: int) -> None:
+    usual(loop, at)
+    see_state(loop)
+
+
 def write_state(loop: Loop, at: int) -> None:
-    """Between the backward and the step, when loads may have begun."""
+    """Between the backward and the step, when loads may have begun; torch counts no such writes into DTensors."""
     loop.finish_saving()  # a checkpoint that is being written would have some of the new values
     loop.backward(at)
-    for name in list(loop.params)[at % 3 :: 3]:
-        for key, value in loop.state_of(name).items():
-            if isinstance(value, torch.Tensor) and value.dim() and key != "master_param":
-                local(value).mul_(0.5)
+    values = [
+        value
+        for name in list(loop.params)[at % 3 :: 3]
+        for key, value in loop.state_of(name).items()
+        if isinstance(value, torch.Tensor) and value.dim() and key != "master_param"
+    ]
+    if at % 2 and values:
+        torch._foreach_mul_(values, 0.5)
+    for value in values if at % 2 == 0 else ():
+        local(value).mul_(0.5)
     loop.step()
 
 
@@ -190,6 +357,15 @@ def write_parameters(loop: Loop, at: int) -> None:
             local(param.detach()).mul_(0.99)
 
 
+def read_parameters(loop: Loop, at: int) -> None:
+    """In every way that hands out their values."""
+    usual(loop, at)
+    loop.synchronize()
+    for param in loop.params.values():
+        for value in (param, param.detach(), param.data, copy.deepcopy(param)):
+            loop.seen += [one.detach().double().sum().item() for one in (local(value), whole(value))]
+
+
 def average(loop: Loop, at: int) -> None:
     """A mean of the parameters, that is evaluated with."""
     usual(loop, at)
@@ -218,6 +394,18 @@ HABITS: dict[str, Habit] = {
     "forward-without-backward": forward_without_backward,
     "two-forwards": forwards_before_one_backward,
     "unreduced": unreduced,
+    "keep-gathered": keep_gathered,
+    "unshard-by-hand": unshard_by_hand,
+    "phases-in-backward": phases_in_backward,
+    "clip-otherwise": clip_otherwise,
+    "look-at-gradients": look_at_gradients,
+    "scale-gradients": scale_gradients,
+    "exchange-gradients": exchange_gradients,
+    "look-at-parameters": look_at_parameters,
+    "write-between": write_between,
+    "read-between": read_between,
+    "load-between": load_between,
+    "skip-otherwise": skip_otherwise,
     "unused": unused,
     "skip": skip,
     "step-twice": step_twice,
@@ -232,6 +420,7 @@ HABITS: dict[str, Habit] = {
     "reattach": reattach,
     "write-group": write_group,
     "write-parameters": write_parameters,
+    "read-parameters": read_parameters,
     "average": average,
     "freeze": freeze,
 }

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.core.loop import REDUCTIONS_BEHIND
-from tests.core.programs import local
-from tests.parity import attach
+from tests.overlapping import linear_blocks
+from tests.parity import attach, host_copy, local
 
 LAYERS = 12
 
@@ -23,10 +22,7 @@ class Loop:
     """A model of many small groups, and a part that only some steps use."""
 
     def __init__(self, mesh: DeviceMesh, *, offloaded: bool) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
-        for block in self.model:
-            fully_shard(block, mesh=mesh)
+        self.model = linear_blocks(mesh, 8, LAYERS)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if offloaded:
             policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=1024, device_bytes=4096)
@@ -43,9 +39,9 @@ class Loop:
         self.optimizer.zero_grad()
 
     def values(self) -> list[Tensor]:
-        params = [local(value) for value in self.model.state_dict().values()]
+        params = [host_copy(value) for value in self.model.state_dict().values()]
         states = [self.optimizer.state[param] for param in self.model.parameters()]
-        return [*params, *(local(state[name]) for state in states for name in sorted(state))]
+        return [*params, *(host_copy(state[name]) for state in states for name in sorted(state))]
 
 
 def freeze(loop: Loop, step: int) -> None:

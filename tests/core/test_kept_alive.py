@@ -3,7 +3,6 @@
 On the CPU nothing is late: these look at what is alive. ``tests/gpu`` looks at bits and bytes.
 """
 
-import gc
 import weakref
 from typing import Any
 
@@ -11,24 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.updates import BucketUpdates
-from tests.core.programs import local
-from tests.parity import attach
+from tests.overlapping import linear_blocks
+from tests.parity import attach, host_copy
 
 
 def make(
     mesh: DeviceMesh, overlap: Any, lr: float | Tensor = 1e-2, *, parameters: bool = False
 ) -> tuple[nn.Module, AdamW]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    for block in model:
-        fully_shard(block, mesh=mesh)
+    model = linear_blocks(mesh, 8)
     optimizer = AdamW(model.parameters(), lr=lr, fused=True)
     policy = OffloadPolicy(overlap=overlap, parameters=parameters, bucket_bytes=1024, device_bytes=4096)
     attach(optimizer, model=model, policy=policy)
@@ -80,7 +75,7 @@ def test_gradients_of_which_some_came_late(mesh: DeviceMesh) -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert alive(refs) == len(refs)
-    assert local(late).isfinite().all()
+    assert host_copy(late).isfinite().all()
 
 
 @pytest.mark.parametrize("parameters", [False, True])
@@ -103,46 +98,3 @@ def test_blocks_that_are_released_are_gone(mesh: DeviceMesh, overlap: str, param
         optimizer.release_states()
         assert all(one.expired() for one in memory)
         optimizer.reload_states()
-
-
-def test_what_an_optimizer_has_goes_with_it() -> None:
-    """At once, without the collector: host memory is too much to wait for it."""
-    model = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(4))
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1024, device_bytes=4096))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    engine = engine_of(optimizer)
-    assert isinstance(engine, Engine)
-    core = weakref.ref(engine.core)  # with the homes of its items
-    del engine
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert core() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("policy", [{"overlap": "iteration"}, {"parameters": True, "overlap": "iteration"}], ids=str)
-def test_what_a_clipping_loop_has_goes_with_its_optimizer(mesh: DeviceMesh, policy: dict[str, Any]) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1024, device_bytes=4096, **policy))
-    for _ in range(4):
-        model(torch.ones(2, 8)).sum().backward()
-        clip_grad_norm_(optimizer, 1e9)
-        optimizer.step()
-        optimizer.zero_grad()
-    kept = [weakref.ref(one) for one in (engine_of(optimizer), engine_of(optimizer).core, engine_of(optimizer).guesses)]
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert [one() for one in kept] == [None] * 3
-    finally:
-        gc.enable()

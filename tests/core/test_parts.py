@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fsdp_offload.core.buckets import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
 from fsdp_offload.core.cache import Cache, Pool
 from fsdp_offload.core.items import Item, Use
-from fsdp_offload.core.plan import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
 from fsdp_offload.core.timeline import NEVER, Reductions, Timeline
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import guesses as guesses_module
 from fsdp_offload.core import loop as loop_module
+from fsdp_offload.core.buckets import ELSEWHERE, Bucket, make_pools, need
 from fsdp_offload.core.items import Item
-from fsdp_offload.core.plan import ELSEWHERE, Bucket, make_pools, need
 
 from .deferred import DeferredLanes
 

@@ -4,12 +4,11 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -19,13 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
 from fsdp_offload.optimizers import with_masters
-from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, cases, saved
+from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, saved
 from tests.cpu.test_wrappers import accelerated, fabrics, lightnings  # noqa: F401  # a fixture
 from tests.parity import Net, Run, Zoo, same_value
-from tests.tiers import every_nth
 from tests.twins import MASTER, Twins, make_twins
-
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
 
 def adamw(params: Any, **options: Any) -> optim.Optimizer:
@@ -34,13 +30,6 @@ def adamw(params: Any, **options: Any) -> optim.Optimizer:
 
 def plain(kind: str, make: Callable[[Any], optim.Optimizer] = adamw, dtype: torch.dtype = torch.bfloat16) -> Twins:
     return make_twins(Zoo, make, kind, dtype, policy=None)
-
-
-@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), every_nth(cases(), 7))
-def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
-    twins = plain(kind, lambda params: cls(params, **kwargs), dtype)
-    twins.train(4)
-    twins.assert_trained()
 
 
 @EVERY_KIND
@@ -161,34 +150,6 @@ def test_a_step_that_was_captured_before_is_refused(capture: Callable[[Any], Any
 # State dicts ---------------------------------------------------------------------------------------------------------
 
 
-def resumed(twins: Twins, checkpoint: dict[str, Any]) -> Twins:
-    """``twins`` with a fresh low-precision side, which had a state of its own and has loaded ``checkpoint``."""
-    fresh = plain(twins.kind, dtype=twins.low.dtype)
-    fresh.train(1)
-    fresh.low.model.load_state_dict(checkpoint["model"])
-    fresh.low.optimizer.load_state_dict(checkpoint["optimizer"])
-    fresh.full, fresh.steps = twins.full, twins.steps
-    return fresh
-
-
-@EVERY_FORMAT
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_a_state_dict_goes_on_bitwise_and_without_the_offload(kind: str, dtype: torch.dtype, offloaded: bool) -> None:
-    twins = plain(kind, dtype=dtype)
-    if offloaded:
-        twins.attach()
-    twins.train(3)
-    checkpoint = saved(twins.low)
-    fresh = resumed(twins, checkpoint)
-    for number, param in enumerate(fresh.low.params.values()):
-        state = fresh.low.optimizer.state[param]
-        assert all(same_value(value, checkpoint["optimizer"]["state"][number][name]) for name, value in state.items())
-    fresh.full.optimizer.load_state_dict(saved(fresh.full)["optimizer"])  # torch lists entries of groups otherwise then
-    fresh.assert_same()
-    fresh.train(3)
-    fresh.assert_trained()
-
-
 def test_counters_are_not_rounded_to_the_parameters() -> None:
     """torch casts every floating-point number in the state but ``step``: a product of 0.96 would be 0.9609."""
     twins = plain("remainder", lambda params: optim.NAdam(params, lr=0.02))
@@ -231,13 +192,6 @@ def test_masters_of_the_other_kind_are_refused(kind: str) -> None:
 
 
 # Sharded -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(mesh: DeviceMesh, kind: Any, *, offload: bool = False, dtype: torch.dtype = torch.bfloat16) -> Run:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from fsdp_offload import offload_optimizer
 from fsdp_offload.device import arena
 from fsdp_offload.device.arena import Region
-from tests.forks import in_forked_child
+from tests.forks import in_forked_child, resident_bytes
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -44,10 +44,6 @@ def mapping_of(address: int) -> dict[str, str] | None:
             name, _, value = line.partition(":")
             found[name] = value.strip()
     return found
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # Size ----------------------------------------------------------------------------------------------------------------
@@ -131,14 +127,6 @@ def test_memory_goes_with_the_last_tensor_and_not_before() -> None:
 
 
 # Fork ----------------------------------------------------------------------------------------------------------------
-
-
-@needs_smaps
-def test_the_kernel_is_told_not_to_copy_it() -> None:
-    region = take(MIB)
-    mapping = mapping_of(region.bytes.data_ptr())
-    assert mapping is not None
-    assert "dc" in mapping["VmFlags"].split(), "MADV_DONTFORK"
 
 
 @needs_smaps

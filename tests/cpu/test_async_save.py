@@ -9,7 +9,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,12 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
-import fsdp_offload.core.updates
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.cpu.test_shard_tensor import WHOLE, ragged_whole
-from tests.parity import Run, attach, differences
+from tests.parity import Run, attach, differences, fail_in_bucket
 from tests.policies import with_share
 
 ALL = 1 << 30
@@ -39,18 +37,7 @@ POLICY = OffloadPolicy(bucket_bytes=2048, snapshot_bytes=ALL)
 NO_SPARE = OffloadPolicy(bucket_bytes=2048)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    found = Waits(monkeypatch)
-    yield found
-    found.let_go()
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 # What is trained -----------------------------------------------------------------------------------------------------
@@ -113,8 +100,8 @@ def several(net: Net) -> list[Optimizer]:
 class Training:
     """A model and its optimizers; ``step`` is the next one."""
 
-    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None, dtype: torch.dtype = torch.float32) -> None:
-        self.net = Net().to(dtype)
+    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None) -> None:
+        self.net = Net()
         self.optimizers = make(self.net)
         self.step = 0
         if policy is not None:
@@ -164,9 +151,9 @@ def assert_same(plain: Training, offloaded: Training) -> None:
         assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
 
 
-def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw, dtype: torch.dtype = torch.float32) -> None:
+def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw) -> None:
     """All that training has left behind is what it would have been without offload and without saves."""
-    plain = Training(make, None, dtype)
+    plain = Training(make, None)
     plain.train(offloaded.step)
     assert_same(plain, offloaded)
 
@@ -193,7 +180,6 @@ def policy(**options: Any) -> OffloadPolicy:
 class Case(NamedTuple):
     policy: OffloadPolicy
     make: MakeOptimizers = adamw
-    dtype: torch.dtype = torch.float32
     overlaps: bool = True  # a step can be made without waiting for the writer
 
 
@@ -203,8 +189,6 @@ CASES = {
     "none": Case(policy(), overlaps=False),
     "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
     "several optimizers": Case(policy(snapshot_bytes=ALL), several),
-    "bfloat16": Case(policy(snapshot_bytes=ALL), dtype=torch.bfloat16),
-    "serial": Case(policy(snapshot_bytes=ALL, serial=True)),
 }
 
 
@@ -212,7 +196,7 @@ CASES = {
 def test_ten_saves_in_a_row_hold_the_state_of_their_call(name: str, tmp_path: Path, waits: Waits) -> None:
     """Every save meets the next step, and the next save where no step waits for it."""
     case = CASES[name]
-    plain, offloaded = (Training(case.make, chosen, case.dtype) for chosen in (None, case.policy))
+    plain, offloaded = (Training(case.make, chosen) for chosen in (None, case.policy))
     stager, expected = ArenaStager(*offloaded.optimizers), Expected()
     for number in range(10):
         path = tmp_path / f"save{number}"
@@ -572,7 +556,7 @@ def test_a_step_that_fails_during_a_save(
     set_gradients(training.net, 2)
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, fails_at)
-        with pytest.raises(ValueError, match="kernel failed"):
+        with pytest.raises(ArithmeticError, match="a bit has flipped"):
             training.optimizers[0].step()
     if fails_at:
         with pytest.raises(RuntimeError, match=r"state_dict\(\) refused"):
@@ -588,18 +572,6 @@ def test_a_step_that_fails_during_a_save(
     waits.let_go()
     future.result()
     assert_holds(tmp_path, state)
-
-
-def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    update, calls = fsdp_offload.core.updates.update_bucket, [0]
-
-    def failing(*args: Any) -> None:
-        calls[0] += 1
-        if calls[0] > number:
-            raise ValueError("kernel failed")
-        update(*args)
-
-    patch.setattr(fsdp_offload.core.updates, "update_bucket", failing)
 
 
 def set_plain_rates(training: Training, step: int) -> None:

@@ -11,8 +11,6 @@ from torch import distributed as dist
 
 from examples.benchmarks import figures
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 OPTIONS = {
     "checkpoint": ["--params", "3000", "--tensors", "3", "--repeats", "1"],
     "link": ["--gib", "0.25", "--repeats", "2"],

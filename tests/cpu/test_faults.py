@@ -20,8 +20,6 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, r
 from tests.policies import with_share
 from tests.tiers import spread
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 adam_module = importlib.import_module("torch.optim.adam")  # torch.optim itself hides it
 
 POLICY = OffloadPolicy(bucket_bytes=1024)
@@ -59,9 +57,9 @@ def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-def plain_run(steps: int) -> list[Tensor]:
+def plain_run(steps: int, make: Callable[..., Optimizer] = torch.optim.AdamW, **options: Any) -> list[Tensor]:
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = make(net.parameters(), **options)
     train(net, optimizer, range(steps))
     return tensors_of(net, optimizer)
 
@@ -102,13 +100,39 @@ def test_something_that_is_no_optimizer_is_refused() -> None:
         offload_optimizer(Net())  # type: ignore[arg-type]
 
 
-def test_parameters_that_are_not_the_models_are_refused() -> None:
+def exchanged() -> dict[str, Any]:
     """As when the optimizer was built before ``fully_shard``, which exchanges the model's parameters."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     train(net, optimizer, [0])
     net.middle = nn.Parameter(net.middle.detach().clone())
-    assert_refused(optimizer, ValueError, r"1 of the .*parameters.*params\[1\].*fully_shard", model=net)
+    return {"optimizer": optimizer, "model": net}
+
+
+def on_meta() -> dict[str, Any]:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    return {"optimizer": torch.optim.AdamW(net.parameters()), "model": net}
+
+
+def adamw(policy: OffloadPolicy = POLICY, **options: Any) -> dict[str, Any]:
+    return {"optimizer": torch.optim.AdamW(Net().parameters(), **options), "policy": policy}
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "parameters of another model": (exchanged, r"1 of the .*parameters.*params\[1\].*fully_shard"),
+    "meta parameters": (on_meta, r"1\.weight is on the meta device.*Materialize"),
+    "pinned without an accelerator": (lambda: adamw(OffloadPolicy(pin_memory=True)), "pin_memory=True needs an accel"),
+    "a step that autograd follows": (
+        lambda: adamw(differentiable=True),
+        r"param_groups\[0\] has differentiable=True",
+    ),
+    "sparse gradients": (lambda: {"optimizer": torch.optim.SparseAdam(Net().parameters())}, "SparseAdam .*sparse"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_attaching_is_refused(make: Callable[[], dict[str, Any]], message: str) -> None:
+    assert_refused(error=ValueError, message=message, **make())
 
 
 def test_parameters_that_are_exchanged_after_attaching_are_noticed_by_a_step_without_gradients() -> None:
@@ -134,12 +158,6 @@ def test_a_step_without_any_gradient_says_so_once(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_meta_parameters_are_refused() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    optimizer = torch.optim.AdamW(net.parameters())
-    assert_refused(optimizer, ValueError, r"1\.weight is on the meta device.*Materialize", model=net)
-
-
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     real = torch.Tensor.device.__get__
@@ -153,20 +171,6 @@ def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPat
             offload_optimizer(optimizer, model=net, policy=POLICY)
     train(net, optimizer, range(2))
     assert_equal(tensors_of(net, optimizer), plain_run(2))
-
-
-def test_pinning_without_an_accelerator_is_refused() -> None:
-    policy = OffloadPolicy(pin_memory=True)
-    assert_refused(torch.optim.AdamW(Net().parameters()), ValueError, "pin_memory=True needs an accel", policy=policy)
-
-
-def test_a_step_that_autograd_follows_is_refused() -> None:
-    optimizer = torch.optim.AdamW(Net().parameters(), differentiable=True)
-    assert_refused(optimizer, ValueError, r"param_groups\[0\] has differentiable=True")
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
-    assert_refused(torch.optim.SparseAdam(Net().parameters()), ValueError, "SparseAdam .*sparse")
 
 
 # Copies --------------------------------------------------------------------------------------------------------------
@@ -335,13 +339,6 @@ def test_an_exception_from_torchs_own_step_is_noted_too(
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
-def plain_adam_run(steps: int, **options: Any) -> list[Tensor]:
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), **options)
-    train(net, optimizer, range(steps))
-    return tensors_of(net, optimizer)
-
-
 @pytest.mark.parametrize("device_bytes", [2048, 1 << 20], ids=["streams", "kept"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
@@ -368,7 +365,7 @@ def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
         return
     optimizer.step()
     train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, foreach=True))
+    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, foreach=True))
 
 
 UNUSABLE = [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
@@ -397,46 +394,34 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     group[name] = right
     optimizer.step()
     train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_adam_run(steps_before + 2, **options))
+    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, **options))
 
 
 # Exceptions outside the updates --------------------------------------------------------------------------------------
 
 
-def test_an_exception_in_the_closure_loses_nothing() -> None:
+@pytest.mark.parametrize("where", ["closure", "pre", "post", "global"])
+def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
     net = Net()
     optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
     train(net, optimizer, [0])
 
-    def closure() -> float:
-        raise ArithmeticError("no loss")
-
-    with pytest.raises(ArithmeticError):
-        optimizer.step(closure)
-    train(net, optimizer, [1])
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
-
-
-@pytest.mark.parametrize("where", ["pre", "post", "global"])
-def test_an_exception_in_a_hook_loses_nothing(where: str) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
-    train(net, optimizer, [0])
-
-    def hook(*_: Any) -> None:
-        raise ArithmeticError("a hook")
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no loss, or a hook")
 
     register = {
         "pre": optimizer.register_step_pre_hook,
         "post": optimizer.register_step_post_hook,
         "global": register_optimizer_step_pre_hook,
-    }[where]
-    handle = register(hook)
+    }.get(where)
+    handle = None if register is None else register(fail)
+    backward(net, 1)
     try:
         with pytest.raises(ArithmeticError):
-            train(net, optimizer, [1])
+            optimizer.step(fail if register is None else None)  # type: ignore[arg-type]
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
     train(net, optimizer, [2] if where == "post" else [1, 2])
     assert_equal(tensors_of(net, optimizer), plain_run(3))
 

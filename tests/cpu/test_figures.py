@@ -13,8 +13,6 @@ from examples.benchmarks.timeline import Lane, read_trace
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.overlapping import Loop, adamw, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 POLICY = OffloadPolicy(bucket_bytes=16 << 10)
 
 

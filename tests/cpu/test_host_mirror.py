@@ -1,5 +1,6 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,25 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update.mirror import MirroredPart
 from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
-from tests.overlapping import POLICIES, SIZES, Loop, same
-from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair
+from tests.overlapping import POLICIES, Loop, policy_of, same
+from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair, train_step
 from tests.policies import with_share
 from tests.tiers import spread
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
-EVERY_POLICY = pytest.mark.parametrize("fields", [{}, *POLICIES.values()], ids=["step", *POLICIES])
 
 
 def fused_adamw(params: Any) -> Optimizer:
     return optim.AdamW(params, lr=0.02, fused=True)
-
-
-def engine_of(optimizer: Optimizer) -> Any:
-    return vars(optimizer)["_offload_engine"].engine
 
 
 def weights_down_bytes(optimizer: Optimizer) -> int:
@@ -47,7 +44,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @spread(fields=POLICIES, micro_batches={"1": 1, "2": 2})
 def test_only_gradients_come_down(mesh: DeviceMesh, fields: dict[str, Any], micro_batches: int) -> None:
-    policy = with_share(**{**SIZES, **fields}, host_fraction=1.0)
+    policy = policy_of(fields, host_fraction=1.0)
     plain, loop = (Loop(mesh, fused_adamw, one, micro_batches=micro_batches) for one in (None, policy))
     everything = sum(param.nbytes for param in map(local, loop.model.parameters()))
     seen = []
@@ -183,7 +180,7 @@ def test_parameters_that_are_not_contiguous(kind: str) -> None:
 
 def test_another_storage_at_the_same_time(mesh: DeviceMesh) -> None:
     """The model sleeps, and its parameters get other memory, or the same: whatever it is, it is looked at."""
-    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, with_share(**SIZES, host_fraction=0.6)))
+    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, policy_of({}, host_fraction=0.6)))
     plain.train(3, first=3)
     for at in range(3):
         offload_model(loop.model)
@@ -193,21 +190,10 @@ def test_another_storage_at_the_same_time(mesh: DeviceMesh) -> None:
 
 
 def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Linear(16, 16)
-    optimizer = attach(fused_adamw(net.parameters()), policy=ALL_OF_IT)
-
-    def step() -> None:
-        net(torch.ones(2, 16)).sum().backward()
-        optimizer.step()
-
-    step()
-    step()
-    saved = {name: value.clone() for name, value in net.state_dict().items()}
-    state = optimizer.state_dict()
-    state["state"] = {
-        key: {name: value.clone() for name, value in of_one.items()} for key, of_one in state["state"].items()
-    }
-    update = host_job.update_bucket
+    pair = make_pair(Net, fused_adamw, policy=replace(ALL_OF_IT, bucket_bytes=1 << 20))
+    pair.train(2)
+    run, update = pair.offloaded, host_job.update_bucket
+    weights, state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
 
     def failing(*args: Any) -> None:
         update(*args)
@@ -216,19 +202,13 @@ def test_after_a_failure_the_mirror_counts_for_nothing(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(host_job, "update_bucket", failing)
         with pytest.raises(RuntimeError, match="half way"):
-            step()
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in saved.items())
-    optimizer.load_state_dict(state)
-    optimizer.zero_grad()
-    other = nn.Linear(16, 16)
-    other.load_state_dict(saved)
-    reference = fused_adamw(other.parameters())
-    reference.load_state_dict(state)
-    step()
-    assert weights_down_bytes(optimizer) == net.weight.nbytes + net.bias.nbytes
-    other(torch.ones(2, 16)).sum().backward()
-    reference.step()
-    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), other.parameters(), strict=True))
+            train_step(run, 2)
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
+    run.optimizer.load_state_dict(state)
+    pair.plain.optimizer.load_state_dict(copy.deepcopy(state))  # which torch lists otherwise then
+    pair.train(1)
+    trained = [param for param in run.params.values() if param.grad is not None]
+    assert weights_down_bytes(run.optimizer) == sum(param.nbytes for param in trained)
 
 
 class Turns(TurnsLane):
@@ -300,9 +280,13 @@ def test_its_memory_is_counted_and_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_other_dtypes_are_mirrored(dtype: torch.dtype) -> None:
-    fused = {"fused": True} if not dtype.is_complex else {}
-    pair = make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.02, **fused), dtype=dtype, policy=ALL_OF_IT)
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop, optim.SGD])
+def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if cls is optim.SGD else {}
+    # The kernel that the host takes; torch's fused SGD is wrong in bf16.
+    if dtype is torch.float64 or (cls is optim.AdamW and not dtype.is_complex):
+        options |= {"fused": True} if cls is not optim.RMSprop else {}
+    pair = make_pair(Zoo, lambda params: cls(params, lr=0.02, **options), dtype=dtype, policy=ALL_OF_IT)
     pair.train(3)
     assert weights_down_bytes(pair.offloaded.optimizer) == 0
     for run in pair:
@@ -322,7 +306,7 @@ def test_betas_in_a_tuple_that_somebody_writes(mesh: DeviceMesh) -> None:
 
     results = []
     for gated in (False, True):
-        loop = Loop(mesh, make, with_share(**SIZES, overlap="forward", host_fraction=1.0))
+        loop = Loop(mesh, make, policy_of({"overlap": "forward"}, host_fraction=1.0))
         for at in range(5):
             loop.backward(at)
             if gated and at > 1:  # the first step waits for the state that it makes, the second is measured alone

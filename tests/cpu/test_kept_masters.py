@@ -4,7 +4,6 @@ What is compared, and with what: ``tests/twins.py``. Masters that an optimizer k
 """
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,9 +156,17 @@ def cases() -> Iterator[Any]:
                     yield pytest.param(cls, {**flags, **chosen}, kind, dtype, id="-".join(label))
 
 
-@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype"), every_nth(cases(), 5))
-def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype) -> None:
-    twins = make_twins(Zoo, lambda params: cls(params, **kwargs), kind, dtype)
+def cases_and_policies() -> Iterator[Any]:
+    """With offload and without."""
+    for name, policy in (("offloaded", SMALL), ("plain", None)):
+        yield from (pytest.param(*case.values, policy, id=f"{case.id}-{name}") for case in cases())
+
+
+@pytest.mark.parametrize(("cls", "kwargs", "kind", "dtype", "policy"), every_nth(cases_and_policies(), 6))
+def test_same_bits(
+    cls: type[optim.Optimizer], kwargs: dict[str, Any], kind: str, dtype: torch.dtype, policy: OffloadPolicy | None
+) -> None:
+    twins = make_twins(Zoo, lambda params: cls(params, **kwargs), kind, dtype, policy=policy)
     twins.train(4)
     twins.assert_trained()
 
@@ -168,7 +175,6 @@ POLICIES = {
     "whole": WHOLE,
     "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
     "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
-    "serial": OffloadPolicy(bucket_bytes=2048, serial=True),
     "no offload": None,
 }
 
@@ -201,6 +207,9 @@ def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
     twins.train()
     twins.assert_trained()
     assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
+    twins.each(load_own)
+    twins.assert_same()
+    twins.train(2)
 
 
 # Training habits -----------------------------------------------------------------------------------------------------
@@ -398,10 +407,12 @@ def saved(run: Run) -> dict[str, Any]:
     return copy.deepcopy({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
 
 
-def resumed_from(checkpoint: dict[str, Any], twins: Twins, *, weights_first: bool = True) -> Twins:
+def resumed_from(
+    checkpoint: dict[str, Any], twins: Twins, *, weights_first: bool = True, policy: OffloadPolicy | None = SMALL
+) -> Twins:
     """``twins`` with a fresh low-precision side, which has loaded ``checkpoint``."""
     torch.manual_seed(1)
-    fresh = make_twins(Zoo, adamw, twins.kind, twins.low.dtype)
+    fresh = make_twins(Zoo, adamw, twins.kind, twins.low.dtype, policy=policy)
     fresh.train(1)  # it had a state of its own
     weights, state = (lambda: fresh.low.model.load_state_dict(checkpoint["model"])), checkpoint["optimizer"]
     actions = [weights, lambda: fresh.low.optimizer.load_state_dict(state)]
@@ -417,13 +428,21 @@ def load_own(run: Run) -> None:
     run.optimizer.load_state_dict(saved(run)["optimizer"])
 
 
-@spread(form=FORMATS, weights_first={"weights-first": True, "state-first": False})
-def test_a_state_dict_goes_on_bitwise(form: tuple[str, torch.dtype], weights_first: bool) -> None:
-    twins = make_twins(Zoo, adamw, *form)
+@spread(
+    pairs=True,
+    form=FORMATS,
+    weights_first={"weights-first": True, "state-first": False},
+    saver={"offloaded": SMALL, "plain": None},
+    loader={"into-offloaded": SMALL, "into-plain": None},
+)
+def test_a_state_dict_goes_on_bitwise(
+    form: tuple[str, torch.dtype], weights_first: bool, saver: OffloadPolicy | None, loader: OffloadPolicy | None
+) -> None:
+    twins = make_twins(Zoo, adamw, *form, policy=saver)
     twins.train(3)
     checkpoint = saved(twins.low)
     assert all(MASTER in state for state in checkpoint["optimizer"]["state"].values())
-    resumed = resumed_from(checkpoint, twins, weights_first=weights_first)
+    resumed = resumed_from(checkpoint, twins, weights_first=weights_first, policy=loader)
     assert same_state(resumed.low.optimizer.state_dict(), checkpoint["optimizer"])
     resumed.assert_same()
     resumed.train(3)
@@ -435,15 +454,6 @@ def test_a_state_dict_goes_on_bitwise(form: tuple[str, torch.dtype], weights_fir
 def test_its_own_state_dict_fits_where_some_parameters_had_no_gradient(kind: str, policy: OffloadPolicy) -> None:
     twins = make_twins(Net, adamw, kind, policy=policy)
     twins.train(2)
-    twins.each(load_own)
-    twins.assert_same()
-    twins.train(2)
-
-
-@EVERY_KIND
-def test_sgd_without_momentum_resumes(kind: str) -> None:
-    twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
-    twins.train(3)
     twins.each(load_own)
     twins.assert_same()
     twins.train(2)
@@ -462,44 +472,27 @@ def test_missing_masters_are_made_from_the_parameters() -> None:
     resumed.train(3)
 
 
-def without_master(state: dict[str, Any]) -> None:
-    del state[MASTER]
-
-
-def with_master_in(dtype: torch.dtype) -> Callable[[dict[str, Any]], None]:
-    def change(state: dict[str, Any]) -> None:
-        state[MASTER] = torch.zeros_like(state[MASTER], dtype=dtype)
-
-    return change
-
-
-def with_moments_in_bf16(state: dict[str, Any]) -> None:
-    state["exp_avg"] = state["exp_avg"].bfloat16()
-
-
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "name", "dtype", "message"),
     [
-        ("remainder", without_master, r"missing \['master_param'\]"),
-        (
-            "remainder",
-            with_master_in(torch.float32),
-            r"'master_param' should have .*torch\.int16.* got .*torch\.float32",
-        ),
-        ("fp32", with_master_in(torch.int16), r"'master_param' should have .*torch\.float32.* got .*torch\.int16"),
-        ("fp32", with_master_in(torch.bfloat16), r"'master_param' should have .*torch\.float32.* got .*bfloat16"),
-        ("fp32", with_moments_in_bf16, r"'exp_avg' should have .*torch\.float32.* got .*torch\.bfloat16"),
+        ("remainder", MASTER, None, r"missing \['master_param'\]"),
+        ("remainder", MASTER, torch.float32, r"'master_param' should have .*torch\.int16.* got .*torch\.float32"),
+        ("fp32", MASTER, torch.int16, r"'master_param' should have .*torch\.float32.* got .*torch\.int16"),
+        ("fp32", MASTER, torch.bfloat16, r"'master_param' should have .*torch\.float32.* got .*bfloat16"),
+        ("fp32", "exp_avg", torch.bfloat16, r"'exp_avg' should have .*torch\.float32.* got .*torch\.bfloat16"),
     ],
-    ids=["missing", "fp32 for remainders", "remainders for fp32", "rounded master", "rounded moments"],
 )
 def test_another_format_is_refused_and_changes_nothing(
-    kind: str, change: Callable[[dict[str, Any]], None], message: str
+    kind: str, name: str, dtype: torch.dtype | None, message: str
 ) -> None:
+    """``None``: it is not there."""
     twins = make_twins(Zoo, adamw, kind)
     twins.train(2)
     state_dict = copy.deepcopy(twins.low.optimizer.state_dict())
     for state in state_dict["state"].values():
-        change(state)
+        value = state.pop(name)
+        if dtype is not None:
+            state[name] = value.to(dtype)
     with pytest.raises(ValueError, match=message):
         twins.low.optimizer.load_state_dict(state_dict)
     twins.assert_same()
@@ -514,35 +507,6 @@ def test_masters_without_the_policy_are_refused() -> None:
     optimizer = attach(adamw(other.parameters()))
     with pytest.raises(ValueError, match=r"extra \['master_param'\]"):
         optimizer.load_state_dict(copy.deepcopy(twins.low.optimizer.state_dict()))
-
-
-@EVERY_KIND
-def test_a_step_that_stopped_half_way_is_mended_by_a_load(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = make_twins(Zoo, lambda params: adamw(params, foreach=False), kind)
-    twins.train(3)
-    checkpoint = saved(twins.low)
-    adam = importlib.import_module("torch.optim.adam")  # torch.optim hides it
-    single, calls = adam._single_tensor_adam, []
-
-    def fail_in_the_fourth_bucket(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        single(*args, **kwargs)
-
-    twins.low.optimizer.zero_grad()
-    gradients(twins.low, 9)
-    monkeypatch.setattr(adam, "_single_tensor_adam", fail_in_the_fourth_bucket)
-    with pytest.raises(KeyboardInterrupt):
-        twins.low.optimizer.step()
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="half updated"):
-        twins.low.optimizer.step()
-    twins.low.model.load_state_dict(checkpoint["model"])
-    twins.low.optimizer.load_state_dict(checkpoint["optimizer"])
-    load_own(twins.full)
-    twins.assert_same()
-    twins.train(3)
 
 
 # Refused -------------------------------------------------------------------------------------------------------------

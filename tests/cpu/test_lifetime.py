@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,6 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.api import wrong_order
-
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
 POLICY = OffloadPolicy(bucket_bytes=2048)
 
@@ -61,76 +60,56 @@ def test_memory_goes_with_the_optimizer() -> None:
     optimizer = offloaded(net)
     memory = mappings(optimizer)
     train(net, optimizer)
+    net(torch.ones(2, 16)).sum().backward()
     assert_alive(memory)
     del optimizer
     assert_gone(memory)
 
 
-def scheduler_before(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = torch.optim.AdamW(net.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return offload_optimizer(optimizer, model=net, policy=POLICY), scheduler
-
-
-def scheduler_after(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
-def step_hook(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
-    return optimizer, optimizer.register_step_post_hook(lambda *_: None)
-
-
-def state_dict(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
-    train(net, optimizer)
-    return optimizer, optimizer.state_dict()["param_groups"]
-
-
-def loaded_state(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
-    train(net, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    return optimizer, None
-
-
-def failed_step(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
-    optimizer.register_step_post_hook(lambda *_: None)
-    net[1].bias.register_hook(lambda grad: grad * float("nan"))
+def failed_step(net: nn.Module, optimizer: Optimizer) -> None:
     net[0].weight.grad = torch.zeros(32, 16).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
-    return optimizer, None
 
 
-def more_groups(net: nn.Module) -> tuple[Optimizer, object]:
-    optimizer = offloaded(net)
+def more_groups(net: nn.Module, optimizer: Optimizer) -> None:
     net.register_parameter("scale", nn.Parameter(torch.ones(100)))
     optimizer.add_param_group({"params": [net.scale]})
-    return optimizer, None
 
 
-def report(net: nn.Module) -> tuple[Optimizer, object]:
+AROUND: dict[str, Callable[[nn.Module, Any], object]] = {
+    "step hook": lambda net, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+    "state dict": lambda net, optimizer: optimizer.state_dict()["param_groups"],
+    "loaded state": lambda net, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "failed step": failed_step,
+    "more groups": more_groups,
+    "report": lambda net, optimizer: optimizer.offload_report(),
+}
+
+
+@pytest.mark.parametrize("make", AROUND.values(), ids=AROUND)
+def test_nothing_around_an_optimizer_keeps_its_memory(make: Callable[[nn.Module, Any], object]) -> None:
+    net = model()
     optimizer = offloaded(net)
     train(net, optimizer)
-    return optimizer, optimizer.offload_report()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [scheduler_before, scheduler_after, step_hook, state_dict, loaded_state, failed_step, more_groups, report],
-)
-def test_nothing_around_an_optimizer_keeps_its_memory(make: Callable[[nn.Module], tuple[Optimizer, object]]) -> None:
-    net = model()
-    optimizer, beside = make(net)
+    beside = make(net, optimizer)
     memory = mappings(optimizer)
     train(net, optimizer)
-    if isinstance(beside, torch.optim.lr_scheduler.LRScheduler):
-        beside.step()
-        del beside  # it holds the optimizer itself, offloaded or not
     del optimizer
+    assert_gone(memory)
+    del beside
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_keeps_the_optimizer_no_longer_than_itself(before: bool) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters()) if before else offloaded(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    offload_optimizer(optimizer, model=net, policy=POLICY, exist_ok=True)
+    memory = mappings(optimizer)
+    train(net, optimizer)
+    scheduler.step()
+    del optimizer, scheduler
     assert_gone(memory)
 
 
@@ -142,16 +121,6 @@ def test_a_captured_step_of_before_attaching_keeps_the_optimizer_no_longer_than_
     memory = mappings(optimizer)
     train(net, optimizer)
     del optimizer, captured
-    assert_gone(memory)
-
-
-def test_the_model_does_not_keep_it() -> None:
-    net = model()
-    optimizer = offloaded(net)
-    memory = mappings(optimizer)
-    train(net, optimizer)
-    net(torch.ones(2, 16)).sum().backward()
-    del optimizer
     assert_gone(memory)
 
 

@@ -26,12 +26,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_offload.checkpoint import Loaded, LoadPlanner, chunks_of, load, loading, with_chunks
 from fsdp_offload.checkpoint.loading import ReadPart, overlapping
 from fsdp_offload.torch_compat.dtensor import over_local
-from tests.loading import WHOLE, edit_metadata, emptied, memory_of, one_rank, ragged, refused, sharded, tensors_of
+from tests.loading import WHOLE, edit_metadata, emptied, memory_of, ragged, refused, sharded, tensors_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    yield from one_rank(tmp_path_factory)
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 @pytest.fixture
@@ -540,6 +537,7 @@ def test_chunks_that_are_nowhere(folder: Path, two_files: dict[str, Any]):
     refused(two_files, folder, r"b \(the metadata does not say where it is")
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported for this stream:UserWarning")  # torch 2.14 says so
 def test_files_elsewhere(two_files: dict[str, Any]):
     """Through fsspec."""
     fsspec = pytest.importorskip("fsspec")

@@ -4,36 +4,20 @@ With a small optimizer that keeps its state as Transformer Engine's FusedAdam do
 without offload, whose masters are put right by hand after somebody has written weights.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint import load as checked_load
-from tests.cpu.test_state_dict import assert_same
+from tests.state_dicts import EVERY_FORM, Run, all_used, assert_same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:offload_optimizer. The parameters are on the CPU:UserWarning",
-    "ignore:offload_optimizer. The largest bucket that cannot be cut:UserWarning",
-)
-
-POLICY = OffloadPolicy(bucket_bytes=2048)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("mesh")
 
 
 class MasterAdam(Optimizer):
@@ -82,57 +66,13 @@ class LateCounter(MasterAdam):
         del self.defaults["step"]
 
 
-class Net(nn.Module):
-    """Linear layers in bf16, one of them of several buckets, and a norm in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 48, dtype=torch.bfloat16)
-        self.norm = nn.LayerNorm(48)
-        self.down = nn.Linear(48, 4, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x.bfloat16()).float()).relu().bfloat16()).float()
-
-
 LOW = ["up.weight", "up.bias", "down.weight", "down.bias"]
 FULL = ["norm.weight", "norm.bias"]
 
 
-class Run:
-    def __init__(self, *, offload: bool = True, seed: int = 0, make: type[MasterAdam] = MasterAdam) -> None:
-        torch.manual_seed(seed)
-        self.model = Net()
-        self.optimizer = make(self.model.parameters())
-        if offload:
-            offload_optimizer(self.optimizer, model=self.model, policy=POLICY, trust_separable=True)
-
-    def train(self, *steps: int) -> "Run":
-        for step in steps:
-            self.model.zero_grad()
-            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-            self.model(batch).pow(2).sum().backward()
-            self.optimizer.step()
-        return self
-
-    def params(self) -> dict[str, Tensor]:
-        return {name: param.detach() for name, param in self.model.named_parameters()}
-
-    def state(self, name: str) -> dict[str, Any]:
-        return self.optimizer.state[dict(self.model.named_parameters())[name]]
-
-    def get(self, **options: Any) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, **options)
-
-    def set(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state)
-
-    def weights_from(self, other: "Run") -> "Run":
-        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
-        return self
-
-
-FORMS = pytest.mark.parametrize("form", [{}, {"flatten_optimizer_state_dict": True}], ids=["nested", "flattened"])
+def new_run(make: type[MasterAdam] = MasterAdam, **options: Any) -> Run:
+    """Linear layers in bf16, one of them of several buckets, and a norm in fp32."""
+    return Run(make, dtype=torch.bfloat16, prepare=all_used, groups=lambda net: net.parameters(), **options)
 
 
 def save(run: Run, folder: Path, **options: Any) -> None:
@@ -147,7 +87,7 @@ def load(run: Run, folder: Path, **options: Any) -> None:
 
 def assert_same_training(one: Run, other: Run) -> None:
     """But for the masters that nobody reads."""
-    assert_same(one.params(), other.params())
+    assert_same(one.values(), other.values())
     for name in (*LOW, *FULL):
         read = [key for key in other.state(name) if key != "master_param" or name in LOW]
         assert_same({key: one.state(name)[key] for key in read}, {key: other.state(name)[key] for key in read}, name)
@@ -160,7 +100,7 @@ def assert_same_training(one: Run, other: Run) -> None:
 
 
 def test_where_nobody_wrote_training_is_that_without_offload() -> None:
-    run, plain = Run(), Run(offload=False)
+    run, plain = new_run(), new_run(offload=False)
     for step in range(4):
         assert_same_training(run.train(step), plain.train(step))
     assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
@@ -168,10 +108,10 @@ def test_where_nobody_wrote_training_is_that_without_offload() -> None:
     assert not any(torch.equal(master, master.bfloat16().float()) for master in masters)  # more than the parameters say
 
 
-@FORMS
+@EVERY_FORM
 @pytest.mark.parametrize("for_load", [False, True])
 def test_only_copies_are_saved_and_duplicates_are_not(form: dict[str, Any], for_load: bool) -> None:
-    run = Run().train(0)
+    run = new_run().train(0)
     keys = run.get(for_load=for_load, **form)
     if not form:
         keys = {f"state.{fqn}.{name}" for fqn, state in keys["state"].items() for name in state}
@@ -179,23 +119,23 @@ def test_only_copies_are_saved_and_duplicates_are_not(form: dict[str, Any], for_
     assert all("master_param" in run.state(name) for name in FULL)  # the optimizer's own, as it was
 
 
-@FORMS
+@EVERY_FORM
 def test_a_run_resumes_with_its_masters(tmp_path: Path, form: dict[str, Any]) -> None:
-    saver = Run().train(0, 1)
+    saver = new_run().train(0, 1)
     save(saver, tmp_path, **form)
-    resumed = Run(seed=1)
+    resumed = new_run(seed=1)
     load(resumed, tmp_path, **form)
     assert_same_training(resumed, saver)
-    assert_same_training(resumed.train(2, 3), Run(offload=False).train(0, 1, 2, 3))
+    assert_same_training(resumed.train(2, 3), new_run(offload=False).train(0, 1, 2, 3))
 
 
-@FORMS
+@EVERY_FORM
 def test_counters_that_groups_get_in_the_first_step_resume(tmp_path: Path, form: dict[str, Any]) -> None:
-    saver = Run(make=LateCounter).train(0, 1)
+    saver = new_run(make=LateCounter).train(0, 1)
     save(saver, tmp_path, **form)
-    resumed = Run(seed=1, make=LateCounter)
+    resumed = new_run(seed=1, make=LateCounter)
     load(resumed, tmp_path, **form)
-    assert_same_training(resumed.train(2), Run(offload=False, make=LateCounter).train(0, 1, 2))
+    assert_same_training(resumed.train(2), new_run(offload=False, make=LateCounter).train(0, 1, 2))
 
 
 # Missing -------------------------------------------------------------------------------------------------------------
@@ -208,25 +148,25 @@ def without_masters(state: dict[str, Any]) -> dict[str, Any]:
 
 def plain_without_masters(*steps: int) -> Run:
     """The reference: as if the masters had been made anew after those steps."""
-    plain = Run(offload=False).train(*steps)
+    plain = new_run(offload=False).train(*steps)
     for name in LOW:
-        plain.state(name)["master_param"].copy_(plain.params()[name].float())
+        plain.state(name)["master_param"].copy_(plain.values()[name].float())
     return plain
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
 def test_missing_masters_are_made_from_the_parameters(steps_before: int) -> None:
-    saver, run = Run().train(0, 1), Run(seed=1).train(*range(steps_before))
+    saver, run = new_run().train(0, 1), new_run(seed=1).train(*range(steps_before))
     run.weights_from(saver).set(without_masters(saver.get()))
     for name in LOW:
-        assert torch.equal(run.state(name)["master_param"], run.params()[name].float())
+        assert torch.equal(run.state(name)["master_param"], run.values()[name].float())
     assert_same_training(run, plain_without_masters(0, 1))
     assert_same_training(run.train(2, 3), plain_without_masters(0, 1).train(2, 3))
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
 def test_masters_that_a_checkpoint_lacks_are_made_from_the_parameters(tmp_path: Path, steps_before: int) -> None:
-    saver, run = Run().train(0, 1), Run(seed=1).train(*range(steps_before))
+    saver, run = new_run().train(0, 1), new_run(seed=1).train(*range(steps_before))
     dcp.save({"model": saver.model.state_dict(), "optimizer": without_masters(saver.get())}, checkpoint_id=tmp_path)
     state = {"model": run.model.state_dict(), "optimizer": run.get(for_load=True)}
     checked_load(state, checkpoint_id=tmp_path)
@@ -236,7 +176,7 @@ def test_masters_that_a_checkpoint_lacks_are_made_from_the_parameters(tmp_path: 
 
 
 def test_other_state_is_not_made_up() -> None:
-    saver, run = Run().train(0), Run(seed=1)
+    saver, run = new_run().train(0), new_run(seed=1)
     state = without_masters(saver.get())
     del state["state"]["up.weight"]["exp_avg"]
     with pytest.raises(ValueError, match=r"up\.weight should have .*missing \['exp_avg'\]"):
@@ -246,7 +186,7 @@ def test_other_state_is_not_made_up() -> None:
 
 def test_existing_masters_stay_where_only_other_state_is_written() -> None:
     """Somebody resets the momentum of a run in use; nobody touches weights or masters."""
-    run, plain = Run().train(0, 1), Run(offload=False).train(0, 1)
+    run, plain = new_run().train(0, 1), new_run(offload=False).train(0, 1)
     state = run.get(for_load=True)
     for name in (*LOW, *FULL):
         state["state"][name]["exp_avg"].zero_()
@@ -261,47 +201,36 @@ def test_existing_masters_stay_where_only_other_state_is_written() -> None:
 def put_right(plain: Run) -> None:
     """What offload does in the slot, by hand: an element that somebody has written is taken over by its master."""
     for name in LOW:
-        param, master = plain.params()[name], plain.state(name)["master_param"]
+        param, master = plain.values()[name], plain.state(name)["master_param"]
         master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
 
 
-WriteWeights = Callable[[Run, Run, Path], None]
+def write(how: str, run: Run, source: Run, folder: Path) -> None:
+    mine, others = run.values(), source.values()
+    if how == "copy":
+        for name, param in mine.items():
+            param.copy_(others[name])
+    elif how == "load_state_dict":
+        run.weights_from(source)
+    elif how == "dcp":
+        if not folder.exists():
+            dcp.save({"model": source.model.state_dict()}, checkpoint_id=folder)
+        dcp.load({"model": run.model.state_dict()}, checkpoint_id=folder)
+    else:  # every other row of one matrix, and one element of a vector
+        mine["up.weight"][::2].copy_(others["up.weight"][::2])
+        mine["down.bias"][1].fill_(3.0)
 
 
-def by_copy(run: Run, source: Run, folder: Path) -> None:
-    del folder
-    for name, param in run.params().items():
-        param.copy_(source.params()[name])
-
-
-def by_load_state_dict(run: Run, source: Run, folder: Path) -> None:
-    del folder
-    run.weights_from(source)
-
-
-def by_dcp(run: Run, source: Run, folder: Path) -> None:
-    if not folder.exists():
-        dcp.save({"model": source.model.state_dict()}, checkpoint_id=folder)
-    dcp.load({"model": run.model.state_dict()}, checkpoint_id=folder)
-
-
-def some_elements(run: Run, source: Run, folder: Path) -> None:
-    """Every other row of one matrix, and one element of a vector."""
-    del folder
-    run.params()["up.weight"][::2].copy_(source.params()["up.weight"][::2])
-    run.params()["down.bias"][1].fill_(3.0)
-
-
-WRITERS = pytest.mark.parametrize("write", [by_copy, by_load_state_dict, by_dcp, some_elements])
+WRITERS = pytest.mark.parametrize("how", ["copy", "load_state_dict", "dcp", "some elements"])
 
 
 @WRITERS
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_written_weights_win_in_the_next_step(tmp_path: Path, write: WriteWeights, steps_before: int) -> None:
-    run, plain = (Run(offload=offload).train(*range(steps_before)) for offload in (True, False))
-    source = Run(seed=1, offload=False)
+def test_written_weights_win_in_the_next_step(tmp_path: Path, how: str, steps_before: int) -> None:
+    run, plain = (new_run(offload=offload).train(*range(steps_before)) for offload in (True, False))
+    source = new_run(seed=1, offload=False)
     for one in (run, plain):
-        write(one, source, tmp_path / "weights")
+        write(how, one, source, tmp_path / "weights")
     if steps_before:
         assert_same_training(run, plain)  # masters are looked at in the step, not before
         put_right(plain)
@@ -310,25 +239,23 @@ def test_written_weights_win_in_the_next_step(tmp_path: Path, write: WriteWeight
 
 
 @WRITERS
-@FORMS
-def test_weights_that_come_after_the_optimizers_state_win(
-    tmp_path: Path, write: WriteWeights, form: dict[str, Any]
-) -> None:
+@EVERY_FORM
+def test_weights_that_come_after_the_optimizers_state_win(tmp_path: Path, how: str, form: dict[str, Any]) -> None:
     """As in fine-tuning from other weights with the state of an earlier run."""
-    save(Run().train(0, 1), tmp_path / "run", **form)
-    run, plain, source = Run(seed=2), Run(offload=False).train(0, 1), Run(seed=1, offload=False)
+    save(new_run().train(0, 1), tmp_path / "run", **form)
+    run, plain, source = new_run(seed=2), new_run(offload=False).train(0, 1), new_run(seed=1, offload=False)
     load(run, tmp_path / "run", **form)
     for one in (run, plain):
-        write(one, source, tmp_path / "weights")
+        write(how, one, source, tmp_path / "weights")
     put_right(plain)
     for step in (5, 6):
         assert_same_training(run.train(step), plain.train(step))
 
 
 def test_elements_that_nobody_wrote_keep_their_precision() -> None:
-    run = Run().train(0, 1)
+    run = new_run().train(0, 1)
     before = run.state("up.weight")["master_param"].clone()
-    run.params()["up.weight"][3] = 7.0
+    run.values()["up.weight"][3] = 7.0
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
     run.train(2)
@@ -341,11 +268,11 @@ def test_elements_that_nobody_wrote_keep_their_precision() -> None:
 
 def test_the_reference_would_show_a_master_that_wins() -> None:
     """Without putting right, plain training goes on from the old masters, and forgets the weights."""
-    plain, source = Run(offload=False).train(0, 1), Run(seed=1, offload=False)
-    forgotten = Run(offload=False).train(0, 1)
+    plain, source = new_run(offload=False).train(0, 1), new_run(seed=1, offload=False)
+    forgotten = new_run(offload=False).train(0, 1)
     plain.weights_from(source)
     forgotten.weights_from(source)
     put_right(plain)
     for one in (plain, forgotten):
         one.train(5)
-    assert not torch.equal(plain.params()["up.weight"], forgotten.params()["up.weight"])
+    assert not torch.equal(plain.values()["up.weight"], forgotten.values()["up.weight"])

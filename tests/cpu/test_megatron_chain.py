@@ -147,6 +147,20 @@ class Loop:
                 yield from (one.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq", "step"))
 
 
+def assert_same(on: Loop, off: Loop) -> None:
+    synchronize(on.optimizer)
+    values, others = list(on.values()), list(off.values())
+    assert len(values) == len(others)
+    assert all(map(torch.equal, values, others))
+
+
+def train(pair: tuple[Loop, Loop], *steps: int) -> None:
+    """With the flag and without it."""
+    for step in steps:
+        for loop in pair:
+            loop.train_step(step)
+
+
 def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytest.WarningsRecorder) -> None:
     """As Megatron makes them: not in the first step, where host memory may have gone elsewhere."""
     warnings.simplefilter("always")
@@ -168,10 +182,8 @@ def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
     offload_states(on.optimizer)
     release_states(on.optimizer)
     assert [main.untyped_storage().nbytes() for main in on.dense.mains] == [0 for _ in on.dense.mains]
-    for loop in (on, off):
-        loop.train_step(3)
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
+    train((on, off), 3)
+    assert_same(on, off)
 
 
 def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> None:
@@ -203,8 +215,7 @@ def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> No
 )
 def test_masters_that_are_written_to_before_they_are_released(write: Callable[[Tensor], object]) -> None:
     on, off = Loop(True), Loop(False)
-    for loop in (on, off):
-        loop.train_step(0)
+    train((on, off), 0)
     offload_states(on.optimizer)
     for loop in (on, off):
         for main in loop.dense.mains:
@@ -213,26 +224,20 @@ def test_masters_that_are_written_to_before_they_are_released(write: Callable[[T
     for loop in (on, off):
         loop.flag = False
         loop.train_step(1)
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(on, off)
 
 
 @pytest.mark.parametrize("phases", [(), (offload_states,), (offload_states, release_states)])
 def test_removing_brings_masters_back(phases: tuple[Any, ...]) -> None:
     on, off = Loop(True), Loop(False)
-    for step in range(2):
-        for loop in (on, off):
-            loop.train_step(step)
+    train((on, off), *range(2))
     for phase in phases:
         phase(on.optimizer)
     assert remove_offload(on.optimizer) is on.optimizer
     on.flag, on.finalize = False, off.finalize
-    for step in range(2, 4):
-        for loop in (on, off):
-            loop.train_step(step)
+    train((on, off), *range(2, 4))
     assert not isinstance(on.dense.optimizer, OffloadedOptimizer)
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(on, off)
 
 
 def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
@@ -288,18 +293,15 @@ def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:
 
 def test_a_state_dict_is_loaded_while_masters_are_away() -> None:
     on, off = Loop(True), Loop(False)
-    for loop in (on, off):
-        loop.train_step(0)
+    train((on, off), 0)
     saved = [copy.deepcopy(one.optimizer.state_dict()) for one in (off.dense, off.experts)]
-    for loop in (on, off):
-        loop.train_step(1)
+    train((on, off), 1)
     offload_states(on.optimizer)
     release_states(on.optimizer)
     for loop in (on, off):
         for one, state in zip((loop.dense, loop.experts), saved, strict=True):
             one.optimizer.load_state_dict(copy.deepcopy(state))
-    for one, other in zip(on.values(), off.values(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(on, off)
 
 
 def test_what_needs_the_models_own_parameters_says_so() -> None:

@@ -8,37 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import offload_optimizer, remove_offload
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.torch_compat import fully_shard as fully_shard_compat
 from tests.async_writers import Reading
-from tests.overlapping import POLICIES, SIZES, Habit, Loop, adamw, same, skip, write_state
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, adamw, pair, policy_of, same
 from tests.parity import attach
-from tests.policies import with_share
-
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-
-
-def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return with_share(**{**SIZES, **fields, **more})
-
-
-def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
-    return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
-
-
-@EVERY_POLICY
-def test_serially(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, offloaded = pair(mesh, policy_of(fields, serial=True))
-    assert same(plain.train(6), offloaded.train(6))
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-@pytest.mark.parametrize("habit", [skip, write_state])
-def test_habits_that_updates_in_the_backward_are_not_for(mesh: DeviceMesh, habit: Habit, parameters: bool) -> None:
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, parameters=parameters))
-    with pytest.raises(RuntimeError, match=r"[Uu]se\s+overlap='forward'"):
-        loop.train(9, habit)
 
 
 @EVERY_POLICY

@@ -5,13 +5,15 @@ import gc
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,8 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
-from fsdp_offload.core import updates as core_updates
+from fsdp_offload import add_masters, offload_optimizer, remove_offload, synchronize
+from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
@@ -31,76 +33,29 @@ from fsdp_offload.torch_compat import sharded_parameter
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.optim import foreach_supports
 from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
-from tests.at_home import dropped_is_spoilt, not_at_home
+from tests.async_writers import TIMEOUT_S, HeldWriter
+from tests.at_home import dropped_is_spoilt
 from tests.overlapping import (
+    EVERY_POLICY,
     POLICIES,
-    SIZES,
-    Habit,
     Loop,
     Net,
     adamw,
-    evaluate,
-    plain_steps,
-    same,
+    assert_same_each_step,
+    on_host,
+    pair,
+    policy_of,
     same_values,
 )
-from tests.policies import with_share
+from tests.parity import fail_in_bucket
 from tests.tiers import spread
-
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+from tests.twins import same_state
 
 
 @pytest.fixture(autouse=True)
 def spoil_what_the_window_drops() -> Iterator[None]:
     with dropped_is_spoilt():
         yield
-
-
-def policy_of(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
-    return with_share(**{**SIZES, **fields, "parameters": True, **more})
-
-
-def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
-    return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
-
-
-def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Any = None) -> None:
-    for step in range(steps_of(plain), steps_of(plain) + steps):
-        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
-    assert_at_home(loop)
-
-
-def steps_of(loop: Loop) -> int:
-    return loop.scheduler.last_epoch
-
-
-def assert_as_plain(mesh: DeviceMesh, policy: OffloadPolicy, program: tuple[Any, ...], **options: Any) -> None:
-    """After each step, in which a loop does one habit after the other."""
-    loop = Loop(mesh, adamw, policy, **options)
-    for step, plain in enumerate(plain_steps(mesh, adamw, program, **options)):
-        assert same_values(plain, loop.train(1, program[step], step).everything()), f"after step {step}"
-    assert_at_home(loop)
-
-
-def assert_at_home(loop: Loop) -> None:
-    assert not not_at_home(loop.model, loop.optimizer)
-
-
-# The matrix ------------------------------------------------------------------------------------------------------
-
-
-def reshard_everything(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "set_reshard_after_forward"):
-            module.set_reshard_after_forward(True, recurse=False)
-
-
-def keep_unsharded_between(loop: Loop, step: int) -> None:
-    loop.model.set_reshard_after_backward(False)
-    loop.backward(step)
-    loop.model.set_reshard_after_backward(True)
-    loop.backward(step + 50)
-    loop.step()
 
 
 def generate(loop: Loop, step: int) -> None:
@@ -114,20 +69,10 @@ def generate(loop: Loop, step: int) -> None:
     loop.step()
 
 
-def unshard_by_hand(loop: Loop, step: int) -> None:
-    for block in loop.model.blocks:
-        block.unshard()
-    if step % 2:
-        for block in loop.model.blocks:
-            block.reshard()
-    loop.backward(step)
-    loop.step()
-
-
 def write_parameters(loop: Loop, step: int) -> None:
     loop.backward(step)
     loop.step()
-    sync(loop)
+    synchronize(loop.optimizer)
     with torch.no_grad():
         for param in loop.model.parameters():
             if step % 3 == 0:
@@ -136,83 +81,6 @@ def write_parameters(loop: Loop, step: int) -> None:
                 param.copy_(param.detach() * 1.01)
             else:
                 torch._foreach_add_([param], 0.001)
-
-
-def read_everything(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    sync(loop)
-    for param in loop.model.parameters():
-        loop.seen.append(param.detach().norm().full_tensor().item())
-        loop.seen.append(param.full_tensor().sum().item())
-        loop.seen.append(param.to_local().abs().max().item())
-        loop.seen.append(copy.deepcopy(param).detach().to_local().sum().item())
-        loop.seen.append(param.data.to_local().sum().item())
-
-
-def sync(loop: Loop) -> None:
-    if hasattr(loop.optimizer, "synchronize"):
-        loop.optimizer.synchronize()
-
-
-HABITS: dict[str, Callable[[Loop, int], None]] = {
-    "unsharded-between": keep_unsharded_between,
-    "unshard-by-hand": unshard_by_hand,
-    "read-everything": read_everything,
-}
-
-
-@spread(habit=HABITS, passing={"small": 2 * 8192, "large": 64 << 20}, fields=POLICIES)
-def test_more_habits(mesh: DeviceMesh, habit: Habit, passing: int, fields: dict[str, Any]) -> None:
-    assert_as_plain(mesh, policy_of(fields, passing=passing), (habit,) * 7)
-
-
-# Models ----------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_blocks(model: Net, impl: CheckpointImpl) -> None:
-    for block in model.blocks:
-        block.forward = checkpoint_wrapper(_Forward(block.forward), impl)  # within what fully_shard gathers
-
-
-class _Forward(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class OuterCheckpoint(Net):
-    """What is computed again is gathered again."""
-
-    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
-        x = self.embed(tokens)
-        for block in (*self.blocks, self.extra):
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-        return self.head(x).float().logsumexp(-1).mean()
-
-
-def compile_blocks(model: Net) -> None:
-    for block in model.blocks:
-        block.compile(backend="eager")
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "root-resharded": {"prepare": reshard_everything, "micro_batches": 2},
-    "checkpoint-inside": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.NO_REENTRANT)},
-    "checkpoint-inside-reentrant": {"prepare": partial(checkpoint_blocks, impl=CheckpointImpl.REENTRANT)},
-    "checkpoint-reentrant": {"net": OuterCheckpoint},
-    "compiled": {"prepare": compile_blocks},
-}
-
-
-@spread(model={name: name for name in MODELS}, fields=POLICIES)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The .grad attribute of a Tensor")
-def test_models(mesh: DeviceMesh, fields: dict[str, Any], model: str) -> None:
-    torch._dynamo.reset()
-    assert_as_plain(mesh, policy_of(fields, passing=2 * 8192), (evaluate,) * 6, **MODELS[model])
 
 
 class Reading(Net):
@@ -226,13 +94,16 @@ class Reading(Net):
 
 @EVERY_POLICY
 def test_read_by_hooks(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, loop = pair(mesh, policy_of(fields), net=Reading)
+    plain, loop = pair(mesh, on_host(fields), net=Reading)
     seen: list[list[float]] = []
     for one in (plain, loop):
         seen.append([])
         weight = one.model.blocks[0].down.weight
         one.optimizer.register_step_post_hook(
-            lambda *_, one=one, weight=weight, seen=seen[-1]: (sync(one), seen.append(weight.norm().full_tensor()))
+            lambda *_, one=one, weight=weight, seen=seen[-1]: (
+                synchronize(one.optimizer),
+                seen.append(weight.norm().full_tensor()),
+            )
         )
     assert_same_each_step(plain, loop, 6)
     assert plain.model.norms == loop.model.norms
@@ -252,7 +123,7 @@ def trained(params: Any) -> Optimizer:
 def test_frozen_parameters_stream_and_are_never_stored(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], make: Any
 ) -> None:
-    plain, loop = pair(mesh, policy_of(fields), make, prepare=partial(freeze, but="norm"))
+    plain, loop = pair(mesh, on_host(fields), make, prepare=partial(freeze, but="norm"))
     frozen = [param for param in loop.model.parameters() if not param.requires_grad]
     homes = [local_shard(param) for param in frozen]
     before = [home.clone() for home in homes]
@@ -289,7 +160,7 @@ def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
         Loop(
             mesh,
             lambda params: add_masters(adamw(params), kind),
-            policy_of(fields, parameters=parameters),
+            on_host(fields, parameters=parameters),
             net=narrow,
         )
         for parameters in (False, True)
@@ -307,7 +178,7 @@ def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMe
         one.backward(step, extra=False)
         one.step()
 
-    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
     assert_same_each_step(plain, loop, 5)
     assert_same_each_step(plain, loop, 5, without_extra)  # other gradients are final
     weight = loop.model.extra.up.weight
@@ -325,7 +196,7 @@ def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMe
 
 @EVERY_POLICY
 def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, loop = pair(mesh, policy_of(fields))
+    plain, loop = pair(mesh, on_host(fields))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for step in range(3):
         saved = [get_model_state_dict(one.train(1, first=step).model, options=options) for one in (plain, loop)]
@@ -340,7 +211,7 @@ def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
 
 
 def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
-    plain, loop = pair(mesh, policy_of({}))
+    plain, loop = pair(mesh, on_host({}))
     assert_same_each_step(plain, loop, 2)
     for (name, one), other in zip(plain.model.named_parameters(), loop.model.parameters(), strict=True):
         assert isinstance(other, DTensor), name
@@ -358,34 +229,18 @@ def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
 
 
 def test_setting_the_data_is_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({})).train(2)
+    loop = Loop(mesh, adamw, on_host({})).train(2)
     param = loop.model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
         param.data = torch.zeros_like(param)
 
 
-CHANGES_NOTHING: dict[str, Callable[[nn.Module], object]] = {
-    "to the device": lambda model: model.to("cpu"),
-    "to the dtype": lambda model: model.to(torch.float32),
-    "float()": lambda model: model.float(),
-    "of one block": lambda model: model.blocks[0].float(),
-    "of one layer": lambda model: model.blocks[0].up.cpu(),
-}
-
-
-@spread(convert=CHANGES_NOTHING, fields=POLICIES)
-def test_conversions_that_change_nothing(
-    mesh: DeviceMesh, fields: dict[str, Any], convert: Callable[[nn.Module], object]
-) -> None:
-    plain, loop = pair(mesh, policy_of(fields))
-    for steps in (0, 3, 1):
-        assert_same_each_step(plain, loop, steps)
-        loop.optimizer.synchronize()
-        convert(loop.model)
-    assert_same_each_step(plain, loop, 3)
-
-
-CHANGES: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
+CONVERSIONS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
+    "to the device": ("", lambda model: model.to("cpu")),
+    "to the dtype": ("", lambda model: model.to(torch.float32)),
+    "float()": ("", lambda model: model.float()),
+    "float() of one block": ("", lambda model: model.blocks[0].float()),
+    "cpu() of one layer": ("", lambda model: model.blocks[0].up.cpu()),
     "half()": ("cannot be converted .* from torch.float32 on cpu to torch.float16", lambda model: model.half()),
     "of one layer": ("cannot be converted .* to torch.float64", lambda model: model.blocks[0].up.double()),
     "to_empty()": ("cannot be converted", lambda model: model.to_empty(device="cpu")),
@@ -399,25 +254,25 @@ CHANGES: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
         lambda model: model.blocks[0].up.load_state_dict(model.blocks[0].up.state_dict(), assign=True),
     ),
 }
+"""What the error says; nothing where a conversion changes nothing."""
 
 
-@spread(change=CHANGES, fields=POLICIES)
-def test_conversions_that_change_parameters_are_refused(
-    mesh: DeviceMesh, fields: dict[str, Any], change: tuple[str, Callable[[nn.Module], object]]
+@spread(conversion=CONVERSIONS, fields=POLICIES)
+def test_conversions(
+    mesh: DeviceMesh, fields: dict[str, Any], conversion: tuple[str, Callable[[nn.Module], object]]
 ) -> None:
-    message, convert = change
-    plain, loop = pair(mesh, policy_of(fields))
-    for steps in (0, 3):
+    message, convert = conversion
+    plain, loop = pair(mesh, on_host(fields))
+    for steps in (0, 3, 1):
         assert_same_each_step(plain, loop, steps)
         loop.optimizer.synchronize()
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=message) if message else nullcontext():
             convert(loop.model)
     assert_same_each_step(plain, loop, 3)
     loop.optimizer.synchronize()
     remove_offload(loop.optimizer)
-    if "assign" not in message:
-        loop.model.double()
-        assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
+    loop.model.double()
+    assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
 
 
 def test_a_conversion_that_is_refused_has_changed_nothing(mesh: DeviceMesh) -> None:
@@ -427,7 +282,7 @@ def test_a_conversion_that_is_refused_has_changed_nothing(mesh: DeviceMesh) -> N
         model.blocks[0].register_buffer("scale", torch.ones(3), persistent=False)
         model.blocks[0].norm.register_buffer("shift", torch.ones(3), persistent=False)
 
-    plain, loop = pair(mesh, policy_of({}), prepare=prepare)
+    plain, loop = pair(mesh, on_host({}), prepare=prepare)
     for part in (loop.model, loop.model.blocks, loop.model.blocks[0]):
         with pytest.raises(RuntimeError, match="cannot be converted"):
             part.double()
@@ -436,7 +291,7 @@ def test_a_conversion_that_is_refused_has_changed_nothing(mesh: DeviceMesh) -> N
 
 
 def test_conversions_where_the_optimizer_is_gone(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, policy_of({}))
+    loop = Loop(mesh, adamw, on_host({}))
     loop.train(2)
     loop.optimizer.synchronize()
     del loop.optimizer, loop.scheduler
@@ -448,7 +303,7 @@ def test_conversions_where_the_optimizer_is_gone(mesh: DeviceMesh) -> None:
 
 
 def test_a_copy_of_a_module_is_converted_by_itself(mesh: DeviceMesh) -> None:
-    plain, loop = pair(mesh, policy_of({}))
+    plain, loop = pair(mesh, on_host({}))
     assert_same_each_step(plain, loop, 2)
     copied = copy.deepcopy(loop.model.blocks[0].up)
     expected = copy.deepcopy(plain.model.blocks[0].up).double()
@@ -469,7 +324,7 @@ def test_conversions_reach_buffers_and_parameters_that_nobody_streams(mesh: Devi
     def all_but_two(params: list[Tensor]) -> Optimizer:
         return adamw([*params[1:3], *params[4:]])
 
-    plain, loop = pair(mesh, policy_of({}), all_but_two, prepare=prepare)
+    plain, loop = pair(mesh, on_host({}), all_but_two, prepare=prepare)
     seen: set[int] = set()
 
     def convert(tensor: Tensor) -> Tensor:
@@ -495,23 +350,23 @@ def test_conversions_reach_buffers_and_parameters_that_nobody_streams(mesh: Devi
 
 
 def test_refusals(mesh: DeviceMesh) -> None:
-    policy = policy_of({})
+    policy = on_host({})
     plain = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(plain.parameters())
     with pytest.raises(ValueError, match=r"parameters=True\) needs model=\.\.\."):
         offload_optimizer(optimizer, policy=policy)
     with pytest.raises(ValueError, match="needs a model whose parameters fully_shard has sharded"):
         offload_optimizer(optimizer, model=plain, policy=policy)
-    on_host = nn.Linear(3, 3)
-    fully_shard(on_host, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    other = nn.Linear(3, 3)
+    fully_shard(other, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(ValueError, match=r"CPUOffloadPolicy.*parameters=True"):
-        offload_optimizer(torch.optim.AdamW(on_host.parameters()), model=on_host, policy=policy)
+        offload_optimizer(torch.optim.AdamW(other.parameters()), model=other, policy=policy)
 
 
 def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_parameter, "_READ", (*sharded_parameter._READ, "_gone"))
     with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*leave out OffloadPolicy\(parameters=True\)"):
-        Loop(mesh, adamw, policy_of({}))
+        Loop(mesh, adamw, on_host({}))
 
 
 # Faults ----------------------------------------------------------------------------------------------------------
@@ -555,7 +410,7 @@ def fail_once(loop: Loop, step: int) -> None:
 
 @pytest.mark.parametrize("name", ["step", "forward"])
 def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
-    plain, loop = pair(mesh, policy_of(POLICIES[name]), net=Failing)
+    plain, loop = pair(mesh, on_host(POLICIES[name]), net=Failing)
     assert_same_each_step(plain, loop, 6, fail_once)
 
 
@@ -565,7 +420,7 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
 ) -> None:
     """The next forward has used parameters that were updated already."""
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: fit)
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
+    loop = Loop(mesh, adamw, on_host({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
     loop.model.fails_in = "backward"
     with pytest.raises(ZeroDivisionError):
         loop.backward(4)
@@ -584,7 +439,7 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
     """Groups of other sizes pass through the same memory; what was noted of it is forgotten."""
-    loop = Loop(mesh, adamw, policy_of(POLICIES[name]), net=partial(Net, 31, 7)).train(8, generate)
+    loop = Loop(mesh, adamw, on_host(POLICIES[name]), net=partial(Net, 31, 7)).train(8, generate)
     core = engine_of(loop.optimizer).core
     noted = []
     for step in range(8, 40):
@@ -598,62 +453,57 @@ def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
 
 # Freshness -----------------------------------------------------------------------------------------------------------
 
-TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "to_local": lambda param: param.to_local().detach(),  # type: ignore[attr-defined]
-    "detach": lambda param: param.detach().to_local(),  # type: ignore[attr-defined]
+
+WRITES: dict[str, Callable[[nn.Module, list[Tensor]], object]] = {
+    "parameter": lambda model, _: [param.mul_(0.9) for param in model.parameters()],
+    "alias": lambda _, taken: [alias.mul_(0.9) for alias in taken],
+    "load": lambda model, _: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}),
 }
 
 
-@spread(fields=POLICIES, take=TAKEN)
-def test_writes_through_tensors_taken_earlier_are_gathered(
-    mesh: DeviceMesh, fields: dict[str, Any], take: Callable[[Tensor], Tensor]
+@pytest.mark.parametrize("snapshot_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_during_an_asynchronous_save_are_told_of(
+    mesh: DeviceMesh, tmp_path: Path, snapshot_bytes: int, write: Callable[..., object]
 ) -> None:
-    """Weight surgery keeps lists of local tensors; nobody calls a function of a parameter after it has made them."""
-    seen = []
-    for policy in (None, policy_of(fields)):
-        loop = Loop(mesh, adamw, policy)
-        taken = [take(param) for param in loop.model.parameters()]
-        for step in range(5):
-            loop.train(1, first=step)
-            getattr(loop.optimizer, "synchronize", lambda: None)()
-            torch._foreach_mul_(taken, 0.9)
-        seen.append(loop.seen)
-    assert seen[0] == seen[1]
+    """The writer reads the homes of parameters, so the file may have such a write; steps alone never spoil it."""
+    loop = Loop(mesh, adamw, on_host({"overlap": "step"}, snapshot_bytes=snapshot_bytes))
+    taken = [param.detach() for param in loop.model.parameters()]
+    stager = ArenaStager(loop.optimizer)
+    for number, spoils in enumerate([False, True, False]):
+        loop.train(2)
+        writer = HeldWriter(tmp_path / str(number))
+        state = {"model": loop.model.state_dict()}
+        future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+        assert writer.arrived.wait(TIMEOUT_S)
+        if spoils:
+            with torch.no_grad():
+                write(loop.model, taken)
+        writer.let_go()
+        future.result()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="parameter that lives on the host") if spoils else nullcontext():
+            stager.close()
 
 
+@pytest.mark.parametrize("kind", ["none", "fp32", "remainder"])
 @pytest.mark.parametrize("name", ["step", "forward"])
-def test_writes_between_backward_and_step_are_updated(mesh: DeviceMesh, name: str) -> None:
-    """Loads for the step have brought the parameters of before to the device by then."""
-    loops = pair(mesh, policy_of(POLICIES[name], passing=100 * 8192))
-    taken = [[param.detach().to_local() for param in loop.model.parameters()] for loop in loops]
-    for step in range(6):
-        for loop, written in zip(loops, taken, strict=True):
-            loop.backward(step)
-            if step > 3:
-                torch._foreach_mul_(written, 0.9)
-            loop.step()
-    assert same(*loops)
+def test_half_updated_weights_are_not_handed_out(
+    mesh: DeviceMesh, name: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With masters or without; a load mends them."""
 
+    def make(params: Any) -> Optimizer:
+        made = torch.optim.AdamW(params, lr=0.02)
+        return made if kind == "none" else add_masters(made, kind)
 
-@pytest.mark.parametrize("name", ["step", "forward"])
-def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(mesh, partial(torch.optim.AdamW, lr=0.02), policy_of(POLICIES[name]))
+    loop = Loop(mesh, make, on_host(POLICIES[name]), net=Net if kind == "none" else narrow)
     loop.train(2)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
-    engine, loads = engine_of(loop.optimizer), []
-    update = core_updates.update_bucket
-
-    def fail(*args: Any) -> None:
-        loads.append(1)
-        if len(loads) == 2:
-            raise ArithmeticError("a bit has flipped")
-        update(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(core_updates, "update_bucket", fail)
+        fail_in_bucket(patch, 1)
         with pytest.raises(ArithmeticError):
             loop.train(1, first=2)
-    assert engine.steps.failure
+    assert engine_of(loop.optimizer).steps.failure
     sentence = "refused: an earlier step.. stopped with ArithmeticError: a bit has flipped. 1 of .* Load a checkpoint"
     for what in (loop.optimizer.step, loop.model.state_dict, loop.model.blocks[0].state_dict):
         with pytest.raises(RuntimeError, match=sentence):
@@ -662,6 +512,7 @@ def test_half_updated_weights_are_not_handed_out(mesh: DeviceMesh, name: str, mo
     loop.optimizer.load_state_dict(saved[1])
     for name, value in loop.model.state_dict().items():
         assert torch.equal(local_shard(value), local_shard(saved[0][name]))
+    assert same_state(loop.optimizer.state_dict(), saved[1])
     loop.optimizer.zero_grad()
     loop.train(1, first=2)
 
@@ -672,7 +523,7 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     mesh: DeviceMesh, parameters: bool, clears: bool
 ) -> None:
     """Half of its step has happened: the model is not used, trained or saved as if nothing were."""
-    loop = Loop(mesh, adamw, with_share(**SIZES, overlap="iteration", parameters=parameters))
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, parameters=parameters))
     weights = copy.deepcopy(loop.model.state_dict())
     loop.train(4)
     loss = loop.model(loop.batch(41))
@@ -698,6 +549,6 @@ def test_the_implementation_is_the_one_that_torch_takes_without_offload(
     """``AdamW(params)`` on a GPU: foreach and for-loop differ in the last bit, and torch chooses by the type."""
     types = [torch.Tensor, nn.Parameter, *([DTensor] if knows_dtensors else [])]
     monkeypatch.setattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", types)
-    loop = Loop(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), policy_of({}))
+    loop = Loop(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), on_host({}))
     assert type(next(loop.model.parameters())) is not DTensor, "the parameter has a class of its own on the host"
     assert foreach_supports(loop.model.parameters()) is knows_dtensors

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.table import row_of
-from tests.parity import Matrices, Run, Zoo, attach, make_pair, params_of, train_step
+from tests.parity import Matrices, Run, Zoo, make_pair, params_of, train_step
 from tests.tiers import every_nth, spread
 
 # For each class the flags that change which state there is, or how it is used.
@@ -157,21 +157,6 @@ def test_the_implementation_is_the_users(kwargs: dict[str, bool], monkeypatch: p
     train_step(pair.offloaded, 0)
     assert len(of_plain) == 1
     assert seen == of_plain
-
-
-@pytest.mark.parametrize(("cls", "reason"), list(REFUSED.items()))
-def test_refused_with_the_reason(cls: type[optim.Optimizer], reason: str) -> None:
-    model = Zoo()
-    optimizer = cls(list(model.parameters()))
-    with pytest.raises(ValueError, match=reason):
-        attach(optimizer)
-    assert type(optimizer) is cls
-
-
-def test_differentiable_is_refused() -> None:
-    optimizer = optim.Adam(Zoo().parameters(), differentiable=True)
-    with pytest.raises(ValueError, match="differentiable"):
-        attach(optimizer)
 
 
 def test_every_class_of_torch_has_an_answer() -> None:

@@ -1,4 +1,4 @@
-"""Policies given as dicts, options that change nothing, and ``synchronize`` of a plain optimizer."""
+"""Policies given as dicts, and options that change nothing."""
 
 import warnings
 from typing import Any
@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, synchronize
+from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.core.engine import engine_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 
 
 def adamw(dtype: torch.dtype = torch.float32) -> torch.optim.AdamW:
@@ -38,10 +36,6 @@ def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
         offload_optimizer(adamw(), policy={"xyz": True})
     with pytest.raises(TypeError, match="must be an OffloadPolicy or a dict, got str"):
         offload_optimizer(adamw(), policy="auto")  # type: ignore[arg-type]
-
-
-def test_synchronize_of_a_plain_optimizer_does_nothing() -> None:
-    synchronize(adamw())
 
 
 WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {

@@ -18,8 +18,6 @@ from fsdp_offload.device.lanes import HostMark
 from fsdp_offload.report import IterationRecord, KeptRecord, MemoryRecord, StepRecord, _bytes
 from tests.overlapping import POLICIES, Loop, adamw
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 POLICY = OffloadPolicy(bucket_bytes=2048)
 NUMELS = (1000, 300, 7, 64)
 STATE_BYTES = sum(2 * 4 * numel for numel in NUMELS)

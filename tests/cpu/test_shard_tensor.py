@@ -7,33 +7,25 @@ has parts of it on each rank.
 import copy
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
+from fsdp_offload.checkpoint.shard_tensor import part_of_full
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 SHAPE = (5, 3, 2)
 WHOLE = torch.arange(30.0).view(SHAPE)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -173,6 +165,13 @@ def test_flatten_and_unflatten():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_tensor_gives_every_rectangle_of_a_part(plain: DTensor):
+    chunks = chunks_of(SHAPE, (3, WHOLE.numel() - 2))
+    assert len(chunks.rectangles) > 1
+    part = part_of_full(with_chunks(plain, torch.zeros(chunks.local_numel), chunks), WHOLE)
+    assert torch.equal(local_shard(part), WHOLE.flatten()[3:-2])
 
 
 def test_wrong_memory_is_refused(plain: DTensor):

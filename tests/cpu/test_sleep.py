@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import logging
-import os
 import resource
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from fsdp_offload.model import parking
+from tests.forks import address_space_bytes, resident_bytes
 from tests.overlapping import SIZES, Loop, adamw
-from tests.parity import same_bits
+from tests.parity import local, same_bits
 from tests.policies import with_share
 
 ASLEEP = r"Call reload_model\(model\) first"
@@ -67,10 +67,6 @@ def make(seed: int = 0) -> Net:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     model(batch(seed)).backward()
     optimizer.step()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -132,24 +128,6 @@ def test_views_and_tied_weights_stay_what_they_are() -> None:
     with torch.no_grad():
         view.fill_(3)
     assert bool((model.body[2].weight[2:5] == 3).all())
-
-
-def test_training_goes_on_with_the_same_bits() -> None:
-    models = [make(), make()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    for seed in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch(seed)).backward()
-            if model is models[1]:
-                offload_model(model)  # with gradients
-                reload_model(model)
-            optimizer.step()
-            if seed % 2:
-                optimizer.zero_grad()
-            if model is models[1]:
-                offload_model(model)
-                reload_model(model)
-        assert_same(*map(snapshot, models))
 
 
 def test_a_graph_that_was_made_before_works_afterwards() -> None:
@@ -387,7 +365,6 @@ def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
     reload_model(loop.model)
 
 
-@pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_optimizer_neither_steps_nor_clears_while_asleep(offloaded: bool) -> None:
     model, other = make(), make()
@@ -640,9 +617,7 @@ def test_too_little_device_memory_leaves_it_asleep() -> None:
     storages = storages_of(list(model))
     offload_model(model)
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        used_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), limit[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + (64 << 20), limit[1]))
     try:
         with pytest.raises(RuntimeError, match=r"not enough memory|can't allocate memory"):
             reload_model(model)
@@ -679,8 +654,3 @@ def test_two_thousand_cycles_grow_nothing() -> None:
     assert memory_of(model)() is memory
     assert [len(module._forward_pre_hooks) for module in model.modules()] == [0] * len(list(model.modules()))
     assert_same(snapshot(model), before)
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

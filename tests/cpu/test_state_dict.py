@@ -12,102 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.state_dicts import MAKERS, USED, MakeOptimizer, Run, all_used, assert_same, assert_same_runs, is_home, sgd
 from tests.tiers import spread
-
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
-POLICY = OffloadPolicy(bucket_bytes=2048)
-
-MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
-
-
-def adamw(params: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def sgd(params: Iterable[Any]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-def rmsprop(params: Iterable[Any]) -> Optimizer:
-    return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True)
-
-
-class Run:
-    """A model with an optimizer: a frozen parameter, one that is unused, two groups, several buckets."""
-
-    def __init__(self, make: MakeOptimizer = adamw, *, offload: bool, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
-        self.model = nn.ModuleDict(
-            {"up": nn.Linear(16, 32), "down": nn.Linear(32, 4), "frozen": nn.Linear(2, 2), "unused": nn.Linear(3, 1)}
-        ).to(dtype)
-        self.model["frozen"].requires_grad_(False)
-        params = list(self.model.parameters())
-        decayed = [param for param in params if param.dim() > 1]
-        others = [param for param in params if param.dim() < 2]
-        self.optimizer = make([{"params": decayed}, {"params": others, "weight_decay": 0.0, "name": "biases"}])
-        if offload:
-            offload_optimizer(self.optimizer, model=self.model, policy=POLICY)
-
-    def train(self, *steps: int) -> "Run":
-        dtype = self.model["up"].weight.dtype
-        for step in steps:
-            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
-            self.optimizer.zero_grad()
-            self.model["down"](self.model["up"](batch).relu()).pow(2).sum().backward()
-            self.optimizer.step()
-        return self
-
-    def continue_from(self, other: "Run") -> None:
-        """Take over the parameters of ``other``."""
-        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
-
-
-def assert_same(one: Any, other: Any, place: str = "") -> None:
-    """The same types, keys, order and values, bit by bit."""
-    assert type(one) is type(other), place
-    if isinstance(one, dict):
-        assert list(one) == list(other), place
-        for key in one:
-            assert_same(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{place}[{number}]")
-    elif isinstance(one, Tensor):
-        assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), place
-        assert torch.equal(one, other), place
-    else:
-        assert one == other, place
-
-
-def assert_same_runs(one: Run, other: Run) -> None:
-    assert_same(dict(one.model.state_dict()), dict(other.model.state_dict()))
-    assert_same(one.optimizer.state_dict(), other.optimizer.state_dict())
-
-
-def is_home(run: Run) -> bool:
-    """Whether all state that moves is in the arena: in storages of exactly its size that the engine knows."""
-    shards = run.optimizer._offload_engine.engine.plan.shards
-    for param, state in run.optimizer.state.items():
-        for name, home in shards[param].homes.items():
-            if name in state and state[name] is not home:
-                return False
-    return True
-
 
 # What is there -------------------------------------------------------------------------------------------------------
 
 
 def test_state_is_keyed_by_the_models_parameters() -> None:
-    run = Run(offload=True)
+    run = Run()
     assert len(run.optimizer.state) == 0
-    assert run.model["up"].weight not in run.optimizer.state
+    assert run.model.up.weight not in run.optimizer.state
     run.train(0)
-    used = [*run.model["up"].parameters(), *run.model["down"].parameters()]
-    assert set(run.optimizer.state) == set(used)
-    state = run.optimizer.state[run.model["up"].weight]
+    assert set(run.optimizer.state) == {run.params()[name] for name in USED}
+    state = run.optimizer.state[run.model.up.weight]
     assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
     assert state["exp_avg"].shape == (32, 16)
     assert state["exp_avg"].untyped_storage().nbytes() == 32 * 16 * 4
@@ -115,16 +32,13 @@ def test_state_is_keyed_by_the_models_parameters() -> None:
 
 
 def test_state_is_read_as_from_any_optimizer() -> None:
-    run = Run(offload=True).train(0)
-    param = run.model["up"].weight
+    run = Run().train(0)
+    param = run.model.up.weight
     assert run.optimizer.state.get(nn.Parameter(torch.ones(1))) is None
     assert run.optimizer.state.get(param) is run.optimizer.state[param]
-    assert [len(state) for state in run.optimizer.state.values()] == [3] * 4
+    assert [len(state) for state in run.optimizer.state.values()] == [3] * 6
     assert {param for param, _ in run.optimizer.state.items()} == set(run.optimizer.state)
     assert run.optimizer.state.setdefault(param, {}) is run.optimizer.state[param]
-
-
-MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop)}
 
 
 @spread(make=MAKERS, steps={"5": 5, "1": 1, "0": 0})
@@ -135,7 +49,7 @@ def test_a_state_dict_is_what_it_would_be_without_offload(make: MakeOptimizer, s
 
 def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
     """As without offload: who wants to keep it while training goes on has to copy it."""
-    run = Run(offload=True).train(0)
+    run = Run().train(0)
     view = run.optimizer.state_dict()
     kept = copy.deepcopy(view)
     before = kept["state"][0]["exp_avg"].clone()
@@ -160,7 +74,7 @@ def test_training_goes_on_after_a_load_as_it_does_without_offload(
     source, target = sides
     saver = Run(make, offload=source).train(0, 1)
     loader = Run(make, offload=target).train(*range(10, 10 + steps_before))
-    loader.continue_from(saver)
+    loader.weights_from(saver)
     addresses = addresses_of(loader)
     loader.optimizer.load_state_dict(saver.optimizer.state_dict())
     assert not target or addresses_of(loader).items() >= addresses.items()  # it goes straight home
@@ -178,25 +92,25 @@ def addresses_of(run: Run) -> dict[Tensor, int]:
 def test_what_is_loaded_is_copied_and_stays_as_it_was() -> None:
     saved = Run(offload=False).train(0, 1).optimizer.state_dict()
     kept = copy.deepcopy(saved)
-    loader = Run(offload=True)
+    loader = Run()
     loader.optimizer.load_state_dict(saved)
     loader.train(2, 3)
     assert_same(saved, kept)
 
 
 def test_state_that_the_state_dict_does_not_have_is_gone() -> None:
-    saver, loader = Run(offload=True), Run(offload=True).train(0, 1)
-    loader.continue_from(saver)
+    saver, loader = Run(), Run().train(0, 1)
+    loader.weights_from(saver)
     loader.optimizer.load_state_dict(saver.optimizer.state_dict())
     assert len(loader.optimizer.state) == 0
     assert_same_runs(loader.train(0, 1), Run(offload=False).train(0, 1))
 
 
 def test_through_a_file(tmp_path: Path) -> None:
-    saver, loader = Run(offload=True).train(0, 1), Run(offload=True)
+    saver, loader = Run().train(0, 1), Run()
     torch.save(saver.optimizer.state_dict(), tmp_path / "optimizer.pt")
     assert (tmp_path / "optimizer.pt").stat().st_size < 20_000
-    loader.continue_from(saver)
+    loader.weights_from(saver)
     loader.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     assert_same_runs(loader.train(2), Run(offload=False).train(0, 1, 2))
 
@@ -206,8 +120,8 @@ def test_amsgrad_comes_with_the_groups(steps_before: int) -> None:
     def amsgrad(params: Iterable[Any]) -> Optimizer:
         return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
 
-    saver, loader = Run(amsgrad, offload=False).train(0, 1), Run(offload=True).train(*range(steps_before))
-    loader.continue_from(saver)
+    saver, loader = Run(amsgrad, offload=False).train(0, 1), Run().train(*range(steps_before))
+    loader.weights_from(saver)
     loader.optimizer.load_state_dict(saver.optimizer.state_dict())
     assert is_home(loader)
     assert_same_runs(loader, saver)
@@ -222,7 +136,7 @@ def test_momentum_comes_and_goes_with_the_groups() -> None:
     loader = Run(sgd, offload=True).train(5)
     plain = Run(without, offload=False).train(0, 1)
     for saver in (plain, with_momentum):
-        loader.continue_from(saver)
+        loader.weights_from(saver)
         loader.optimizer.load_state_dict(saver.optimizer.state_dict())
         assert_same_runs(loader, saver)
         loader.train(2)
@@ -230,10 +144,10 @@ def test_momentum_comes_and_goes_with_the_groups() -> None:
 
 
 def test_old_checkpoints_have_counters_that_are_floats() -> None:
-    saver, loader = Run(offload=False).train(0, 1), Run(offload=True)
+    saver, loader = Run(offload=False).train(0, 1), Run()
     saved = saver.optimizer.state_dict()
     saved["state"] = {key: {**state, "step": float(state["step"])} for key, state in saved["state"].items()}
-    loader.continue_from(saver)
+    loader.weights_from(saver)
     loader.optimizer.load_state_dict(saved)
     assert isinstance(saved["state"][0]["step"], float)
     assert_same_runs(loader.train(2), saver.train(2))
@@ -253,7 +167,7 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
         return {**state_dict, "state": state}
 
     def loaded(optimizer: Optimizer) -> None:
-        events.append(f"load post {optimizer.state[run.model['up'].weight]['step'].item()}")
+        events.append(f"load post {optimizer.state[run.model.up.weight]['step'].item()}")
 
     def saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         events.append("save post")
@@ -274,66 +188,56 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
 # What does not fit ---------------------------------------------------------------------------------------------------
 
 
-def missing(saved: dict[str, Any]) -> None:
-    del saved["state"][0]["exp_avg"]
+def in_state(**values: Any) -> Callable[[dict[str, Any]], object]:
+    """Other values in the state of the first parameter; it has no more what is ``None``."""
+
+    def spoil(saved: dict[str, Any]) -> None:
+        changed = {**saved["state"][0], **values}
+        saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
+
+    return spoil
 
 
-def renamed(saved: dict[str, Any]) -> None:
-    state = saved["state"][0]
-    state["momentum_buffer"] = state.pop("exp_avg")
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "missing": (in_state(exp_avg=None), r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
+    "renamed": (
+        in_state(exp_avg=None, momentum_buffer=torch.zeros(32, 16)),
+        r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]",
+    ),
+    "wrongly shaped": (
+        in_state(exp_avg=torch.zeros(16, 32)),
+        r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)",
+    ),
+    "of another dtype": (
+        in_state(exp_avg_sq=torch.zeros(32, 16).bfloat16()),
+        r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast",
+    ),
+    "no tensor": (in_state(exp_avg=[0.0] * 512), r"up\.weight, 'exp_avg' should be a tensor, got list"),
+    "a counter with elements": (
+        in_state(step=torch.ones(3)),
+        r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)",
+    ),
+    "a counter of text": (in_state(step="two"), r"up\.weight, 'step' should be a number .*got 'two'"),
+    "no such parameter": (
+        lambda saved: saved["state"].update({99: saved["state"][0]}),
+        r"state for \[99\], which none of its param groups lists",
+    ),
+    "fewer groups": (
+        lambda saved: saved["param_groups"].pop(),
+        r"param groups of \[4, 6\] parameters, the state dict \[4\]",
+    ),
+    "a larger group": (
+        lambda saved: saved["param_groups"][1]["params"].append(99),
+        r"param groups of \[4, 6\] parameters, the state dict \[4, 7\]",
+    ),
+}
 
 
-def wrongly_shaped(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg"] = torch.zeros(16, 32)
-
-
-def wrong_dtype(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"].bfloat16()
-
-
-def not_a_tensor(saved: dict[str, Any]) -> None:
-    saved["state"][0]["exp_avg"] = [0.0] * 512
-
-
-def counter_with_elements(saved: dict[str, Any]) -> None:
-    saved["state"][0]["step"] = torch.ones(3)
-
-
-def counter_of_text(saved: dict[str, Any]) -> None:
-    saved["state"][0]["step"] = "two"
-
-
-def no_such_parameter(saved: dict[str, Any]) -> None:
-    saved["state"][99] = saved["state"][0]
-
-
-def fewer_groups(saved: dict[str, Any]) -> None:
-    del saved["param_groups"][1]
-
-
-def larger_group(saved: dict[str, Any]) -> None:
-    saved["param_groups"][1]["params"].append(99)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (missing, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
-        (renamed, r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]"),
-        (wrongly_shaped, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
-        (wrong_dtype, r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast"),
-        (not_a_tensor, r"up\.weight, 'exp_avg' should be a tensor, got list"),
-        (counter_with_elements, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
-        (counter_of_text, r"up\.weight, 'step' should be a number .*got 'two'"),
-        (no_such_parameter, r"state for \[99\], which none of its param groups lists"),
-        (fewer_groups, r"param groups of \[4, 4\] parameters, the state dict \[4\]"),
-        (larger_group, r"param groups of \[4, 4\] parameters, the state dict \[4, 5\]"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
 def test_what_does_not_fit_is_named_and_nothing_has_changed(
-    spoil: Callable[[dict[str, Any]], None], message: str
+    spoil: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    run = Run(offload=True).train(0)
+    run = Run().train(0)
     saved = copy.deepcopy(Run(offload=False).train(5, 6, 7).optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 123.0
     before = copy.deepcopy(run.optimizer.state_dict())
@@ -350,11 +254,11 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
 
 @pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
 def test_dcps_state_dicts_go_between_plain_and_offloaded(source: bool, target: bool) -> None:
-    saver, loader = dense(offload=source).train(0, 1), dense(offload=target)
+    saver, loader = Run(offload=source, prepare=all_used).train(0, 1), Run(offload=target, prepare=all_used)
     saved = get_optimizer_state_dict(saver.model, saver.optimizer)
-    reference = dense(offload=False).train(0, 1)
+    reference = Run(offload=False, prepare=all_used).train(0, 1)
     assert_same(saved, get_optimizer_state_dict(reference.model, reference.optimizer))
-    loader.continue_from(saver)
+    loader.weights_from(saver)
     set_optimizer_state_dict(loader.model, loader.optimizer, saved)
     assert not target or is_home(loader)
     assert_same_runs(loader.train(2), reference.train(2))
@@ -363,17 +267,17 @@ def test_dcps_state_dicts_go_between_plain_and_offloaded(source: bool, target: b
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
 def test_through_a_dcp_checkpoint(tmp_path: Path, steps_before: int) -> None:
-    saver, loader = dense(offload=True).train(0, 1), dense(offload=True).train(*range(5, 5 + steps_before))
+    saver, loader = Run(prepare=all_used).train(0, 1), Run(prepare=all_used).train(*range(5, 5 + steps_before))
     dcp.save(
         {"optimizer": get_optimizer_state_dict(saver.model, saver.optimizer)}, checkpoint_id=tmp_path, no_dist=True
     )
-    reference = dense(offload=False).train(0, 1)
+    reference = Run(offload=False, prepare=all_used).train(0, 1)
     saved = get_optimizer_state_dict(reference.model, reference.optimizer)
     dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / "plain", no_dist=True)
     assert written_bytes(tmp_path) == pytest.approx(written_bytes(tmp_path / "plain"), rel=0.02), "whole arenas?"
     restored = {"optimizer": get_optimizer_state_dict(loader.model, loader.optimizer)}
     dcp.load(restored, checkpoint_id=tmp_path, no_dist=True)
-    loader.continue_from(saver)
+    loader.weights_from(saver)
     set_optimizer_state_dict(loader.model, loader.optimizer, restored["optimizer"])
     assert is_home(loader)
     assert_same_runs(loader.train(2), reference.train(2))
@@ -381,13 +285,3 @@ def test_through_a_dcp_checkpoint(tmp_path: Path, steps_before: int) -> None:
 
 def written_bytes(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
-
-
-def dense(*, offload: bool) -> Run:
-    """All parameters are trained: DCP asks for the state of each."""
-    run = Run(offload=False)
-    del run.model["frozen"], run.model["unused"]
-    run.optimizer = adamw(run.model.parameters())
-    if offload:
-        offload_optimizer(run.optimizer, model=run.model, policy=POLICY)
-    return run

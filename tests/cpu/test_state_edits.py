@@ -56,19 +56,15 @@ def load_permuted(run: Run) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(saved) if not run.is_offloaded else saved)
 
 
+@pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("edit", [swap_states, rotate_one_name, exchange_within_a_parameter, load_permuted])
-def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], None]) -> None:
+def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], None], removed: bool) -> None:
+    """In the next step, or when offload is removed."""
     pair = make_pair(Twins, adamw)
     pair.train(3)
     pair.each(edit)
-    pair.train(3)
-
-
-def test_exchanged_state_counts_when_offload_is_removed() -> None:
-    pair = make_pair(Twins, adamw)
-    pair.train(3)
-    pair.each(swap_states)
-    pair.detach()
+    if removed:
+        pair.detach()
     pair.train(3)
 
 

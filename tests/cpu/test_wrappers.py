@@ -50,16 +50,6 @@ class TestLookingAt:
             offload_report(optimizer)
         fsdp_offload.synchronize(optimizer)  # nothing is under way
 
-    def test_an_offloaded_optimizer(self) -> None:
-        pair = adamw()
-        pair.attach()
-        pair.train(2)
-        assert is_offloaded(pair.offloaded.optimizer)
-        assert offload_report(pair.offloaded.optimizer).step.stored_bytes > 0
-        fsdp_offload.synchronize(pair.offloaded.optimizer)
-        pair.detach()
-        assert not is_offloaded(pair.offloaded.optimizer)
-
     def test_through_accelerate(self, accelerated: Any) -> None:
         self.check(accelerated)
 

@@ -1,5 +1,6 @@
 """Sharded low-precision models with masters go on from checkpoints as fp32 ones, which are sharded in the same way."""
 
+import copy
 import io
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -197,6 +198,36 @@ def run_gathered(rank: int, world_size: int) -> None:
                 over = part.device_mesh
                 part, gathered = local_shard(part), gathered.chunk(over.size())[over.get_local_rank()]
             assert torch.equal(part.cpu(), gathered.cpu()), (param, name)
+
+
+@world_sizes(2, 4)
+def test_full_state_dicts_are_loaded(world_size: int, tmp_path: Path) -> None:
+    """Each rank copies its part, uneven and empty ones and several rectangles, whatever collectives carry."""
+    spawn(run_full_loads, world_size, tmp_path)
+
+
+def run_full_loads(rank: int, world_size: int) -> None:
+    shards = (models.shard_even, models.shard_columns, models.shard_tensor_parallel)
+    run_cases({f"{shard.__name__}, {kind}": partial(full_loads, shard, kind) for shard in shards for kind in KINDS})
+
+
+def full_loads(shard: models.ShardNet, kind: str) -> Iterator[str]:
+    twins = make_twins(shard, adamw, kind)
+    yield from train(twins, 3)
+    model, optimizer = twins.low.model, twins.low.optimizer
+    before = {param: [leaf.clone() for leaf in local_leaves(state)] for param, state in optimizer.state.items()}
+    full = copy.deepcopy(torch_get_optimizer_state_dict(model, optimizer, options=FULL))  # counters are the optimizer's
+    for state in optimizer.state.values():
+        for leaf in local_leaves(state):
+            leaf.add_(1)
+    set_optimizer_state_dict(model, optimizer, full)
+    for param, leaves in before.items():
+        if not all(map(torch.equal, leaves, local_leaves(optimizer.state[param]))):
+            yield f"state of shape {tuple(param.shape)} is not what was saved"
+
+
+def local_leaves(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [local_shard(value) for value in state.values()]
 
 
 def saved_by_torch(value: torch.Tensor) -> bytes:

@@ -117,7 +117,9 @@ def state_of_another_sharding() -> Iterator[str]:
     for state in gathered.values():
         state["exp_avg"] = torch.zeros(state["exp_avg"].shape)  # as after full_tensor()
     plain = {"state": gathered, "param_groups": target.state_dict()["param_groups"]}
-    yield from refused(lambda: target.load_state_dict(plain), ValueError, "full_state_dict=True")
+    yield from refused(
+        lambda: target.load_state_dict(plain), ValueError, "fsdp_offload.checkpoint.set_optimizer_state_dict"
+    )
     if not torch.equal(target.state[sharded.odd.weight]["exp_avg"].to_local(), before):
         yield "the refused load has changed the state"
 

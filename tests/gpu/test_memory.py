@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from tests.forks import resident_bytes
 
 MIB = 1 << 20
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
@@ -91,25 +92,20 @@ def test_state_dict_and_load_never_bring_the_state_to_the_device(device):
     assert peak_above(before) < MIB  # counters only
 
 
-def resident_set_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_host_memory_is_exact_pinned_and_freed(device):
     model, optimizer = make(device)
     step(model, optimizer)  # the driver's own host memory is there before we measure
     torch.cuda.synchronize()
-    before = resident_set_bytes()
+    before = resident_bytes()
     offload_optimizer(optimizer, model=model)
     report = optimizer.offload_report()
     assert report.memory.host_state_bytes == STATE_BYTES
     assert report.memory.host_bytes == pytest.approx(STATE_BYTES, rel=0.01)
-    assert resident_set_bytes() - before == pytest.approx(STATE_BYTES, rel=0.02)
+    assert resident_bytes() - before == pytest.approx(STATE_BYTES, rel=0.02)
     assert all(optimizer.state[param]["exp_avg"].is_pinned() for param in model.parameters())
     step(model, optimizer)
     del optimizer
-    assert resident_set_bytes() - before < 0.02 * STATE_BYTES
+    assert resident_bytes() - before < 0.02 * STATE_BYTES
 
 
 def test_a_forked_worker_does_not_duplicate_the_arena(device):
@@ -120,9 +116,9 @@ def test_a_forked_worker_does_not_duplicate_the_arena(device):
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:  # a DataLoader worker: looks at its own memory and leaves
-        os.write(write_end, str(resident_set_bytes()).encode())
+        os.write(write_end, str(resident_bytes()).encode())
         os._exit(0)
     os.waitpid(child, 0)
     in_child = int(os.read(read_end, 64))
-    assert in_child < resident_set_bytes() - 0.9 * STATE_BYTES
+    assert in_child < resident_bytes() - 0.9 * STATE_BYTES
     step(model, optimizer)

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device.lanes import StreamLane
+from tests.forks import resident_bytes
 from tests.overlapping import Loop, Net, adamw
 
 MIB = 1 << 20
@@ -46,11 +46,6 @@ def bits(model: nn.Module) -> list[Tensor]:
 
 def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def resident_set_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
@@ -114,9 +109,9 @@ def test_the_arena_is_pinned_and_given_back(device):
     reload_model(model)
     torch.cuda.synchronize()
     assert room._regions[model].bytes.is_pinned()
-    before = resident_set_bytes()
+    before = resident_bytes()
     reload_model(model, free_host_memory=True)
-    assert before - resident_set_bytes() > 290 * MIB
+    assert before - resident_bytes() > 290 * MIB
 
 
 def test_two_thousand_cycles_grow_nothing(device, mesh):
@@ -150,12 +145,12 @@ def test_two_thousand_cycles_grow_nothing(device, mesh):
         }
 
     cycle(200)
-    expected, resident, (free, _) = figures(), resident_set_bytes(), torch.cuda.mem_get_info()
+    expected, resident, (free, _) = figures(), resident_bytes(), torch.cuda.mem_get_info()
     objects = len(gc.get_objects())
     cycle(2000)
     assert figures() == expected
     assert len(gc.get_objects()) - objects < 200
-    assert resident_set_bytes() - resident < 8 * MIB
+    assert resident_bytes() - resident < 8 * MIB
     assert free - torch.cuda.mem_get_info()[0] < 8 * MIB
     assert equal(bits_of_shards(model), before)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 
-POLICY = OffloadPolicy(device_bytes=2 << 20, bucket_bytes=1 << 18)
+POLICY = OffloadPolicy(device_bytes=1 << 20, bucket_bytes=1 << 18)
 
 
 def make(device: torch.device, **options) -> tuple[nn.Module, torch.optim.Optimizer]:

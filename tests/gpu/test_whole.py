@@ -10,7 +10,6 @@ from tests.parity import attach
 
 test_bits_are_those_of_plain_training = on_cpu.test_bits_are_those_of_plain_training
 test_save_load_and_go_on = on_cpu.test_save_load_and_go_on
-test_release_and_reload = on_cpu.test_release_and_reload
 test_a_closure_that_fails_costs_nothing = on_cpu.test_a_closure_that_fails_costs_nothing
 test_a_step_that_fails_half_way = on_cpu.test_a_step_that_fails_half_way_is_refused_until_a_load
 
@@ -57,6 +56,6 @@ def test_large_shards_with_much_under_way_at_once(mesh: DeviceMesh) -> None:
             return loss
 
         losses = [optimizer.step(closure).item() for _ in range(5)]
-        sides.append((losses, [on_cpu.local(param.detach()) for param in model.parameters()]))
+        sides.append((losses, [on_cpu.host_copy(param.detach()) for param in model.parameters()]))
     assert sides[0][0] == sides[1][0]
     assert all(map(torch.equal, sides[0][1], sides[1][1]))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp_offload import (
     OffloadedOptimizer,
@@ -17,9 +16,8 @@ from fsdp_offload import (
     reload_before,
     reload_states,
     remove_offload,
-    synchronize,
 )
-from tests.cpu.test_megatron_chain import POLICY, ChainedOptimizer, DistributedOptimizer, Loop, Stub
+from tests.cpu.test_megatron_chain import POLICY, ChainedOptimizer, DistributedOptimizer, Loop, Stub, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 
@@ -158,5 +156,4 @@ def test_a_step_that_is_run_again_calls_the_sites_again() -> None:
                     patch.setattr(DistributedOptimizer, "step", lambda self: None)
                     loop.train_step(number)
             loop.train_step(number)
-        synchronize(on.optimizer)
-        assert all(map(torch.equal, on.values(), off.values()))
+        assert_same(on, off)

@@ -26,9 +26,9 @@ from fsdp_offload import (
     offload_states,
     release_states,
     reload_states,
-    synchronize,
 )
-from tests.cpu.test_megatron_chain import Loop
+from tests.cpu.test_megatron_chain import Loop, assert_same
+from tests.cpu.test_megatron_chain import train as train_both
 from tests.distributed import test_distributed_optimizer as megatron
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.test_fused_adam import fused_adam
@@ -160,17 +160,8 @@ def loops() -> tuple[Loop, Loop]:
     return Loop(True, STAYING), Loop(False)
 
 
-def assert_same(on: Loop, off: Loop) -> None:
-    synchronize(on.optimizer)
-    values, others = list(on.values()), list(off.values())
-    assert len(values) == len(others)
-    assert all(map(torch.equal, values, others))
-
-
 def train(pair: tuple[Loop, Loop], *steps: int) -> None:
-    for step in steps:
-        for loop in pair:
-            loop.train_step(step)
+    train_both(pair, *steps)
     assert_same(*pair)
 
 

@@ -186,21 +186,46 @@ def copies(plan: BucketPlan) -> list[tuple[Copy, ...]]:
     return [bucket.copies for bucket in plan.buckets]
 
 
-def test_small_shards_share_a_bucket() -> None:
-    plan = plan_buckets([adam(16), adam(10), adam(16)], 1024)
-    assert plan.home_offsets == ((0, 64), (128, 192), (256, 320))
-    assert [bucket.leaf_offsets for bucket in plan.buckets] == [plan.home_offsets]
-    assert copies(plan) == [(Copy(0, 0, 384),)]
-    assert plan.home_nbytes == 384
+CUTS: dict[str, tuple[list[ShardSpec], int, list[tuple[Range, ...]]]] = {
+    "small shards share a bucket": (
+        [adam(16), adam(10), adam(16)],
+        1024,
+        [(Range(0, 0, 16), Range(1, 0, 10), Range(2, 0, 16))],
+    ),
+    "a large shard fills buckets": (
+        [adam(300)],
+        1280,
+        [(Range(0, 0, 128),), (Range(0, 128, 256),), (Range(0, 256, 300),)],
+    ),
+    "a small shard is not cut to fill one": ([adam(448), adam(128)], 4096, [(Range(0, 0, 448),), (Range(1, 0, 128),)]),
+    "the end of a cut shard shares one with what follows": (
+        [adam(192), adam(16)],
+        1280,
+        [(Range(0, 0, 128),), (Range(0, 128, 192), Range(1, 0, 16))],
+    ),
+    "a large shard that must stay whole is alone": (
+        [adam(16), adam(4096, cuttable=False), adam(16)],
+        1024,
+        [(Range(0, 0, 16),), (Range(1, 0, 4096),), (Range(2, 0, 16),)],
+    ),
+    # An optimizer must see these: Adam gives an empty shard its counter, although nothing is moved.
+    "empty shards and those without state have one too": (
+        [adam(0), ShardSpec(70, (), cuttable=True)],
+        1024,
+        [(Range(0, 0, 0), Range(1, 0, 70))],
+    ),
+}
 
 
-def test_a_large_shard_is_cut_into_ranges_that_fill_buckets_and_stays_contiguous_at_home() -> None:
+@pytest.mark.parametrize(("specs", "bucket_bytes", "ranges"), CUTS.values(), ids=CUTS)
+def test_which_ranges_share_a_bucket(
+    specs: list[ShardSpec], bucket_bytes: int, ranges: list[tuple[Range, ...]]
+) -> None:
+    assert [bucket.ranges for bucket in plan_buckets(specs, bucket_bytes).buckets] == ranges
+
+
+def test_a_cut_shard_stays_contiguous_at_home() -> None:
     plan = plan_buckets([adam(300)], 1280)
-    assert [bucket.ranges for bucket in plan.buckets] == [
-        (Range(0, 0, 128),),
-        (Range(0, 128, 256),),
-        (Range(0, 256, 300),),
-    ]
     assert plan.home_offsets == ((0, 1216),)
     assert copies(plan) == [
         (Copy(0, 0, 512), Copy(1216, 512, 512)),
@@ -213,11 +238,7 @@ def test_a_cut_fills_what_is_left_of_a_bucket() -> None:
     plan = plan_buckets([adam(64), adam(4096)], 4096)
     assert plan.buckets[0].ranges == (Range(0, 0, 64), Range(1, 0, 448))
     assert [bucket.nbytes for bucket in plan.buckets] == [4096] * 8 + [512]
-
-
-def test_a_small_shard_is_not_cut_to_fill_a_bucket() -> None:
-    plan = plan_buckets([adam(448), adam(128)], 4096)
-    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 448),), (Range(1, 0, 128),)]
+    assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048).buckets] == [2048] * 4
 
 
 def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
@@ -226,29 +247,6 @@ def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
     assert max(sizes) == 16_384
     assert max(sizes[0], sizes[-1]) <= 16_384 / 4
     assert len(sizes) <= 32 + 6
-
-
-def test_a_shard_of_exactly_some_buckets_is_cut_into_as_many() -> None:
-    assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048).buckets] == [2048] * 4
-
-
-def test_the_end_of_a_cut_shard_shares_a_bucket_with_what_follows() -> None:
-    plan = plan_buckets([adam(192), adam(16)], 1280)
-    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 128),), (Range(0, 128, 192), Range(1, 0, 16))]
-
-
-def test_a_large_shard_that_must_stay_whole_is_a_bucket_alone() -> None:
-    plan = plan_buckets([adam(16), adam(4096, cuttable=False), adam(16)], 1024)
-    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 16),), (Range(1, 0, 4096),), (Range(2, 0, 16),)]
-    assert plan.buckets[1].nbytes == 2 * 4 * 4096
-
-
-def test_empty_shards_and_shards_without_state_have_a_bucket_too() -> None:
-    """An optimizer must see them (Adam gives an empty shard its counter), although nothing is moved."""
-    plan = plan_buckets([adam(0), ShardSpec(70, (), cuttable=True)], 1024)
-    assert [bucket.ranges for bucket in plan.buckets] == [(Range(0, 0, 0), Range(1, 0, 70))]
-    assert copies(plan) == [()]
-    assert plan.home_nbytes == 0
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 30])

@@ -14,6 +14,8 @@ LOCAL = [
     f"{LAYER}.experts.local_experts.1.linear_fc2.bias",
     "model.layers.0.block_sparse_moe.experts.10.w1.weight",
     "experts.0",
+    "model.layers.0.grouped_linear.weight1",
+    "weight0",
 ]
 GLOBAL = [
     f"{LAYER}.experts.linear_fc1.weight22",
@@ -24,6 +26,8 @@ GLOBAL = [
     f"{LAYER}.experts.local_experts.23.linear_fc2.bias",
     "model.layers.0.block_sparse_moe.experts.32.w1.weight",
     "experts.22",
+    "model.layers.0.grouped_linear.weight23",
+    "weight22",
 ]
 OTHERS = [
     f"{LAYER}.router.weight",
@@ -31,7 +35,8 @@ OTHERS = [
     f"{LAYER}.linear_fc1.weight",
     f"{LAYER}.experts.linear_fc1.weight",
     f"{LAYER}.experts.w13",
-    "module.decoder.layers.0.experts_norm.weight0",
+    "module.decoder.layers.0.experts_norm.0.weight",
+    "module.decoder.layers.0.qweight0",
 ]
 EXPERTS = Experts.of_rank(2, 11)
 

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"policy", "torch_compat", "planning", "device"},
     "core": {"policy", "torch_compat", "planning", "device", "state", "optimizers", "cpu_update"},
     "report": set(),
-    "measured": {"device", "state", "cpu_update", "core", "report"},
+    "measured": {"device", "state", "optimizers", "cpu_update", "core", "report"},
     "api": {
         *("policy", "torch_compat", "planning", "device", "state", "optimizers"),
         *("cpu_update", "model", "core", "report", "measured"),

@@ -24,8 +24,6 @@ from tests.policies import with_share
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
 PYTHON, AUTOGRAD = 100, 101  # threads
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer. The parameters are on the CPU:UserWarning")
-
 
 class Trace:
     """Written down in milliseconds; a trace has microseconds, and the device's clock is the host's."""

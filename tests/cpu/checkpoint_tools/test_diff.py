@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import math
 import os
 import struct
@@ -11,15 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.regions import stretches, whole_of
 from checkpoint_tools.core.values import compare_values, same_values
-from checkpoint_tools.look.diff import EXACT, Difference, Tolerance, all_keys, bytes_to_compare, diff
+from checkpoint_tools.look.diff import EXACT, Difference, Tolerance, aligned, all_keys, bytes_to_compare, diff
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import FUSED, STATE, changed, chunks_in, save, save_on_two_ranks
+from tests.checkpoint_tools.checkpoints import (
+    FUSED,
+    Opaque,
+    changed,
+    chunks_in,
+    run_here,
+    save,
+    save_on_two_ranks,
+)
+from tests.checkpoint_tools.converted import converted
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +49,6 @@ def of_states(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], tolerance: T
 
 
 # The same ------------------------------------------------------------------------------------------------------------
-
-
-def test_saved_twice(tmp_path: Path) -> None:
-    assert of_states(tmp_path, STATE, STATE) == []
 
 
 @pytest.mark.distributed
@@ -117,16 +121,12 @@ def test_tolerances(tmp_path: Path) -> None:
     assert differences(a, b, Tolerance(rtol=0.01, atol=0.5)) == []
 
 
-class Custom:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
 def test_objects(tmp_path: Path) -> None:
-    a = {"nan": math.nan, "tensors": (torch.zeros(2), 1), "custom": Custom(1), "same": Custom(1), "type": 1}
-    b = {"nan": math.nan, "tensors": (torch.ones(2), 1), "custom": Custom(2), "same": Custom(1), "type": 1.0}
+    a = {"nan": math.nan, "tensors": (torch.zeros(2), 1), "custom": Opaque(1), "same": Opaque(1), "zero": 0.0}
+    b = {"nan": math.nan, "tensors": (torch.ones(2), 1), "custom": Opaque(2), "same": Opaque(1), "zero": -0.0}
     found = of_states(tmp_path, a, b)
-    assert [each.key for each in found] == ["custom", "tensors", "type"]
+    assert [each.key for each in found] == ["custom", "tensors", "zero"]
+    assert found[-1] == Difference("zero", "object", "0.0 in A, -0.0 in B")
     assert found[0].detail == "their bytes differ; they cannot be looked into"
 
 
@@ -144,14 +144,6 @@ VALUES: list[Any] = [
 def test_objects_are_the_same_only_with_the_same_types_and_bits(at: int) -> None:
     again = copy.deepcopy(VALUES)
     assert [number for number, value in enumerate(again) if same_values(VALUES[at], value)] == [at]
-
-
-def test_numbers_in_objects(tmp_path: Path) -> None:
-    a = {"zero": 0.0, "in": {"a": [1, -0.0]}, "nan": NAN, "int": 1, "bool": True, "other": NAN, "keys": ({1: 2},)}
-    b = {"zero": -0.0, "in": {"a": [1, 0.0]}, "nan": NAN, "int": 1.0, "bool": 1, "other": OTHER_NAN}
-    found = of_states(tmp_path, a, b | {"keys": ({True: 2},)})
-    assert [each.key for each in found] == ["bool", "in.a", "int", "keys", "other", "zero"]
-    assert found[-1] == Difference("zero", "object", "0.0 in A, -0.0 in B")
 
 
 # Trouble -------------------------------------------------------------------------------------------------------------
@@ -231,13 +223,6 @@ def test_damaged_elements_are_not_taken_for_others(tmp_path: Path) -> None:
         differences(a, b)
 
 
-def test_files_that_are_gone(tmp_path: Path) -> None:
-    a, b = save(tmp_path / "a", STATE), save(tmp_path / "b", STATE)
-    (b / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        differences(a, b)
-
-
 # Values --------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +235,8 @@ def test_bits_are_compared() -> None:
     assert compare_values(torch.tensor([0.0]), nan) == (1, 1, torch.inf)
     assert compare_values(torch.tensor([torch.inf]), torch.tensor([-torch.inf])) == (1, 1, torch.inf)
     assert compare_values(torch.tensor([torch.inf]), nan, atol=1.0) == (1, 1, torch.inf)
+    many = torch.zeros(1_000_003)  # in several blocks
+    assert compare_values(many, many.index_fill(0, torch.arange(0, 1_000_000, 1000), 3.0)) == (1000, 1_000_003, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -268,22 +255,51 @@ def test_all_dtypes(dtype: torch.dtype) -> None:
     assert compare_values(a, b, atol=2.0) == (0, 3, None)
 
 
-def test_many_elements() -> None:
-    a = torch.zeros(1_000_003)
-    b = a.clone()
-    b[::1000] = torch.arange(1001.0)[: len(b[::1000])] + 1
-    assert compare_values(a, b) == (1001, 1_000_003, 1001.0)
+def test_large_integers_differ_by_one(tmp_path: Path) -> None:
+    one, other = (
+        open_checkpoint(save(tmp_path / name, {"x": torch.tensor([value])}))
+        for name, value in (("a", 2**60 + 1), ("b", 2**60))
+    )
+    (found,) = diff(one, other, ["x"], Tolerance(atol=0.5))
+    assert found.max_abs_diff == 1.0
+    assert diff(one, other, ["x"], Tolerance(atol=1.0)) == []
 
 
-# Blocks --------------------------------------------------------------------------------------------------------------
+# Keys with a prefix on one side alone, as after a round trip ---------------------------------------------------------
+
+WEIGHTS = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
 
 
-@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 40))
-def test_blocks_are_the_tensor_in_order(shape: list[int], max_numel: int) -> None:
-    whole = torch.arange(math.prod(shape)).view(shape)
-    parts = []
-    for block in stretches(whole_of(tuple(shape)), max_numel):
-        at = tuple(slice(offset, offset + size) for offset, size in zip(block.offsets, block.sizes, strict=True))
-        parts.append(whole[at].flatten())
-        assert block.numel == len(parts[-1]) <= max_numel
-    assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(whole.numel()))
+def test_hugging_face_and_what_convert_makes_of_it(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    converted(tmp_path / "model.safetensors", tmp_path / "dcp")
+    same = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp")
+    turned = run_here("diff", tmp_path / "dcp", tmp_path / "model.safetensors", "--json")
+    assert same.returncode == 0, same.stdout
+    assert same.stdout.splitlines() == [
+        "note: keys of the model begin with 'model.' in B alone, compared without",
+        "the same: 2 keys, bit by bit",
+    ]
+    assert turned.returncode == 0
+    assert json.loads(turned.stdout)["notes"] == ["keys of the model begin with 'model.' in A alone, compared without"]
+    plain = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp", "--key-prefix", "")
+    assert plain.returncode == 1
+    assert "different: 4 of 4 keys" in plain.stdout
+
+
+def test_a_difference_is_still_found(tmp_path: Path) -> None:
+    first = save(tmp_path / "first", {key: value.clone() for key, value in WEIGHTS.items()})
+    changed = {**WEIGHTS, "lm_head.weight": torch.zeros(4), "new": torch.ones(1)}
+    second = save(tmp_path / "second", {f"module.{key}": value for key, value in changed.items()})
+    different = run_here("diff", first, second)
+    assert different.returncode == 1
+    assert "lm_head.weight  values" in different.stdout
+    assert "different: 2 of 3 keys" in different.stdout
+
+
+def test_keys_of_both_sides_are_left_alone(tmp_path: Path) -> None:
+    first = open_checkpoint(save(tmp_path / "first", WEIGHTS))
+    second = open_checkpoint(save(tmp_path / "second", {**WEIGHTS, "model.lm_head.weight": torch.ones(1)}))
+    assert aligned(first, second) == (first, second, [])
+    other = open_checkpoint(save(tmp_path / "other", {"a": torch.ones(1)}))
+    assert aligned(first, other) == (first, other, [])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -75,23 +74,6 @@ def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
     weights = llama.state_dict()
     assert expected.keys() == weights.keys()
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-def test_the_weights_of_llama_are_merged_into_phi3() -> None:
-    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager"))
-    phi = hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL, attn_implementation="eager"))
-    random_weights(llama)
-    exact(llama)
-    rules = (*preset("hf-gate-up"), *preset("hf-qkv"))
-    optimizer = stepped(llama)
-    exact(llama)
-    state = get_optimizer_state_dict(llama, optimizer)
-    model, optim = merge_state_dict(llama.state_dict(), state, rules, values=HEADS)
-    exact(phi)
-    phi.load_state_dict(model)
-    assert optim["state"].keys() == {name for name, _ in phi.named_parameters()}
-    with torch.no_grad():
-        assert torch.equal(phi(TOKENS).logits, llama(TOKENS).logits)
 
 
 # Experts -------------------------------------------------------------------------------------------------------------
@@ -219,14 +201,6 @@ def outputs_are_equal(
 
 def logits(model: nn.Module) -> Tensor:
     return model(TOKENS).logits
-
-
-def test_gpt_neox(tmp_path: Path) -> None:
-    small = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
-    model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**small, attn_implementation="eager"))
-    twin = separated(model, "query_key_value", linears(q_proj=24, k_proj=24, v_proj=24), per_head(4))
-    values = HEADS | {"num_key_value_heads": 4}
-    outputs_are_equal(tmp_path, model, twin, preset("hf-query-key-value"), values, logits)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])

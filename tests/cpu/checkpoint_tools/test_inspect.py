@@ -9,19 +9,18 @@ import torch
 from rich.console import Console, RenderableType
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.text import block_bounds, human_bytes, natural_order, parse_bytes
+from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
 from checkpoint_tools.look.inspect import (
     FileRow,
     GroupRow,
     KeyRow,
     as_json,
     as_tables,
-    chunk_table,
     group_of,
     rank_of,
     summarize,
 )
-from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, StoredTensor, open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, save
 
 
@@ -72,9 +71,8 @@ def test_totals_of_files(tmp_path: Path) -> None:
     assert files[0] == FileRow("__0_1.distcp", 0, 1, (folder / "__0_1.distcp").stat().st_size)
 
 
-@pytest.mark.parametrize(
-    ("key", "path", "group"),
-    [
+def test_groups_and_ranks() -> None:
+    for key, path, group in (
         ("layers.0.weight", (), "layers"),
         ("model.layers.0.weight", ("model", "layers.0.weight"), "model"),
         ("optim.state.layers.0.weight.exp_avg", ("optim", "state", "layers.0.weight", "exp_avg"), "optim exp_avg"),
@@ -84,15 +82,9 @@ def test_totals_of_files(tmp_path: Path) -> None:
         ("param_groups.layers.0.weight.lr", (), "param_groups"),
         ("step", ("step",), "step"),
         ("optim.state", ("optim", "state"), "optim"),
-    ],
-)
-def test_groups(key: str, path: tuple[str | int, ...], group: str) -> None:
-    assert group_of(key, path) == group
-
-
-@pytest.mark.parametrize(("file", "rank"), [("__12_3.distcp", 12), ("model.distcp", None), ("x/__1_0.distcp", None)])
-def test_ranks(file: str, rank: int | None) -> None:
-    assert rank_of(file) == rank
+    ):
+        assert group_of(key, path) == group
+    assert [rank_of(file) for file in ("__12_3.distcp", "model.distcp", "x/__1_0.distcp")] == [12, None, None]
 
 
 def test_json_has_all_of_it(checkpoint: Checkpoint) -> None:
@@ -104,68 +96,33 @@ def test_json_has_all_of_it(checkpoint: Checkpoint) -> None:
     assert read["files"][0]["rank"] == 0
 
 
-def test_tables(checkpoint: Checkpoint) -> None:
+def test_tables(checkpoint: Checkpoint, tmp_path: Path) -> None:
     shown = text_of(as_tables(summarize(checkpoint), files=True))
     assert "7 tensors, 2 objects in 1 file" in shown
     assert "optim exp_avg" in shown
     assert "4 × 5" in shown
     assert "__0_0.distcp" in shown
     assert "model.layers.10.weight" not in text_of(as_tables(summarize(checkpoint), keys=False))
-
-
-def test_keys_are_no_markup(tmp_path: Path) -> None:
-    shown = text_of(as_tables(summarize(open_checkpoint(save(tmp_path / "c", {"model.[red]x[/]": torch.zeros(1)})))))
-    assert "[red]x[/]" in shown
-
-
-# Tiling --------------------------------------------------------------------------------------------------------------
-
-
-def tensor(shape: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> StoredTensor:
-    stored = (StoredChunk(offsets, sizes, f"f{number}", 0, 0) for number, (offsets, sizes) in enumerate(chunks))
-    return StoredTensor("key", shape, torch.float32, tuple(stored))
-
-
-def test_each_chunk_is_a_row() -> None:
-    shown = text_of(chunk_table(tensor((6, 4), ((0, 0), (2, 4)), ((2, 0), (4, 4))))).splitlines()
-    rows = [line.split() for line in shown]
-    assert [" ".join(row) for row in rows[1:]] == ["0, 0 2 × 4 f0 32 bytes", "2, 0 4 × 4 f1 64 bytes"]
+    no_markup = open_checkpoint(save(tmp_path / "c", {"model.[red]x[/]": torch.zeros(1)}))
+    assert "[red]x[/]" in text_of(as_tables(summarize(no_markup)))
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (1048575, "1.0 MiB"),
-        (3 << 39, "1.5 TiB"),
-    ],
-)
-def test_sizes_for_people(count: int, text: str) -> None:
-    assert human_bytes(count) == text
+def test_sizes() -> None:
+    counts = {0: "0 bytes", 1: "1 byte", 1023: "1023 bytes", 1024: "1.0 KiB", 1048575: "1.0 MiB", 3 << 39: "1.5 TiB"}
+    assert {count: human_bytes(count) for count in counts} == counts
+    sizes = {"4096": 4096, "2GiB": 2 << 30, "1.5 k": 1536, "2GB": 2 * 10**9, "7 bytes": 7}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "much", "-1", "0", "2XB", "GiB", "9" * 5000):
+        with pytest.raises(CheckpointError, match="is not a size"):
+            parse_bytes(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("4096", 4096), ("2GiB", 2 << 30), ("1.5 k", 1536), ("2GB", 2 * 10**9), ("7 bytes", 7)]
-)
-def test_sizes_from_people(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "0", "2XB", "GiB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(CheckpointError, match="is not a size"):
-        parse_bytes(text)
-
-
-def test_order_and_blocks() -> None:
+def test_order() -> None:
     assert sorted(["a.10", "a.2", "a", "b", "a.x", "10", "9"], key=natural_order) == [
         *("9", "10", "a", "a.2", "a.10", "a.x", "b")
     ]
-    assert block_bounds(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert block_bounds(0, 2) == []
+    digits = ["x." + "9" * 5000, "x.10", "x.9", "x.010", "x"]
+    assert sorted(digits, key=natural_order) == ["x", "x.9", "x.10", "x.010", digits[0]]

@@ -1,22 +1,20 @@
 """Elements of stored chunks: looked at where they lie in order, loaded where not; and damaged items."""
 
+import contextlib
 import io
 import shutil
-import struct
-import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.regions import TensorRegion, whole_of
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
-from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.checkpoints import Opaque, save, without_checksums
 
 IN_ORDER = {
     "float32": torch.arange(35.0).view(7, 5),
@@ -47,11 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def without_crcs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, whose checksums say nothing: what is damaged has to be seen otherwise."""
-    torch.serialization.set_crc32_options(False)
-    try:
+    with without_checksums():
         return save(tmp_path_factory.mktemp("without") / "checkpoint", {**IN_ORDER, **OTHERWISE})
-    finally:
-        torch.serialization.set_crc32_options(True)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +78,14 @@ def test_wholes_and_regions(checkpoint: Checkpoint, key: str) -> None:
             assert same(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
 
 
-@pytest.mark.parametrize("key", IN_ORDER)
-def test_what_lies_in_order_needs_no_load(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", [*IN_ORDER, *OTHERWISE])
+def test_only_other_orders_need_a_load(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "load")
     layout = ItemReader(checkpoint).check(chunk_of(checkpoint, key))
     assert layout is not None
-    assert layout.start_bytes is not None
-    ItemReader(checkpoint).read_chunk(chunk_of(checkpoint, key), IN_ORDER[key].dtype)
-
-
-@pytest.mark.parametrize("key", OTHERWISE)
-def test_other_orders_need_a_load(checkpoint: Checkpoint, key: str) -> None:
-    layout = ItemReader(checkpoint).check(chunk_of(checkpoint, key))
-    assert layout is not None
-    assert layout.start_bytes is None
+    assert (layout.start_bytes is None) == (key in OTHERWISE)
+    if key in IN_ORDER:
+        ItemReader(checkpoint).read_chunk(chunk_of(checkpoint, key), IN_ORDER[key].dtype)
 
 
 def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> None:
@@ -116,66 +105,41 @@ def test_small_items_of_one_shape_are_opened_once(tmp_path: Path, monkeypatch: p
     assert same(reader.read_chunk(chunk_of(checkpoint, "4"), torch.float32), torch.full((3,), 4.0))
 
 
-def test_a_view_of_a_larger_storage(tmp_path: Path) -> None:
-    # DCP clones such tensors. Others may not.
-    whole = torch.arange(40.0)
-    assert same(read_archive(tmp_path, whole[8:20].view(3, 4)), torch.arange(8.0, 20.0).view(3, 4))
-
-
-def test_conjugated(tmp_path: Path) -> None:
-    tensor = torch.arange(4) * (1 + 2j)
-    assert same(read_archive(tmp_path, tensor.conj()), tensor.conj().resolve_conj())
-
-
-def test_a_parameter(tmp_path: Path) -> None:
-    assert same(read_archive(tmp_path, torch.nn.Parameter(torch.arange(4.0))), torch.arange(4.0))
-
-
-def test_compressed_records(tmp_path: Path) -> None:
-    tensor = torch.arange(64.0)
-    assert same(read_archive(tmp_path, tensor, compression=zipfile.ZIP_DEFLATED), tensor)
-
-
-def test_no_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        assert same(read_archive(tmp_path, torch.arange(4.0)), torch.arange(4.0))
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-
-def read_archive(tmp_path: Path, tensor: Tensor, compression: int | None = None) -> Tensor:
-    """``tensor``, by way of an item that torch.save wrote by itself, with others around it."""
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(40.0)[8:20].view(3, 4),  # DCP clones such tensors. Others may not.
+        (torch.arange(4) * (1 + 2j)).conj(),
+        torch.nn.Parameter(torch.arange(4.0)),
+    ],
+    ids=["view", "conjugated", "parameter"],
+)
+@pytest.mark.parametrize("way", ["as it is", "compressed", "without checksums"])
+def test_what_torch_saved_by_itself(tmp_path: Path, tensor: Tensor, way: str) -> None:
+    """With other bytes around it."""
     buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    if compression is not None:
-        buffer = rewritten(buffer, compression)
+    with without_checksums() if way == "without checksums" else contextlib.nullcontext():
+        torch.save(tensor, buffer)
+    if way == "compressed":
+        written = io.BytesIO()
+        with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        buffer = written
     content = buffer.getvalue()
     folder = save(tmp_path / "checkpoint", {"x": torch.empty(tensor.shape, dtype=tensor.dtype)})
     (folder / "__0_0.distcp").write_bytes(b"before" + content + b"after")
     checkpoint = open_checkpoint(folder)
     chunk = chunk_of(checkpoint, "x")._replace(offset_bytes=6, length_bytes=len(content))
-    return ItemReader(checkpoint).read_chunk(chunk, tensor.dtype)
-
-
-def rewritten(buffer: io.BytesIO, compression: int) -> io.BytesIO:
-    result = io.BytesIO()
-    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(result, "w", compression) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    return result
+    assert same(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
 
 
 # Objects -------------------------------------------------------------------------------------------------------------
 
 
-class Custom:
-    """What ``weights_only`` does not take."""
-
-
 def test_objects(tmp_path: Path) -> None:
     plain = {"lr": 0.1, "betas": (0.9, 0.99), "name": "x", "none": None}
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**plain, "custom": Custom()}))
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**plain, "custom": Opaque()}))
     reader = ItemReader(checkpoint)
     assert {key: reader.read_object(checkpoint.objects[key]) for key in plain} == plain
     reader.check(checkpoint.objects["custom"])
@@ -200,23 +164,41 @@ def refused(checkpoint: Checkpoint, chunk: StoredChunk, match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_that_is_overwritten(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "content", "match"),
+    [(-22, bytes(22), "not what torch.save writes"), (0, b"PKxx", "is not where it should be")],
+    ids=["directory", "record"],
+)
+def test_what_is_overwritten(
+    saved: Path, checkpoint: Checkpoint, tmp_path: Path, at: int, content: bytes, match: str
+) -> None:
     chunk = chunk_of(checkpoint, "float32")
-    end = chunk.offset_bytes + chunk.length_bytes
-    refused(damaged(saved, tmp_path, end - 22, bytes(22)), chunk, "not what torch.save writes")
+    begin = chunk.offset_bytes + (at % chunk.length_bytes)
+    refused(damaged(saved, tmp_path, begin, content), chunk, match)
 
 
-def test_a_pickle_that_is_overwritten(without_crcs: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    chunk = chunk_of(checkpoint, "float32")
-    with (without_crcs / "__0_0.distcp").open("rb") as stream:
-        stream.seek(chunk.offset_bytes)
-        at = chunk.offset_bytes + stream.read(chunk.length_bytes).index(b"torch._utils")
-    refused(damaged(without_crcs, tmp_path, at - 3, b"\xff\xff\xff"), chunk, "data.pkl is no pickle")
-
-
-def test_a_record_that_is_not_where_the_directory_says(saved: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    chunk = chunk_of(checkpoint, "float32")
-    refused(damaged(saved, tmp_path, chunk.offset_bytes, b"PKxx"), chunk, "is not where it should be")
+@pytest.mark.parametrize(
+    ("key", "after", "old", "new", "match"),
+    [
+        ("float32", b"", b"torch._utils", b"\xff\xff\xffch._utils", "data.pkl is no pickle"),
+        ("int64", b"cpu", b"K\x07", b"K\x09", "56 bytes where 72 are expected"),  # more elements than there are
+    ],
+    ids=["no pickle", "another size"],
+)
+def test_a_pickle_that_is_overwritten(
+    without_crcs: Path,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    key: str,
+    after: bytes,
+    old: bytes,
+    new: bytes,
+    match: str,
+) -> None:
+    chunk = chunk_of(checkpoint, key)
+    content = (without_crcs / "__0_0.distcp").read_bytes()
+    at = content.index(old, content.index(after, chunk.offset_bytes))
+    refused(damaged(without_crcs, tmp_path, at, new), chunk, match)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, -1), (-1, 0), (100, 0), (0, -100)])
@@ -233,18 +215,6 @@ def test_another_byte_range(checkpoint: Checkpoint, begin: int, end: int) -> Non
 def test_another_shape(checkpoint: Checkpoint) -> None:
     chunk = chunk_of(checkpoint, "float32")
     refused(checkpoint, chunk._replace(sizes=(5, 7)), r"shape \(7, 5\) where one of \(5, 7\)")
-
-
-def test_a_storage_of_another_size(without_crcs: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    # The pickle says that there are more elements than there are.
-    chunk = chunk_of(checkpoint, "int64")
-    with (without_crcs / "__0_0.distcp").open("rb") as stream:
-        stream.seek(chunk.offset_bytes)
-        content = stream.read(chunk.length_bytes)
-    at = content.index(b"cpu") + len("cpu")
-    at = content.index(struct.pack("<cB", b"K", 7), at)
-    broken = damaged(without_crcs, tmp_path, chunk.offset_bytes + at, struct.pack("<cB", b"K", 9))
-    refused(broken, chunk, "56 bytes where 72 are expected")
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
@@ -265,11 +235,3 @@ def test_extensions(tmp_path: Path, checkpoint: Checkpoint) -> None:
     assert reader.check(chunk) is None
     with pytest.raises(CheckpointError, match=r"written through stream.zstd/1"):
         reader.read_chunk(chunk, torch.float32)
-
-
-def test_what_dcp_loads_is_what_is_read(saved: Path, checkpoint: Checkpoint) -> None:
-    loaded = {key: torch.zeros_like(value) for key, value in {**IN_ORDER, **OTHERWISE}.items()}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(loaded, checkpoint_id=saved, no_dist=True)
-    for key, value in loaded.items():
-        assert same(ItemReader(checkpoint).read_chunk(chunk_of(checkpoint, key), value.dtype), value), key

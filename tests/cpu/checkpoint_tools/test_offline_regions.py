@@ -1,6 +1,5 @@
 """Rectangles: stretches of memory, what two have in common, joining, and from a part to the whole."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -8,17 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_tools.core.regions import (
-    Comb,
     Index,
     TensorRegion,
-    combs_of,
     common,
-    fused_regions,
     joined,
-    part_chunks,
     stretches,
 )
-from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -85,24 +79,3 @@ def test_joined() -> None:
         TensorRegion((0, 0), (1, 2)),
         TensorRegion((1, 0), (1, 3)),
     ]
-
-
-@given(
-    layout=st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]),
-    before=st.lists(st.integers(1, 3), max_size=2),
-    after=st.lists(st.integers(1, 3), max_size=2),
-    size=st.integers(1, 4),
-)
-def test_from_the_part_to_the_whole_and_back(layout: str, before: list[int], after: list[int], size: int) -> None:
-    groups = 2 if layout == "grouped" else 1
-    sizes = [1, 1] if layout == "stacked" else [size * groups] * 2
-    combs: tuple[Comb, ...] = combs_of(sizes, layout, groups)  # type: ignore[arg-type]
-    dim, shape = len(before), (*before, sum(sizes), *after)
-    for comb in combs:
-        part = TensorRegion((0,) * len(comb.part_shape(shape, dim)), comb.part_shape(shape, dim))
-        for region in fused_regions(part, dim, comb):
-            whole = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
-            (back,) = part_chunks(ShardChunks(shape, region.sizes, (whole,)), dim, comb).chunks
-            assert back.numel == region.numel
-            assert contains(part, back)
-        assert sum(region.numel for region in fused_regions(part, dim, comb)) == math.prod(part.sizes)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tests.checkpoint_tools.offline import (
     Rectangle,
     assert_same,
     check_zip_files,
+    content,
     part_of,
     rewritten,
     rule,
@@ -87,13 +87,6 @@ def fused(draw: st.DrawFn) -> dict[str, Any]:
     return {"rule": rule(layout=layout, dim=dim - ndim * negative, **fields), "shape": tuple(shape), "dim": dim}
 
 
-def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    high = 2 if dtype == torch.bool else 256
-    numbers = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-    return numbers.view(dtype).view(shape)
-
-
 @SETTINGS
 @given(data=st.data())
 def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
@@ -146,12 +139,3 @@ def test_parts_in_whatever_chunks_are_merged(data: st.DataObject, tmp_path_facto
     memory = data.draw(st.sampled_from([128, 200, 4000]))
     merged = rewritten("merge", source, tmp_path / "merged", the_rule, max_memory_bytes=memory)
     assert same_bits(values_of(merged)[f"model.{FUSED}"], whole)
-
-
-def test_what_is_split_may_be_larger_than_memory_in_any_dimension(tmp_path: Path) -> None:
-    wholes = {"a": torch.arange(4000).view(1, 4000), "b": torch.arange(4000).view(2, 2, 1000)}
-    for number, dim in enumerate((1, 2)):
-        whole = list(wholes.values())[number]
-        source = save(tmp_path / f"source-{number}", {FUSED: whole})
-        split = rewritten("split", source, tmp_path / f"split-{number}", rule(dim=dim), max_memory_bytes=2000)
-        assert all(same_bits(values_of(split)[part], whole.chunk(2, dim)[n]) for n, part in enumerate((GATE, UP)))

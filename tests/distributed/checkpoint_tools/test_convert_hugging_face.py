@@ -11,15 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers as hf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -28,15 +24,11 @@ from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.inspect import as_json, summarize
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.stored.safetensors_folder import read_header
-from checkpoint_tools.stored.storage import Folder
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL, TOKENS
 from tests.distributed.launch import mesh, spawn
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def tiny() -> hf.LlamaForCausalLM:
@@ -73,59 +65,6 @@ def test_what_transformers_has_saved(tmp_path: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
             dcp.load(loaded, checkpoint_id=tmp_path / f"made-{size}", no_dist=True)
         assert all(torch.equal(loaded["model"][key], value) for key, value in model.state_dict().items())
-
-
-def test_one_file(tmp_path: Path) -> None:
-    save_file({"a": torch.arange(3), "b": torch.ones(2, 2)}, tmp_path / "some.safetensors")
-    for number, prefix in enumerate((None, "", "net.")):
-        made = converted(tmp_path / "some.safetensors", tmp_path / f"{number}", key_prefix=prefix)
-        start = "model." if prefix is None else prefix
-        assert {key: value.tolist() for key, value in values_of(made).items()} == {
-            f"{start}a": [0, 1, 2],
-            f"{start}b": [[1, 1], [1, 1]],
-        }
-
-
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def trained(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False))
-    first, *rest = model.parameters()
-    groups = [{"params": [first], "lr": 0.1 + 0.2}, {"params": rest, "betas": (0.8, 0.95)}]
-    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), capturable=False, foreach=False)
-    for _ in range(steps):
-        model(torch.randn(2, 5)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-@pytest.mark.parametrize("options", [None, FLAT])
-def test_an_optimizer_goes_on_with_the_same_bits(tmp_path: Path, options: StateDictOptions | None) -> None:
-    model, optimizer = trained(0, 3)
-    states = {
-        "model": get_model_state_dict(model),
-        "optim": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    source = save(tmp_path / "source", states)
-    converted(source, tmp_path / "made")
-    converted(tmp_path / "made", tmp_path / "back")
-    other, its = trained(1, 1)
-    loaded = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, its, options=options)}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(loaded, checkpoint_id=tmp_path / "back", no_dist=True)
-    set_model_state_dict(other, loaded["model"])
-    set_optimizer_state_dict(other, its, loaded["optim"], options=options)
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, same)
-        assert optimizer.state[one].keys() == its.state[same].keys()
-        assert all(torch.equal(optimizer.state[one][name], its.state[same][name]) for name in its.state[same])
-    for group, same_group in zip(optimizer.param_groups, its.param_groups, strict=True):
-        assert {k: v for k, v in group.items() if k != "params"} == {
-            k: v for k, v in same_group.items() if k != "params"
-        }
 
 
 # torch's own writer --------------------------------------------------------------------------------------------------
@@ -175,29 +114,6 @@ def save_rows(rank: int, world_size: int, folder: Path, rows: int, tiny_rows: in
     state = {key: distribute_tensor(tensor, device_mesh, [Shard(0)]) for key, tensor in whole.items()}
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     dist.barrier()
-
-
-def all_that_files_say(folder: Path) -> dict[str, Any]:
-    """Headers and data; torch writes the entries of ``__metadata__`` in any order."""
-    headers = {file.name: read_header(Folder(folder), file.name) for file in folder.glob("*.safetensors")}
-    return {name: (header, (folder / name).read_bytes()[header.data_at :]) for name, header in headers.items()}
-
-
-@pytest.mark.distributed
-def test_a_last_file_that_is_missing_cannot_be_told_from_one_that_never_was(tmp_path: Path) -> None:
-    """Why it is a note, and no error. If torch says more one day, this fails, and it can become one."""
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    spawn(save_rows, 3, tmp_path, cut, 6, 3)
-    spawn(save_rows, 2, tmp_path, whole, 4, 2)
-    last = "shard-00003-model-00001-of-00001.safetensors"
-    assert (cut / last).exists()
-    (cut / last).unlink()
-    assert all_that_files_say(cut) == all_that_files_say(whole)
-    problems, files = check_structure(open_checkpoint(cut))
-    assert problems == []
-    assert [note.partition(":")[0] for note in files.notes] == [
-        "torch's files of parts of tensors say neither how large these are nor how many files there were"
-    ]
 
 
 @pytest.mark.distributed

@@ -20,11 +20,10 @@ from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.inspect import summarize
 from checkpoint_tools.look.verify import check_finite, check_structure
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import changed, run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, changed, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda
 from tests.checkpoint_tools.offline import assert_same, rewritten, same_bits, told, values_of
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
 from tests.distributed.launch import spawn
 
 pytestmark = pytest.mark.distributed
@@ -160,15 +159,6 @@ def test_what_is_stacked_in_front_is_split_along_the_rows(form: str, one_rank: P
         assert same_bits(after.pop(f"{prefix}linear_v.weight"), groups[..., 3, :, :].flatten(-3, -2))
     assert all(same_bits(value, before[key]) for key, value in after.items())
     assert_same(rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, *QKV), source)
-
-
-def test_through_safetensors_and_back(written: tuple[Path, int, int], tmp_path: Path) -> None:
-    folder, _, _ = written
-    source = open_checkpoint(folder / "stacked")
-    converted(folder / "stacked", tmp_path / "safetensors")
-    back = converted(tmp_path / "safetensors", tmp_path / "back")
-    assert not diff(source, back, all_keys(source, back))
-    assert (tmp_path / "back" / "common.pt").read_bytes() == (folder / "stacked" / "common.pt").read_bytes()
 
 
 def test_megatron_loads_what_is_made_of_its_checkpoints_and_trains_on(

@@ -1,7 +1,6 @@
 """Names between frameworks: from Hugging Face's to torchtitan's to Megatron's and back, and loaded where they are."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
-from tests.checkpoint_tools.checkpoints import run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import assert_same, same_bits, values_of
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
+from tests.checkpoint_tools.offline import same_bits, values_of
 from tests.cpu.checkpoint_tools.test_merge_inverts import SMALL
 from tests.distributed.launch import spawn
 
@@ -194,15 +192,6 @@ def test_a_family_of_ones_own(tmp_path: Path) -> None:
         assert_one_line(run_here(*wrong), message)
 
 
-def test_the_same_keys_through_two_ways(tmp_path: Path) -> None:
-    """Straight to Megatron, and by way of torchtitan."""
-    source = save(tmp_path / "source", model_of("llama").state_dict())
-    straight = renamed("llama", source, tmp_path / "straight", "megatron", **VALUES)
-    renamed("llama", source, tmp_path / "titan", "torchtitan", **VALUES)
-    around = renamed("llama", tmp_path / "titan", tmp_path / "around", "megatron", of="torchtitan", **VALUES)
-    assert_same(straight, around)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return save(tmp_path / "source", {"model": model_of("llama").state_dict()})
@@ -231,18 +220,6 @@ def test_nothing_is_left_of_an_interrupted_rename(llama: Path, tmp_path: Path, m
     assert diff(expected, made, keys) == []
 
 
-def test_a_missing_value_is_found_before_anything_is_written(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[object] = []
-    monkeypatch.setattr(rewrite, "write", lambda *args, **options: written.append(args[2]))
-    given = {name: value for name, value in VALUES.items() if name != "head_dim"}
-    with pytest.raises(CheckpointError, match=r"give --value head_dim=NUMBER$"):
-        renamed("llama", llama, tmp_path / "new", "megatron", **given)
-    assert written == []
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
 def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one is refused, and takes nothing from the first; one that cannot be done leaves nothing."""
     write = rewrite.write
@@ -263,19 +240,14 @@ def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_its_progress_is_told(llama: Path, tmp_path: Path) -> None:
-    told: list[list[int]] = []
+    told: dict[str, list[int]] = {}
 
-    @contextlib.contextmanager
-    def progress(what: str, nbytes: int) -> Iterator[Any]:
-        assert what == f"rename, {len(told) + 1} of {what[-1]}"
-        told.append([nbytes, 0])
-
-        def advance(done: int) -> None:
-            told[-1][1] += done
-
-        yield advance
+    def progress(what: str, nbytes: int) -> Any:
+        told[what] = [nbytes]
+        return contextlib.nullcontext(told[what].append)
 
     asked = Translation("llama", "hf", "megatron", VALUES, ())
     translate(str(llama), str(tmp_path / "new"), asked, threads=1, max_memory_bytes=1 << 24, progress=progress)
+    assert list(told) == [f"rename, {number} of {len(told)}" for number in range(1, len(told) + 1)]
     assert len(told) > 1
-    assert all(0 < done <= total for total, done in told)  # what is around elements is not told of
+    assert all(0 < sum(done) <= total for total, *done in told.values())  # what is around elements is not told of

@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
 from checkpoint_tools.fuse.rules import Rule, excluding, preset
-from tests.distributed.launch import mesh, run_cases, spawn
-from tests.tiers import world_sizes
+from checkpoint_tools.look.verify import verify
+from fsdp_offload.checkpoint import check_storage_writer
+from tests.distributed.launch import mesh, spawn
 
 FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
 GATE, UP = "mlp.gate.weight", "mlp.up.weight"
@@ -129,43 +131,9 @@ def test_parts_of_different_tensors_do_not_make_one() -> None:
         merge_state_dict({GATE: one[GATE], UP: other[UP]}, None, [rule()])
 
 
-@pytest.mark.parametrize(
-    ("fused", "message"),
-    [
-        (torch.randn(11, 3), r"gate_up\.weight: dimension 0 of size 11 has no 2 equal parts"),
-        (torch.tensor(1.0), "has shape \\(\\), and the rule divides dimension 0"),
-        ("a string", "rules that match nothing"),
-    ],
-)
-def test_what_cannot_be_split_is_an_error_that_names_it(fused: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_state_dict({FUSED: fused}, None, [rule()])
-
-
 def test_a_stack_of_numbers_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="nothing is left"):
         split_state_dict({FUSED: torch.randn(2)}, None, [rule(layout="stacked")])
-
-
-@pytest.mark.parametrize(
-    ("up", "message"),
-    [
-        (torch.randn(6, 3, dtype=torch.float64), "all of one dtype"),
-        (torch.randn(6, 1), "and they have"),  # would be broadcast
-        (torch.randn(5, 3), "has no 2 equal parts|have the shapes"),
-        (torch.randn(6), "have the shapes"),
-    ],
-)
-def test_parts_that_do_not_fit_together(up: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        merge_state_dict({GATE: torch.randn(6, 3), UP: up}, None, [rule()])
-
-
-def test_parts_with_different_state() -> None:
-    parts, optim = split_state_dict(*states(torch.randn(12, 3)), [rule()])
-    del optim["state"][UP]["exp_avg"]
-    with pytest.raises(ValueError, match="some of its parts have exp_avg"):
-        merge_state_dict(parts, optim, [rule()])
 
 
 def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
@@ -174,14 +142,6 @@ def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
     optim["state"]["other.gate_up.weight"] = optim["state"][FUSED]
     with pytest.raises(ValueError, match=r"state of other\.gate_up\.weight, which is fused, and the model"):
         split_state_dict(model, optim, [rule()])
-
-
-def test_parameters_that_are_numbered_are_refused() -> None:
-    """As ``optimizer.state_dict()`` has them: nothing tells which state is of which parameter."""
-    model, optim = states(torch.randn(12, 3))
-    numbered = {"state": {0: optim["state"][FUSED]}, "param_groups": [{"params": [0, 1]}]}
-    with pytest.raises(ValueError, match=r"are numbered \(0\)"):
-        split_state_dict(model, numbered, [rule()])
 
 
 def test_state_that_is_no_ordinary_tensor_is_refused() -> None:
@@ -220,58 +180,8 @@ def test_a_tower_without_a_gate_is_reported_and_can_be_excluded() -> None:
 # On ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.distributed
-@world_sizes(3, 2)
-def test_shards_are_split_saved_and_loaded(world_size: int, tmp_path: Path) -> None:
-    spawn(run_on_ranks, world_size, tmp_path, tmp_path)
-
-
-def run_on_ranks(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    layouts = {
-        "concatenated": rule(),
-        "interleaved": rule(layout="interleaved"),
-        "grouped": rule(layout="grouped", groups=2),
-        "uneven parts": rule(sizes=(3, "rest")),
-        "columns": rule(dim=1, layout="interleaved"),
-    }
-    cases = {
-        f"{name}, Shard({dim})": lambda f=folder / f"{name}{dim}", r=chosen, d=dim: round_trip(f, r, d)
-        for name, chosen in layouts.items()
-        for dim in (0, 1)
-    }
-    run_cases(cases)
-
-
 def sharded(whole: Tensor, dim: int) -> DTensor:
     return distribute_tensor(whole.clone(), mesh(dist.get_world_size()), [Shard(dim)], src_data_rank=None)
-
-
-def round_trip(folder: Path, chosen: Rule, dim: int) -> Iterator[str]:
-    """Split, saved; loaded as plain shards of the parts, and into the split of another fused tensor."""
-    whole = torch.arange(12.0 * 4).view(12, 4)
-    model = {FUSED: sharded(whole, dim)}
-    optim = {"state": {FUSED: {"step": torch.tensor(1.0), "exp_avg": sharded(whole + 0.5, dim)}}, "param_groups": []}
-    optim["param_groups"].append({"params": [FUSED], "lr": 1.0})
-    parts, part_optim = split_state_dict(model, optim, [chosen])
-    dcp.save({"model": parts, "optim": part_optim}, checkpoint_id=folder)
-    combs = chosen.combs(whole.shape[chosen.dim], {}, FUSED)
-    for key, comb in zip((GATE, UP), combs, strict=True):
-        index = [comb.start + b * comb.distance + at for b in range(comb.blocks) for at in range(comb.length)]
-        expected = whole.index_select(chosen.dim, torch.tensor(index))
-        loaded = {"model": {key: sharded(torch.zeros_like(expected), 0)}}
-        loaded["optim"] = {"state": {key: {"exp_avg": sharded(torch.zeros_like(expected), 1)}}}
-        dcp.load(loaded, checkpoint_id=folder)
-        if not torch.equal(loaded["model"][key].full_tensor(), expected):
-            yield f"{key} was saved wrongly"
-        if not torch.equal(loaded["optim"]["state"][key]["exp_avg"].full_tensor(), expected + 0.5):
-            yield f"exp_avg of {key} was saved wrongly"
-    target = {FUSED: sharded(torch.zeros_like(whole), 1 - dim)}
-    parts, _ = split_state_dict(target, None, [chosen])
-    dcp.load({"model": parts}, checkpoint_id=folder)
-    merged, _ = merge_state_dict(parts, None, [chosen])
-    if merged[FUSED] is not target[FUSED] or not torch.equal(merged[FUSED].full_tensor(), whole):
-        yield "loading into the parts did not fill the whole"
 
 
 @pytest.fixture
@@ -280,6 +190,25 @@ def one(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Path) -> None:
+    """The staged copy has the parts as they were when the save began."""
+    whole = torch.randn(12, 3)
+    fused = distribute_tensor(whole.clone(), one, [Shard(0)])
+    parts, _ = split_state_dict({FUSED: fused}, None, [rule()])
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
+    check_storage_writer(parts, writer)
+    dcp.save(parts, storage_writer=writer)
+    saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
+    fused.to_local().zero_()
+    saving.result()
+    assert not verify(tmp_path / "dcp")
+    loaded = {GATE: torch.zeros(6, 3), UP: torch.zeros(6, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    for found in (loaded, load_file(file)):
+        assert torch.equal(torch.cat([found[GATE], found[UP]]), whole)
 
 
 def test_sharded_parts_from_elsewhere_are_refused(one: DeviceMesh) -> None:

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import ROOT, run_here, save
-from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same
-from tests.cpu.checkpoint_tools.test_command_line import assert_one_line
-from tests.cpu.checkpoint_tools.test_offline_command_line import RULES, contents
+from tests.checkpoint_tools.checkpoints import ROOT, assert_one_line, contents, python, run_here, save
+from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, assert_same
 
 KILLED = """
 import os, signal, sys
@@ -53,17 +51,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_code(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("command", [("split", "--rules", "rules.toml"), ("convert",)])
 def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "rules.toml").write_text(RULES)
@@ -74,7 +61,7 @@ def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tu
     assert expected.returncode == 0
     outcomes = []
     for number in (*range(8), *range(9, 40, 3)):
-        killed = run_code(KILLED, number, name, "source", "new", *options, cwd=tmp_path)
+        killed = python("-c", KILLED, number, name, "source", "new", *options, cwd=tmp_path)
         assert killed.returncode in (0, -signal.SIGKILL), killed.stderr
         assert contents(source) == before
         is_there = (tmp_path / "new").exists()
@@ -145,14 +132,9 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     save(tmp_path / "source", {FUSED: torch.arange(80_000_000, dtype=torch.int32).view(200, 400_000)})
     (tmp_path / "rules.toml").write_text(RULES + "layout = 'interleaved'\ndim = 1\n")
     for way, old, new in (("split", "source", "split"), ("merge", "split", "merged")):
-        run = subprocess.run(
-            [sys.executable, "-c", MEASURED, way, old, new, "--rules", "rules.toml", "--max-memory", "64MiB"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = (MEASURED, way, old, new, "--rules", "rules.toml", "--max-memory", "64MiB")
+        run = python("-c", *command, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
         # The mapped files, one piece of at most 128 MiB as it is and as it is written, and what lies about.
         assert int(run.stdout.split()[-1]) < 310 + 2 * 128 + 36, run.stdout
     assert_same(open_checkpoint(tmp_path / "merged"), open_checkpoint(tmp_path / "source"))
