@@ -2,6 +2,7 @@
 
 import gc
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ def in_forked_child(action: Callable[[], object]) -> int:
         code = 2
         try:
             code = 0 if action() else 1
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
