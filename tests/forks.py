@@ -15,7 +15,7 @@ def in_forked_child(action: Callable[[], object]) -> int:
         code = 2
         try:
             code = 0 if action() else 1
-        except BaseException:
+        except BaseException:  # noqa: BLE001  # the child ends behind it
             traceback.print_exc()
         finally:
             os._exit(code)
