@@ -1,4 +1,4 @@
-"""What a loop that clips does: by our function where its optimizer is offloaded, by torch's where it is plain."""
+"""Clip in a loop: by our function where its optimizer is offloaded, by torch's where it is plain."""
 
 from collections.abc import Callable
 from typing import Any

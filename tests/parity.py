@@ -254,8 +254,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def host_copy(value: Any) -> Any:
-    """Of a tensor, a copy of this rank's part, on the host."""
+    """Copy this rank's part of a tensor to the host."""
     return local(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Call the closure of a step, if there is one, as optimizers do first."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -183,7 +183,7 @@ _NAMES = {
     "torch.storage": {"UntypedStorage"},
     "torch": {"Size", *_STORAGE_DTYPES},
 }
-"""What ``torch.save`` writes for a tensor."""
+"""Names in the pickles of ``torch.save`` that stand for tensors."""
 
 
 class _Tensor(NamedTuple):

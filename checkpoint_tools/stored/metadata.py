@@ -84,7 +84,7 @@ def _item(found: Any) -> Item:
 
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
-# What DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
+# Names that DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
 METADATA_NAMES: Mapping[str, Set[str]] = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
@@ -96,7 +96,7 @@ METADATA_NAMES: Mapping[str, Set[str]] = {
         *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    # Where TensorProperties was before torch 2.3.
+    # TensorProperties was here before torch 2.3.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},

@@ -28,7 +28,7 @@ from .storage import Folder, open_folder
 from .unpickle import PickledObject
 
 Path = tuple[str | int, ...]
-"""Where a value is in the nested state dict."""
+"""Keys and indices that lead to a value in the nested state dict."""
 
 _MAX_NAME = 4096
 _MAX_DEPTH = 256  # of a nested state dict

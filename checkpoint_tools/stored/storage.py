@@ -33,7 +33,7 @@ class _Descriptor:
 class Folder:
     """Files of a checkpoint, by their names relative to it: here of a local folder.
 
-    What cannot be read is an OSError, and FileNotFoundError where there is no such file.
+    Reading raises OSError where it fails, FileNotFoundError where there is no such file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -138,7 +138,7 @@ _DISPATCH: dict[int, Callable[[Any], None]] = {
     ord(pickle.FRAME): _Unpickler.frame,
     ord(pickle.LONG_BINPUT): _Unpickler.long_binput,
     ord(pickle.EMPTY_DICT): _Unpickler.empty_dict,
-    # Of a set there is a list: its values need no hashes.
+    # A set becomes a list, whose values need no hashes.
     ord(pickle.EMPTY_SET): pickle._Unpickler.dispatch[ord(pickle.EMPTY_LIST)],
     ord(pickle.ADDITEMS): pickle._Unpickler.dispatch[ord(pickle.APPENDS)],
 }

@@ -15,7 +15,7 @@ Under expert parallelism, local experts have the same names on every rank: DCP k
 the model in front:
 
 =============================================  ========================================================================
-``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, whatever has it: in Megatron's
+``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, in any module, as in Megatron's
                                                ``TEGroupedMLP``; split, with ``_w`` or ``_v`` behind
 ``experts.local_experts.2.linear_fc1.weight``  Megatron's ``SequentialMLP``
 ``experts.2.up_proj.weight``                   a ``ModuleList`` of experts

@@ -25,13 +25,7 @@ from ..torch_compat.homed import is_homed
 from ..torch_compat.optim import scaler_decides
 from ..torch_compat.sharded_parameter import ShardedParameter
 from ..torch_compat.spent_gradient import is_freed
-from .buckets import (
-    ELSEWHERE,
-    Bucket,
-    bucketing,
-    pools_for,
-    share_out,
-)
+from .buckets import ELSEWHERE, Bucket, bucketing, pools_for, share_out
 from .contents import Contents
 from .early import Early
 from .guesses import Guesses

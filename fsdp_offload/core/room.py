@@ -66,7 +66,7 @@ class _Iteration:
         assert self.end is not None
         self.end.synchronize()
         for _, end, _ in self.waits:
-            end.synchronize()  # the stream of a gather that nothing has used is not behind the end on compute
+            end.synchronize()  # compute may not have waited for a gather that nothing has used
         waits = [(end.elapsed_ms_since(begin), in_step) for begin, end, in_step in self.waits]
         in_step_ms = sum(ms for ms, in_step in waits if in_step)
         return Reading(sum(ms for ms, _ in waits), self.end.elapsed_ms_since(self.begin), in_step_ms=in_step_ms)

@@ -80,7 +80,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """What torch.save writes then has zeros in their place."""
+    """Make torch.save write zeros in their place."""
     torch.serialization.set_crc32_options(False)
     try:
         yield

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.fused_adam_reference import FusedAdam
-from tests.parity import local
+from tests.parity import local, loss_of
 
 # Models --------------------------------------------------------------------------------------------------------------
 
@@ -85,10 +85,7 @@ class Coupled(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         total = sum(local(param.grad).double().square().sum().item() for param, _ in params)
         for param, group in params:

@@ -28,7 +28,7 @@ WRONG_ONCE = [
         for host in (0.0, 0.5)
     ),
 ]
-"""Of three values that no pair of them shows, and programs that are not drawn."""
+"""Cases of three values, which no pair shows, and programs that are not drawn."""
 
 
 @pytest.mark.parametrize("case", WRONG_ONCE, ids=lambda case: str(case).replace(" ", "-"))

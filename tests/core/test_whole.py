@@ -23,7 +23,7 @@ from fsdp_offload.torch_compat.homed import is_homed
 from tests.async_writers import Waits, copied, loaded, not_the_same
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.overlapping import linear_blocks
-from tests.parity import attach, host_copy
+from tests.parity import attach, host_copy, loss_of
 
 
 def own(value: Tensor) -> Tensor:
@@ -39,10 +39,7 @@ class Own(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             group["calls"] += 1
             for param in group["params"]:

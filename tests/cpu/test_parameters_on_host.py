@@ -254,7 +254,7 @@ CONVERSIONS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
         lambda model: model.blocks[0].up.load_state_dict(model.blocks[0].up.state_dict(), assign=True),
     ),
 }
-"""What the error says; nothing where a conversion changes nothing."""
+"""Text of the error; empty where a conversion changes nothing."""
 
 
 @spread(conversion=CONVERSIONS, fields=POLICIES)

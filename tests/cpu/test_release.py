@@ -1,4 +1,4 @@
-"""What a release says of itself; `.ci/release` builds one and tries it in empty environments."""
+"""A release describes itself correctly; `.ci/release` builds one and tries it in empty environments."""
 
 import re
 import runpy
