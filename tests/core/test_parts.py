@@ -220,7 +220,7 @@ def settled(room: Room) -> None:
 
 def waits_again(room: Room, reading: Reading, free_bytes: int = 1 << 40) -> bool:
     """Give ``room`` the same reading twice: one alone is not believed; returns whether it has grown or shrunk."""
-    return any([room.end(reading, steady=True, free_bytes=lambda: free_bytes) for _ in range(2)])
+    return any(room.end(reading, steady=True, free_bytes=lambda: free_bytes) for _ in range(2))
 
 
 def test_room_grows_until_compute_does_not_wait() -> None:
