@@ -80,7 +80,7 @@ def test_blocks_that_are_learnt_as_measured(name: str) -> None:
     """From waits, which differ from run to run; the plan estimates them."""
     one = forecasts(False, "H100", 1, 12 * 2048)[AUTO[name]]
     lines = [json.loads(text) for text in re.findall(rf'^(\{{"name": "{name}", .*\}})$', LEARNT, re.M)]
-    assert len(lines) == 2
+    assert lines
     for line in lines:
         assert -0.055 <= one.device.peak_bytes / 1e9 / line["peak"] - 1 <= 0.03
         assert one.iteration_ms == pytest.approx(line["ms"], rel=0.085)
