@@ -11,7 +11,7 @@ from torch import nn, optim
 import fsdp_offload
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_report, remove_offload
 from fsdp_offload.checkpoint import get_optimizer_state_dict
-from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, train_step
+from tests.parity import SMALL, Net, Pair, Run, attach, make_pair
 
 
 @pytest.fixture
@@ -42,42 +42,40 @@ def adamw() -> Pair:
     return make_pair(Net, lambda params: optim.AdamW(params, lr=0.02), policy=None)
 
 
-class TestLookingAt:
-    def test_a_plain_optimizer(self) -> None:
-        optimizer = adamw().plain.optimizer
-        assert not is_offloaded(optimizer)
-        with pytest.raises(RuntimeError, match=r"this AdamW is not offloaded. Call offload_optimizer\(\) first"):
-            offload_report(optimizer)
-        fsdp_offload.synchronize(optimizer)  # nothing is under way
+@pytest.fixture(params=["accelerate", "lightning", "fabric"])
+def wrap(request: pytest.FixtureRequest) -> Any:
+    """What each framework puts around an optimizer."""
+    if request.param == "accelerate":
+        return request.getfixturevalue("accelerated")
+    return {"lightning": lightnings, "fabric": fabrics}[request.param]
 
-    def test_through_accelerate(self, accelerated: Any) -> None:
-        self.check(accelerated)
 
-    @pytest.mark.parametrize("wrap", [lightnings, fabrics])
-    def test_through_lightning(self, wrap: Any) -> None:
-        self.check(wrap)
+def test_a_plain_optimizer_is_told_from_an_offloaded_one() -> None:
+    optimizer = adamw().plain.optimizer
+    assert not is_offloaded(optimizer)
+    with pytest.raises(RuntimeError, match=r"this AdamW is not offloaded. Call offload_optimizer\(\) first"):
+        offload_report(optimizer)
+    fsdp_offload.synchronize(optimizer)  # nothing is under way
 
-    def check(self, wrap: Any) -> None:
-        """Wrapped before attaching and after it."""
-        for wrapped_first in (True, False):
-            run = adamw().offloaded
-            model, optimizer, names = run.model, run.optimizer, list(run.params)
-            wrapper = wrap(optimizer) if wrapped_first else None
-            assert wrapper is None or not is_offloaded(wrapper)
-            assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
-            wrapper = wrapper or wrap(optimizer)
-            assert is_offloaded(wrapper)
-            assert isinstance(optimizer, OffloadedOptimizer)
-            assert (
-                offload_report(wrapper).memory.host_state_bytes
-                == optimizer.offload_report().memory.host_state_bytes
-                > 0
-            )
-            fsdp_offload.synchronize(wrapper)
-            assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
-            remove_offload(wrapper)
-            assert not is_offloaded(wrapper)
-            assert type(optimizer) is optim.AdamW
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
+    run = adamw().offloaded
+    model, optimizer, names = run.model, run.optimizer, list(run.params)
+    wrapper = wrap(optimizer) if wrapped_first else None
+    assert wrapper is None or not is_offloaded(wrapper)
+    assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
+    wrapper = wrapper or wrap(optimizer)
+    assert is_offloaded(wrapper)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    host_bytes = optimizer.offload_report().memory.host_state_bytes
+    assert offload_report(wrapper).memory.host_state_bytes == host_bytes > 0
+    fsdp_offload.synchronize(wrapper)
+    assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
+    assert fsdp_offload.offload_optimizer(wrapper, exist_ok=True) is wrapper
+    remove_offload(wrapper)
+    assert not is_offloaded(wrapper)
+    assert type(optimizer) is optim.AdamW
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -159,36 +157,21 @@ def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool, with_sch
 # Twice ---------------------------------------------------------------------------------------------------------------
 
 
-class TestExistOk:
-    def test_a_second_call_changes_nothing(self) -> None:
-        pair = adamw()
-        pair.attach(SMALL, with_model=True)
-        pair.train(2)
-        model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
-        for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
-            assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
-        pair.assert_same()
-        pair.train(2)
-
-    def test_it_attaches_where_it_is_not(self) -> None:
-        pair = adamw()
-        attach(pair.offloaded.optimizer, exist_ok=True)
-        assert pair.offloaded.is_offloaded
-        pair.train(2)
-
-    def test_another_offload_is_refused(self) -> None:
-        pair = adamw()
-        pair.attach()
-        optimizer = pair.offloaded.optimizer
-        for arguments, message in (
-            ({"policy": OffloadPolicy()}, r"offloaded already, with OffloadPolicy\(.*Call remove_offload\(\) first"),
-            ({"model": pair.offloaded.model}, r"offloaded already, without a model\. Call remove_offload"),
-        ):
-            with pytest.raises(RuntimeError, match=message):
-                fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments)
-        pair.train(2, train_step)
-
-    def test_through_a_wrapper(self, accelerated: Any) -> None:
-        wrapper = accelerated(adamw().offloaded.optimizer)
-        attach(wrapper)
-        assert fsdp_offload.offload_optimizer(wrapper, exist_ok=True) is wrapper
+def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
+    pair = adamw()
+    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
+    attach(optimizer, exist_ok=True)
+    assert pair.offloaded.is_offloaded
+    for arguments, message in (
+        ({"policy": OffloadPolicy()}, r"offloaded already, with OffloadPolicy\(.*Call remove_offload\(\) first"),
+        ({"model": model}, r"offloaded already, without a model\. Call remove_offload"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments)
+    pair.train(2)
+    pair.detach()
+    pair.attach(SMALL, with_model=True)
+    for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
+        assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
+    pair.assert_same()
+    pair.train(2)
