@@ -89,14 +89,6 @@ def test_the_same_bits(update: Update, early: bool) -> None:
     pair.train(2, without_some_gradients)
 
 
-def test_a_parameter_that_is_listed_twice_is_refused() -> None:
-    param = nn.Parameter(torch.randn(3))
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = torch.optim.AdamW([param, param])
-    with pytest.raises(ValueError, match="lists a parameter more than once"):
-        attach(optimizer)
-
-
 # Around the step ------------------------------------------------------------------------------------------------------
 
 

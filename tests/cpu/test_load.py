@@ -305,13 +305,16 @@ def test_lower_bits_are_no_masters_that_can_be_rebuilt(folder: Path):
     refused(loaded, folder / "2", r"1 in the checkpoint, .*: optimizer\.state\.a\.master_param")
 
 
-def test_flat_state_gets_the_shape_of_its_parameter_and_a_flat_model_does_not(folder: Path):
+def test_flat_state_gets_the_shape_of_its_parameter_and_a_flat_model_does_not(folder: Path, mesh: DeviceMesh):
     dcp.save({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=folder)
     refused({"model": {"weight": torch.zeros(2, 3)}}, folder, "Size mismatch")
     dcp.save({"state": {"weight": {"exp_avg": torch.arange(6.0)}}}, checkpoint_id=folder / "state")
     state = {"state": {"weight": {"exp_avg": torch.zeros(2, 3)}}}
     load(state, checkpoint_id=folder / "state")
     assert torch.equal(state["state"]["weight"]["exp_avg"], torch.arange(6.0).view(2, 3))
+    part = with_chunks(sharded(torch.zeros(2, 3), mesh), torch.zeros(4), chunks_of((2, 3), (1, 5)))
+    load({"state": {"weight": {"exp_avg": part}}}, checkpoint_id=folder / "state")
+    assert memory_of(part).tolist() == [1, 2, 3, 4]
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
