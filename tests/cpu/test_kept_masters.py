@@ -17,7 +17,6 @@ from fsdp_offload import OffloadPolicy, add_masters, remove_offload
 from fsdp_offload.optimizers.masters import close_master, new_master, open_master
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits
-from tests.policies import with_share
 from tests.tiers import every_nth, spread
 from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state, twins_of
 
@@ -171,32 +170,13 @@ def test_same_bits(
     twins.assert_trained()
 
 
-POLICIES = {
-    "whole": WHOLE,
-    "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
-    "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
-    "no offload": None,
-}
-
-
-@spread(policy=POLICIES, chosen=IMPLEMENTATIONS, kind=KINDS)
-def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy | None) -> None:
-    twins = make_twins(Zoo, lambda params: adamw(params, **chosen), kind, policy=policy)
-    twins.train()
-    twins.assert_trained()
-
-
 @pytest.mark.parametrize(("kind", "bytes_per_element"), [("fp32", 12), ("remainder", 10)])
 def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
+    """A parameter of many buckets is cut, or the tests above would show nothing about its second range."""
     twins = make_twins(Zoo, adamw, kind)
     twins.train(1)
     numel = sum(param.numel() for param in twins.low.params.values())
     assert twins.low.optimizer.offload_report().memory.host_state_bytes == bytes_per_element * numel
-
-
-def test_a_parameter_of_many_buckets_is_cut() -> None:
-    """Or the tests above would show nothing about its second range."""
-    twins = make_twins(Zoo, adamw, "remainder")
     plan = vars(twins.low.optimizer)["_offload_engine"].engine.plan
     assert len(plan.shards[twins.low.params["long"]].buckets) > 2
 
@@ -204,12 +184,12 @@ def test_a_parameter_of_many_buckets_is_cut() -> None:
 @EVERY_KIND
 def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
     twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
-    twins.train()
-    twins.assert_trained()
+    twins.train(3)
     assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
     twins.each(load_own)
     twins.assert_same()
     twins.train(2)
+    twins.assert_trained()
 
 
 # Training habits -----------------------------------------------------------------------------------------------------
@@ -338,18 +318,10 @@ def test_late_attach_widens_the_state_and_starts_masters_at_the_parameters(
     twins = trained_before(*form, cls, **options)
     twins.attach()
     twins.assert_same()
+    for run in twins:  # before the first step
+        run.optimizer.param_groups[0] |= {"weight_decay": 0.0, "foreach": True}
     twins.train()
     twins.assert_trained()
-
-
-@EVERY_KIND
-def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kind: str) -> None:
-    twins = trained_before(kind, torch.bfloat16)
-    twins.attach()
-    for run in twins:
-        run.optimizer.param_groups[0]["weight_decay"] = 0.0
-        run.optimizer.param_groups[0]["foreach"] = True
-    twins.train(3)
 
 
 @spread(form=FORMATS, chosen=IMPLEMENTATIONS)
@@ -524,16 +496,13 @@ def test_optimizers_that_cannot_run_on_masters_are_refused(cls: type[optim.Optim
     assert type(optimizer) is cls
 
 
-def test_remainders_of_fp16_are_refused_by_name() -> None:
+def test_remainders_of_fp16_and_other_kinds_are_refused() -> None:
     params = {"low": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), "of_fp16": nn.Parameter(torch.ones(3).half())}
     with pytest.raises(ValueError, match=r"'remainder'.*1 parameters are fp16 \(of_fp16\).*'fp32'"):
         add_masters(adamw(params.items()), "remainder")
-
-
-@pytest.mark.parametrize("value", ["none", "bf16", "", True, None, 32])
-def test_other_kinds_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
-        add_masters(adamw(Net().parameters()), value)
+    for value in ("none", "bf16", "", True, None, 32):
+        with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
+            add_masters(adamw(Net().parameters()), value)  # type: ignore[arg-type]
 
 
 # The harness ---------------------------------------------------------------------------------------------------------
