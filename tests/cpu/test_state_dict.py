@@ -1,4 +1,7 @@
-"""``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users, torch and DCP expect them."""
+"""``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users and torch expect them.
+
+``distributed/test_sharded_checkpoints`` and ``test_same_files`` go through torch.distributed.checkpoint.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -7,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from tests.state_dicts import (
@@ -18,7 +19,6 @@ from tests.state_dicts import (
     MakeOptimizer,
     Run,
     adamw,
-    all_used,
     assert_same,
     assert_same_runs,
     is_home,
@@ -245,30 +245,3 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
     assert_same(run.optimizer.state_dict(), before)
     assert is_home(run)
     assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
-
-
-# torch.distributed.checkpoint ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
-@pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
-def test_torchs_own_functions_and_files(tmp_path: Path, source: bool, target: bool, steps_before: int) -> None:
-    """Between plain and offloaded; a file has the state, and not whole arenas."""
-    saver, reference = (Run(offload=offload, prepare=all_used).train(0, 1) for offload in (source, False))
-    saved, expected = (get_optimizer_state_dict(run.model, run.optimizer) for run in (saver, reference))
-    assert_same(saved, expected)
-    for name, state in {"saved": saved, "expected": expected}.items():
-        dcp.save({"optimizer": state}, checkpoint_id=tmp_path / name, no_dist=True)
-    assert written_bytes(tmp_path / "saved") == pytest.approx(written_bytes(tmp_path / "expected"), rel=0.02)
-    loader = Run(offload=target, prepare=all_used).train(*range(5, 5 + steps_before))
-    restored = {"optimizer": get_optimizer_state_dict(loader.model, loader.optimizer)}
-    dcp.load(restored, checkpoint_id=tmp_path / "saved", no_dist=True)
-    loader.weights_from(saver)
-    set_optimizer_state_dict(loader.model, loader.optimizer, restored["optimizer"])
-    assert not target or is_home(loader)
-    assert_same_runs(loader.train(2), reference.train(2))
-
-
-def written_bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
