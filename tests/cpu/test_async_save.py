@@ -29,7 +29,7 @@ from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.cpu.test_shard_tensor import WHOLE, ragged_whole
-from tests.parity import Run, attach, differences, fail_in_bucket
+from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
 from tests.policies import with_share
 
 ALL = 1 << 30
@@ -42,33 +42,23 @@ pytestmark = pytest.mark.usefixtures("mesh")
 
 # What is trained -----------------------------------------------------------------------------------------------------
 
-# In planning order. With 12 KiB of spare homes, those of `big` and of what follows are beyond them.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "matrix": (40, 13),
-    "scalar": (),
-    "one": (1,),
-    **{f"small{number}": (20,) for number in range(6)},  # several in one bucket, and not all of them with a gradient
-    "frozen": (30,),
-    "late": (30,),
-    "empty": (0, 7),
-    "big": (3001,),  # cut into many buckets
-    "tail": (70,),
-}
 LATE_STEP = 5
 
 
-class Net(nn.Module):
+class Net(Zoo):
+    """And a buffer, several in one bucket of which not all have a gradient, a frozen one, and one that thaws."""
+
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__()
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-            setattr(self, name, nn.Parameter(values, requires_grad=name not in ("frozen", "late")))
+        self.small = nn.ParameterList(torch.randn(20) for _ in range(6))
+        self.frozen, self.late = (nn.Parameter(torch.randn(30), requires_grad=False) for _ in range(2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
 
 def has_gradient(name: str, step: int) -> bool:
     if name.startswith("small"):
-        return (int(name[5:]) + step) % 3 != 0
+        return (int(name[-1]) + step) % 3 != 0
     return name != "frozen" and (name != "late" or step >= LATE_STEP)
 
 
@@ -79,7 +69,7 @@ def set_gradients(net: nn.Module, step: int) -> None:
         param.grad = None
         if has_gradient(name, step):
             generator = torch.Generator().manual_seed(1000 * step + number)
-            param.grad = (torch.randn(param.shape, generator=generator) + 0.1 * param.detach()).to(param.dtype)
+            param.grad = 0.1 * param.detach() + torch.randn(param.shape, generator=generator)
 
 
 MakeOptimizers = Callable[[Net], list[Optimizer]]
@@ -163,9 +153,7 @@ def save(training: Training, stager: ArenaStager, writer: HeldWriter) -> Future[
 class Saving:
     """A save whose writer stands still until it ends, and what its file then has to hold."""
 
-    def __init__(
-        self, training: Training, path: Path, stager: ArenaStager | None = None, waits: Waits | None = None
-    ) -> None:
+    def __init__(self, training: Training, path: Path, stager: Any = None, waits: Waits | None = None) -> None:
         self.path, self.state = path, copied(training.state())
         self.stager = stager or ArenaStager(*training.optimizers)
         self.writer = HeldWriter(path) if waits is None else waits.hold(path)
@@ -418,7 +406,7 @@ def load_in_place(training: Training) -> None:
 
 def exchange(training: Training) -> None:
     """The user's own tensors in place of homes."""
-    for param in (training.net.matrix, training.net.big):
+    for param in (training.net.weight, training.net.long):
         state = training.optimizers[0].state[param]
         state["exp_avg"] = state["exp_avg"] * 2
 
@@ -576,7 +564,7 @@ def test_tied_weights_are_staged_once() -> None:
 def test_views_of_a_home_are_what_they_show() -> None:
     """Also those that begin where it begins."""
     training = trained(POLICY)
-    home = training.optimizers[0].state[training.net.matrix]["exp_avg"]
+    home = training.optimizers[0].state[training.net.weight]["exp_avg"]
     views = [home, home.t(), home.view(-1), home[0], home[:, 0], home[::2], home[1:3], home.view(torch.uint8)]
     staged = ArenaStager(*training.optimizers).stage({str(number): view for number, view in enumerate(views)})
     assert all(torch.equal(staged[str(number)], view) for number, view in enumerate(views))
@@ -642,7 +630,7 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
     stager, host_bytes, buffers = ArenaStager(*training.optimizers), set(), set()
     for number in range(10):
         staged = stager.stage(training.state())
-        buffers.add((staged["model"]["matrix"].data_ptr(), stager._buffer.nbytes))
+        buffers.add((staged["model"]["weight"].data_ptr(), stager._buffer.nbytes))
         del staged  # nobody writes it: that ends the loan
         future = dcp.async_save(training.state(), checkpoint_id=tmp_path / str(number), async_stager=stager)
         training.train()
@@ -685,7 +673,7 @@ def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path
 
 
 def write_in_place(training: Training) -> None:
-    training.optimizers[0].state[training.net.matrix]["exp_avg"].mul_(2)
+    training.optimizers[0].state[training.net.weight]["exp_avg"].mul_(2)
 
 
 @pytest.mark.parametrize("options", [{"snapshot_bytes": 1 << 20}, {}])
