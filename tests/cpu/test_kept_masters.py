@@ -16,9 +16,9 @@ from torch import Tensor, nn, optim
 from fsdp_offload import OffloadPolicy, add_masters, remove_offload
 from fsdp_offload.optimizers.masters import close_master, new_master, open_master
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
-from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits
+from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, same_bits
 from tests.tiers import every_nth, spread
-from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state, twins_of
+from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 KINDS = {kind: kind for kind in ("fp32", "remainder")}
@@ -277,51 +277,19 @@ def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: Offloa
 # Attaching and removing ----------------------------------------------------------------------------------------------
 
 
-def fp32_twin(twins: Twins) -> None:
-    """Let the fp32 side go on from where the low-precision one is, whose state has the parameters' dtype."""
-    for one, other in zip(params_of(twins.full.optimizer), params_of(twins.low.optimizer), strict=True):
-        with torch.no_grad():
-            one.copy_(other)
-        for name, value in twins.low.optimizer.state[other].items():
-            wide = value.float() if value.dtype is other.dtype else value.clone()
-            twins.full.optimizer.state[one][name] = wide
-
-
-def train_alone(run: Run, *steps: int) -> None:
-    for step in steps:
-        run.optimizer.zero_grad()
-        gradients(run, step)
-        run.optimizer.step()
-
-
-EPS = {"eps": 1e-3}  # the usual one is zero in fp16, where an optimizer without masters then makes NaN
-
-
-def trained_before(kind: str, dtype: torch.dtype, cls: type[optim.Optimizer] = optim.AdamW, **options: float) -> Twins:
+@EVERY_FORMAT
+def test_late_masters_start_at_the_parameters_and_widen_the_state(kind: str, dtype: torch.dtype) -> None:
+    """``conformance`` trains on from there, beside the twin."""
     low = Zoo().to(dtype)
-    twins = twins_of(copy.deepcopy(low).float(), low, lambda params: cls(params, lr=0.02, **options), kind, dtype)
-    train_alone(twins.low, 0, 1, 2)
-    fp32_twin(twins)
-    twins.add_masters()
-    twins.updated = set(twins.low.params)
-    return twins
-
-
-@spread(
-    form=FORMATS,
-    made={"RMSprop": (optim.RMSprop, EPS), "ASGD": (optim.ASGD, {}), "AdamW": (optim.AdamW, EPS)},
-)
-def test_late_attach_widens_the_state_and_starts_masters_at_the_parameters(
-    form: tuple[str, torch.dtype], made: tuple[type[optim.Optimizer], dict[str, float]]
-) -> None:
-    cls, options = made
-    twins = trained_before(*form, cls, **options)
-    twins.attach()
-    twins.assert_same()
-    for run in twins:  # before the first step
-        run.optimizer.param_groups[0] |= {"weight_decay": 0.0, "foreach": True}
-    twins.train()
-    twins.assert_trained()
+    run = Run(low, adamw(low.parameters(), eps=1e-3), torch.device("cpu"), dtype)  # the usual one is zero in fp16
+    gradients(run, 0)
+    run.optimizer.step()
+    before = copy.deepcopy(run.optimizer.state_dict()["state"])
+    attach(add_masters(run.optimizer, kind))  # type: ignore[arg-type]
+    for number, param in enumerate(low.parameters()):
+        state = run.optimizer.state[param]
+        assert same_bits(master_of(kind, param.detach(), state[MASTER]), param.detach().float())
+        assert all(same_bits(state[name], before[number][name].float()) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @spread(form=FORMATS, chosen=IMPLEMENTATIONS)
