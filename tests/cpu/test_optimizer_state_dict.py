@@ -28,7 +28,6 @@ from fsdp_offload.checkpoint import (
 )
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
-from tests.parity import fail_in_bucket
 from tests.state_dicts import (
     EVERY_FORM,
     FLAT,
@@ -546,26 +545,6 @@ def test_another_models_optimizer_and_options_that_exclude_each_other_are_refuse
         get_optimizer_state_dict(other.model, run.optimizer)
     with pytest.raises(ValueError, match="10 parameters of the optimizer are not the model's"):
         set_optimizer_state_dict(other.model, run.optimizer, other.get())
-
-
-@spread(steps_before={"fresh": 0, "used": 2}, form=FORMS)
-def test_a_load_heals_a_failed_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_before: int, form: dict[str, Any]
-) -> None:
-    saver = Run(prepare=all_used).train(0, 1)
-    save(saver, tmp_path, **form)
-    run = Run(prepare=all_used).train(*range(steps_before))
-    with monkeypatch.context() as patch:
-        fail_in_bucket(patch, 2)
-        with pytest.raises(ArithmeticError):
-            run.train(7)
-    for options in (NESTED, FLAT):
-        with pytest.raises(RuntimeError, match=r"ArithmeticError.*Load a checkpoint"):
-            run.get(**options)
-    run.weights_from(saver)
-    load(run, tmp_path, **form)
-    assert_same_runs(run, saver)
-    assert_same_runs(run.train(2), Run(offload=False, prepare=all_used).train(0, 1, 2))
 
 
 @pytest.mark.parametrize("for_load", [False, True])
