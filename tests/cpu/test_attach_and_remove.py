@@ -60,16 +60,6 @@ def test_add_param_group(kind: str, after_steps: int) -> None:
     pair.assert_trained("unused.weight", "unused.bias")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_that_moves_to_an_added_group_is_updated_once(kind: str) -> None:
-    pair = make_pair(Net, KINDS[kind])
-    pair.train(2)
-    for run in pair:
-        moved = [run.optimizer.param_groups[0]["params"].pop(0)]
-        run.optimizer.add_param_group({"params": moved, "lr": 0.02})
-    pair.train(2)
-
-
 def test_a_group_that_torch_refuses_changes_nothing() -> None:
     pair = make_pair(Net, KINDS["adamw"])
     pair.train(2)

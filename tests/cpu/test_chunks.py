@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -61,17 +60,6 @@ def test_chunks_hold_what_torch_puts_on_each_rank(sharding: tuple[Shape, Shape, 
         found = cut_chunks(shape, cuts_of(mesh_shape, placements, coordinate))
         assert found.local_shape == tuple(local.shape)
         assert_holds(found, whole, local)
-
-
-@settings(max_examples=200, deadline=None)
-@given(shardings())
-def test_one_rectangle_is_the_one_that_torch_names(sharding: tuple[Shape, Shape, tuple[Placement, ...]]):
-    shape, mesh_shape, placements = sharding
-    for coordinate in coordinates(mesh_shape):
-        found = cut_chunks(shape, cuts_of(mesh_shape, placements, coordinate))
-        torchs = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
-        assert (found.local_shape, found.chunks[0].offsets) == torchs  # of several, torch names the first
-        assert len(found.chunks) == 1 or any(isinstance(placement, _StridedShard) for placement in placements)
 
 
 @settings(max_examples=200, deadline=None)
@@ -192,14 +180,6 @@ def test_a_shard_order_of_the_mesh_is_followed():
         assert_holds(chunks_of(tensor), whole, local)
         strided = dtensor(mesh, (_StridedShard(0, split_factor=2), Replicate(), Shard(0)), (8, 6))
         assert_holds(chunks_of(strided), whole, whole.chunk(2)[inner].chunk(2)[outer])  # it says the order itself
-
-
-def test_a_flat_range_of_a_dtensors_own_part():
-    whole = torch.arange(28).view(7, 4)
-    for mesh, coordinate in all_ranks((2,)):
-        local = whole.chunk(2)[coordinate[0]]
-        found = chunks_of(dtensor(mesh, (Shard(0),), (7, 4)), (1, 6))
-        assert_holds(found, whole, local.flatten()[1:6])
 
 
 def test_what_has_no_chunks_is_refused():

@@ -136,20 +136,6 @@ def test_removing_frees_it_although_a_scheduler_lives_on() -> None:
     after.step()
 
 
-def test_attaching_again_and_again_takes_no_more() -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    memory: list[weakref.ref[object]] = []
-    for _ in range(3):
-        assert_gone(memory)
-        offload_optimizer(optimizer, model=net, policy=POLICY)
-        memory = mappings(optimizer)
-        assert len(memory) == 1
-        train(net, optimizer, steps=1)
-        remove_offload(optimizer)
-    assert optimizer.state[net[0].weight]["step"] == 3
-
-
 def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
     net = model()
     optimizer = offloaded(net)

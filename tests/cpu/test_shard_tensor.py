@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
-from fsdp_offload.checkpoint.shard_tensor import part_of_full
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 
 SHAPE = (5, 3, 2)
@@ -51,14 +50,6 @@ def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ra
     dcp.load({"a": target}, checkpoint_id=tmp_path)
     assert torch.equal(memory, WHOLE.flatten())
     assert memory._version > before  # how a pipeline notices that what it had loaded is stale
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0, 30), (1, 29), (7, 8), (0, 0), (30, 30)])
-def test_a_part_is_loaded(tmp_path: Path, ragged: Tensor, plain: DTensor, begin: int, end: int):
-    dcp.save({"a": ragged}, checkpoint_id=tmp_path)
-    memory = torch.full((end - begin,), -1.0)
-    dcp.load({"a": with_chunks(plain, memory, chunks_of(SHAPE, (begin, end)))}, checkpoint_id=tmp_path)
-    assert torch.equal(memory, WHOLE.flatten()[begin:end])
 
 
 # --- asynchronous saves ----------------------------------------------------------------------------------------------
@@ -159,13 +150,6 @@ def test_flatten_and_unflatten():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_tensor_gives_every_rectangle_of_a_part(plain: DTensor):
-    chunks = chunks_of(SHAPE, (3, WHOLE.numel() - 2))
-    assert len(chunks.rectangles) > 1
-    part = part_of_full(with_chunks(plain, torch.zeros(chunks.local_numel), chunks), WHOLE)
-    assert torch.equal(local_shard(part), WHOLE.flatten()[3:-2])
 
 
 def test_wrong_memory_is_refused(plain: DTensor):

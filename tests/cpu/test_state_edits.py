@@ -161,6 +161,10 @@ def divide_group(optimizer: optim.Optimizer) -> None:
     optimizer.param_groups.append({**first, "params": [first["params"].pop()], "lr": 0.1})
 
 
+def add_group(optimizer: optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop(0)], "lr": 0.1})
+
+
 def join_groups(optimizer: optim.Optimizer) -> None:
     first, second = optimizer.param_groups
     first["params"] += second["params"]
@@ -174,8 +178,8 @@ def move_between_groups(optimizer: optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(
     "edits",
-    [[divide_group], [divide_group, move_between_groups], [divide_group, join_groups]],
-    ids=["divided", "moved", "joined"],
+    [[divide_group], [add_group], [divide_group, move_between_groups], [divide_group, join_groups]],
+    ids=["divided", "added", "moved", "joined"],
 )
 def test_groups_that_are_divided_elsewhere(edits: list[Callable[[optim.Optimizer], None]]) -> None:
     """All parameters come in the same order as before, but not in the same groups."""

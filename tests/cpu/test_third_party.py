@@ -109,24 +109,18 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "tally": 0, "weight_sum": torch.tensor(0.0)})
         self.updates = 0
-        self.history: list[int] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             group["k"] += 1
             group["weight_sum"] += group["lr"] / group["k"]
-            group["tally"] += sum(param.grad is not None for param in group["params"]) if self.tallies else 0
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            for param in (param for param in group["params"] if param.grad is not None):
+                group["tally"] += self.tallies
                 state = self.state[param]
-                if not state:
-                    state["count"] = 0
-                    state["velocity"] = torch.zeros_like(param)
-                state["count"] += 1
-                state["velocity"].mul_(0.9).add_(param.grad)
-                param.sub_(state["velocity"] * (group["lr"] / group["weight_sum"] * 1e-2 / (self.updates + 1)))
+                state["count"] = state.get("count", 0) + 1
+                velocity = state.setdefault("velocity", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.sub_(velocity * (group["lr"] / group["weight_sum"] * 1e-2 / (self.updates + 1)))
         self.updates += 1
         return closure() if closure is not None else None
 

@@ -100,18 +100,3 @@ def test_offloaded_parameters_are_updated_on_the_device() -> None:
         OffloadPolicy(parameters=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="serial must be a bool, got 'yes'"):
         OffloadPolicy(serial="yes")  # type: ignore[arg-type]
-
-
-def test_a_word_that_there_never_was_is_pythons_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
-        OffloadPolicy(bucket_size=1)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("overlap", "updates_in_backward", "runs_on"),
-    [("step", False, False), ("forward", False, True), ("iteration", True, True)],
-)
-def test_what_overlap_means(overlap: Any, updates_in_backward: bool, runs_on: bool) -> None:
-    policy = OffloadPolicy(overlap=overlap)
-    assert policy.updates_in_backward == updates_in_backward
-    assert policy.runs_on_into_forward == runs_on
