@@ -142,9 +142,6 @@ def test_a_step_that_was_captured_before_is_refused(capture: Callable[[Any], Any
         captured()
 
 
-# State dicts ---------------------------------------------------------------------------------------------------------
-
-
 def test_counters_are_not_rounded_to_the_parameters() -> None:
     """torch casts every floating-point number in the state but ``step``: a product of 0.96 would be 0.9609."""
     twins = plain("remainder", lambda params: optim.NAdam(params, lr=0.02))
@@ -186,9 +183,6 @@ def test_masters_of_the_other_kind_are_refused(kind: str) -> None:
     other.train(2)
 
 
-# Sharded; ``distributed/test_kept_masters`` has training, with and without offload ------------------------------------
-
-
 def sharded(mesh: DeviceMesh, kind: Any) -> Loop:
     return Loop(mesh, lambda params: add_masters(adamw(params), kind), None, net=lambda: Small(16, 2).bfloat16())
 
@@ -221,9 +215,6 @@ def test_a_gradient_with_other_placements_is_refused(mesh: DeviceMesh) -> None:
     ):
         loop.optimizer.step()
     assert same_values(loop.everything(), before)
-
-
-# Asked for wrongly ---------------------------------------------------------------------------------------------------
 
 
 def test_after_the_offload_it_says_what_to_write() -> None:

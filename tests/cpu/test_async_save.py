@@ -40,8 +40,6 @@ NO_SPARE = OffloadPolicy(bucket_bytes=2048)
 pytestmark = pytest.mark.usefixtures("mesh")
 
 
-# What is trained -----------------------------------------------------------------------------------------------------
-
 LATE_STEP = 5
 
 
@@ -182,9 +180,6 @@ def trained(chosen: OffloadPolicy, steps: int = 2) -> Training:
     training = Training(adamw, chosen)
     training.train(steps)
     return training
-
-
-# Ten saves -----------------------------------------------------------------------------------------------------------
 
 
 def policy(**options: Any) -> OffloadPolicy:
@@ -365,7 +360,7 @@ def test_a_state_dict_that_cannot_be_staged_costs_nothing(tmp_path: Path) -> Non
     assert_exact_after(training)
 
 
-# State dicts that are too old, loads and removals --------------------------------------------------------------------
+# What happens meanwhile ----------------------------------------------------------------------------------------------
 
 
 def test_a_state_dict_from_before_a_step_that_moved_state_is_refused(tmp_path: Path) -> None:
@@ -471,9 +466,6 @@ def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) ->
         gc.enable()
 
 
-# A step that fails ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails_at", [0, 3, 12])
 @pytest.mark.parametrize("chosen", [POLICY, policy(snapshot_bytes=12 << 10), NO_SPARE], ids=["all", "half", "none"])
 def test_a_step_that_fails_during_a_save(
@@ -509,7 +501,7 @@ def set_plain_rates(training: Training, step: int) -> None:
         mine["lr"] = copied(theirs["lr"])
 
 
-# What a state dict may hold ------------------------------------------------------------------------------------------
+# What is staged, and into which memory -------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -601,8 +593,6 @@ def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
         dump(staged)
 
 
-# Other stagers, and optimizers that the stager does not know ---------------------------------------------------------
-
 STAGERS: dict[str, Callable[[], Any]] = {
     "DefaultStager": lambda: DefaultStager(StagingOptions(False, False, False, False)),
     "BlockingAsyncStager": BlockingAsyncStager,
@@ -620,9 +610,6 @@ def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> Non
         saving.end()
         saving.stager.close()
     assert_exact_after(training)
-
-
-# Memory --------------------------------------------------------------------------------------------------------------
 
 
 def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
@@ -655,9 +642,6 @@ def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path
         assert runs_within(60, stager._loan.wait)
         addresses.append((stager._buffer.bytes.data_ptr(), stager._buffer.nbytes))
     assert addresses[0] != addresses[1] == addresses[2]
-
-
-# Writes in place -----------------------------------------------------------------------------------------------------
 
 
 def write_in_place(training: Training) -> None:

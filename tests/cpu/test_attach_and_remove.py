@@ -41,9 +41,6 @@ def test_an_optimizer_is_its_own_again_after_removal(steps: int) -> None:
     pair.train(2)
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
-
-
 @spread(
     kind={kind: kind for kind in KINDS if kind != "adagrad"},  # torch's fails itself, up to 2.11
     after_steps={"0": 0, "3": 3},
@@ -87,9 +84,6 @@ def test_parameters_taken_out_of_their_group() -> None:
     for run in pair:
         run.optimizer.param_groups[0]["params"].extend(run.params[name] for name in TAKEN_OUT)
     pair.train(3)
-
-
-# Hyperparameters -----------------------------------------------------------------------------------------------------
 
 
 def change(**entries: Any) -> Callable[[Run], None]:
@@ -159,9 +153,6 @@ def test_one_of_two_groups_changes_its_layout() -> None:
         run.optimizer.param_groups[1]["momentum"] = 0.5
     pair.train(5)
     pair.assert_trained()
-
-
-# State ---------------------------------------------------------------------------------------------------------------
 
 
 def replace_counter(run: Run) -> None:

@@ -89,9 +89,6 @@ def test_the_same_bits(update: Update, early: bool) -> None:
     pair.train(2, without_some_gradients)
 
 
-# Around the step ------------------------------------------------------------------------------------------------------
-
-
 def test_a_profiler_sees_the_name_of_the_users_class() -> None:
     pair = make_pair(Zoo, torch.optim.AdamW)
     pair.train(1)

@@ -207,9 +207,6 @@ def test_plain_tensors_and_shapes_are_whole():
     assert chunks_of(torch.zeros(3, 2)) == chunks_of((3, 2)) == cut_chunks((3, 2), ())
 
 
-# --- Megatron-FSDP ---------------------------------------------------------------------------------------------------
-
-
 def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
     for mesh, _ in all_ranks((2,), names=("dp_shard",)):
         param: Any = dtensor(mesh, (Replicate(),), (3, 2))
@@ -217,7 +214,7 @@ def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
         assert chunks_of(param) == chunks_of((3, 2))
 
 
-# --- what a local tensor says of itself ------------------------------------------------------------------------------
+# --- what a local tensor says of itself, and what it costs -----------------------------------------------------------
 
 
 def uneven(mesh: DeviceMesh, shape: Shape, offsets: Shape, sizes: Shape) -> DTensor:
@@ -274,9 +271,6 @@ def test_uneven_parts_that_nothing_or_something_wrong_is_said_of_are_refused():
             chunks_of(param)
 
 
-# --- what it costs ---------------------------------------------------------------------------------------------------
-
-
 class NoOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was called")
@@ -304,9 +298,6 @@ def test_all_state_of_a_parameter_shares_one_answer():
     with fake_ranks(rank=3, world_size=8):
         param = dtensor(init_device_mesh("cpu", (8,)), (Shard(0),), (1000, 3))
         assert chunks_of(param) is chunks_of(over_local(param, torch.empty(125, 3, dtype=torch.bfloat16)))
-
-
-# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 class fake_ranks:  # noqa: N801  # a context manager

@@ -119,9 +119,6 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
     assert "validation loss" in output
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("torch_settings")
 @pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
 def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(
@@ -147,8 +144,6 @@ def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(
         assert (folder / "latest").read_text() == "step-00000011"
 
 
-# Sleep ---------------------------------------------------------------------------------------------------------------
-
 RL_SMALL = ["--rounds", "2", "--width", "32", "--layers", "2"]
 
 
@@ -161,8 +156,6 @@ def test_a_round_of_reinforcement_learning_leaves_the_device(capsys: pytest.Capt
     mebibytes = [float(line.split(" MiB of parameters")[0].split()[-1]) for line in phases]
     assert [size > 0 for size in mebibytes] == [True, False, True, True] * 2
 
-
-# Phases by hand ------------------------------------------------------------------------------------------------------
 
 MEGATRON_SMALL = [
     *("--steps", "4", "--width", "48", "--layers", "2"),
@@ -215,9 +208,6 @@ def test_examples_would_find_a_mistake(
     assert capsys.readouterr().out.splitlines()[-1] == verdict
 
 
-# Frameworks ----------------------------------------------------------------------------------------------------------
-
-
 FRAMEWORKS: dict[str, tuple[tuple[str, ...], int, str, int]] = {
     "accelerate": (("--width", "64"), 0, "state on the host", 1),
     "trainer": ((), 0, "offload/memory/host_bytes", 1),
@@ -262,9 +252,6 @@ def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
     assert verdicts == [True] * 4
     table = run("benchmark_frameworks", "table", "--records", str(records))
     assert f"| 2 | {framework} | overlapped | " in table
-
-
-# Megatron-FSDP -------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_would_find_a_slice_that_was_loaded_wrongly(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:

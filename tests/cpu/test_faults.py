@@ -69,9 +69,6 @@ def plain_run(steps: int, make: Callable[..., Optimizer] = torch.optim.AdamW, **
     return tensors_of(net, optimizer)
 
 
-# Attaching -----------------------------------------------------------------------------------------------------------
-
-
 def assert_refused(
     optimizer: Optimizer, error: type[Exception], message: str, *, model: nn.Module | None = None, policy: Any = POLICY
 ) -> None:
@@ -154,9 +151,6 @@ def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPat
     assert_equal(tensors_of(net, optimizer), plain_run(2))
 
 
-# Copies --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "make_copy",
     [copy.copy, copy.deepcopy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
@@ -175,9 +169,6 @@ def test_a_copy_is_refused_while_offloaded(make_copy: Callable[[Optimizer], obje
     make_copy(remove_offload(optimizer))
 
 
-# Gradients -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
     net = Net()
     optimizer = offloaded(net)
@@ -194,9 +185,6 @@ def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
     assert_equal(tensors_of(net, optimizer), before)
     train(net, optimizer, [1])
     assert_equal(tensors_of(net, optimizer), plain_run(2))
-
-
-# An exception inside a bucket's update -------------------------------------------------------------------------------
 
 
 class Breaks(torch.optim.Optimizer):
@@ -294,9 +282,6 @@ def test_an_exception_from_torchs_own_step_is_noted_too(
         optimizer.state_dict()
 
 
-# Before anything is written -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device_bytes", [2048, 1 << 20], ids=["streams", "kept"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
@@ -355,9 +340,6 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, **options))
 
 
-# Exceptions outside the updates --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["closure", "pre", "post", "global"])
 def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
     net = Net()
@@ -403,9 +385,6 @@ def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() 
     assert not torch.equal(weight, before)
 
 
-# Steps past us -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "capture", [lambda optimizer: optimizer.step, lambda optimizer: partial(torch.optim.AdamW.step, optimizer)]
 )
@@ -427,9 +406,6 @@ def test_a_step_past_the_offload_is_refused(capture: Callable[[Optimizer], Calla
     backward(net, 2)
     captured()
     assert_equal(tensors_of(net, optimizer), plain_run(3))
-
-
-# Nothing to gain -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("default")

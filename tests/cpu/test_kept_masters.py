@@ -192,7 +192,7 @@ def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
     twins.assert_trained()
 
 
-# Training habits -----------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -274,9 +274,6 @@ def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: Offloa
     assert twins.low.optimizer.state[twins.low.params["up.weight"]]["step"] == 6
 
 
-# Attaching and removing ----------------------------------------------------------------------------------------------
-
-
 @EVERY_FORMAT
 def test_late_masters_start_at_the_parameters_and_widen_the_state(kind: str, dtype: torch.dtype) -> None:
     """``conformance`` trains on from there, beside the twin."""
@@ -304,9 +301,6 @@ def test_masters_stay_when_the_offload_goes(form: tuple[str, torch.dtype], chose
     twins.attach()  # and once more
     twins.train(2)
     twins.assert_trained()
-
-
-# Weights that somebody writes ----------------------------------------------------------------------------------------
 
 
 def write_some(model: nn.Module) -> None:
@@ -340,7 +334,7 @@ def test_weights_written_before_the_first_step_are_where_masters_start() -> None
         twins.train(3)
 
 
-# State dicts ---------------------------------------------------------------------------------------------------------
+# State dicts, and what is refused ------------------------------------------------------------------------------------
 
 
 def saved(run: Run) -> dict[str, Any]:
@@ -449,9 +443,6 @@ def test_masters_without_the_policy_are_refused() -> None:
         optimizer.load_state_dict(copy.deepcopy(twins.low.optimizer.state_dict()))
 
 
-# Refused -------------------------------------------------------------------------------------------------------------
-
-
 class Unknown(optim.SGD):
     """A subclass may do anything in its step."""
 
@@ -471,9 +462,6 @@ def test_remainders_of_fp16_and_other_kinds_are_refused() -> None:
     for value in ("none", "bf16", "", True, None, 32):
         with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
             add_masters(adamw(Net().parameters()), value)  # type: ignore[arg-type]
-
-
-# The harness ---------------------------------------------------------------------------------------------------------
 
 
 @EVERY_KIND

@@ -151,9 +151,6 @@ def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
     assert_gone(memory)
 
 
-# Watching whether another optimizer steps instead ---------------------------------------------------------------------
-
-
 def test_nobody_watches_for_parameters_that_are_gone() -> None:
     before = len(wrong_order._watches)
     for _ in range(3):

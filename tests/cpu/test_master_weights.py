@@ -57,9 +57,6 @@ def assert_same_training(one: Run, other: Run) -> None:
     ]
 
 
-# Saved ---------------------------------------------------------------------------------------------------------------
-
-
 @CLASSES
 def test_where_nobody_wrote_training_is_that_without_offload(cls: type[FusedAdam]) -> None:
     run, plain = new_run(cls), new_run(cls, offload=False)
@@ -91,9 +88,6 @@ def test_a_run_resumes_with_its_masters(tmp_path: Path, form: dict[str, Any]) ->
     load(resumed, tmp_path, **form)
     assert_same_training(resumed, saver)
     assert_same_training(resumed.train(2, 3), new_run(offload=False).train(0, 1, 2, 3))
-
-
-# Missing -------------------------------------------------------------------------------------------------------------
 
 
 def without_masters(state: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +135,6 @@ def test_existing_masters_stay_where_only_other_state_is_written() -> None:
         plain.state(name)["exp_avg"].zero_()
     run.set(state)
     assert_same_training(run, plain)
-
-
-# Weights win ---------------------------------------------------------------------------------------------------------
 
 
 def put_right(plain: Run) -> None:

@@ -361,7 +361,7 @@ def test_if_one_of_several_refuses_none_is_loaded() -> None:
         assert_same(optimizer.state_dict(), untouched)
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
+# Groups and names ----------------------------------------------------------------------------------------------------
 
 
 def each_alone(net: nn.Module) -> list[dict[str, Any]]:
@@ -438,9 +438,6 @@ def test_a_tensor_learning_rate_comes_with_the_state(tmp_path: Path, form: dict[
     assert_same_runs(resumed.train(1), saver.train(1))
 
 
-# strict --------------------------------------------------------------------------------------------------------------
-
-
 def only(state: dict[str, Any], *fqns: str) -> dict[str, Any]:
     """A flattened state dict of some parameters."""
     return {key: value for key, value in state.items() if key.split(".", 1)[1].rpartition(".")[0] in fqns}
@@ -469,9 +466,6 @@ def test_unknown_parameters_are_an_error_or_ignored() -> None:
     assert len(run.optimizer.state) == 0
     run.set(state, strict=False)
     assert_same(run.get()["state"], saver.get()["state"])
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -555,9 +549,6 @@ def test_state_dict_hooks_fire_once(for_load: bool) -> None:
     run.optimizer.register_state_dict_post_hook(lambda *_: fired.append("after"))
     run.get(for_load=for_load)
     assert fired == ([] if for_load else ["before", "after"])
-
-
-# Ragged parameters ---------------------------------------------------------------------------------------------------
 
 
 def test_flat_state_of_the_same_elements_is_taken(mesh: DeviceMesh) -> None:

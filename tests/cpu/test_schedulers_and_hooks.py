@@ -65,9 +65,6 @@ def test_schedulers_of_any_time_go_through_us_and_on_after_removal(before: Any, 
     pair.train(2, scheduled_step)
 
 
-# Hooks ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_fire_once_per_step(when: str) -> None:
     pair = make_pair(Net, optim.AdamW, policy=None)

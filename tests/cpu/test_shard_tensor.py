@@ -39,9 +39,6 @@ def ragged(plain: DTensor) -> Tensor:
     return with_chunks(plain, WHOLE.flatten().clone(), ragged_whole(7, 13))
 
 
-# --- save and load ---------------------------------------------------------------------------------------------------
-
-
 def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
     dcp.save({"a": plain}, checkpoint_id=tmp_path)
     memory = torch.zeros(30)
@@ -50,9 +47,6 @@ def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ra
     dcp.load({"a": target}, checkpoint_id=tmp_path)
     assert torch.equal(memory, WHOLE.flatten())
     assert memory._version > before  # how a pipeline notices that what it had loaded is stale
-
-
-# --- asynchronous saves ----------------------------------------------------------------------------------------------
 
 
 STAGERS: dict[str, Callable[[], Any]] = {
@@ -182,9 +176,6 @@ def test_a_writer_that_keeps_one_chunk_is_refused(tmp_path: Path, ragged: Tensor
         check_storage_writer({"state": {"a": ragged}}, writer)
     check_storage_writer({"a": one_chunk, "b": plain, "c": 1}, writer)
     check_storage_writer({"a": ragged}, dcp.FileSystemWriter(tmp_path))
-
-
-# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def ragged_whole(*inner_bounds: int) -> ShardChunks:

@@ -25,8 +25,6 @@ from tests.state_dicts import (
 )
 from tests.tiers import spread
 
-# What is there -------------------------------------------------------------------------------------------------------
-
 
 def test_state_is_keyed_by_the_models_parameters() -> None:
     run = Run()
@@ -54,9 +52,6 @@ def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
     run.optimizer.synchronize()
     assert not torch.equal(view["state"][0]["exp_avg"], before)
     assert torch.equal(kept["state"][0]["exp_avg"], before)
-
-
-# Loading -------------------------------------------------------------------------------------------------------------
 
 
 @spread(
@@ -132,9 +127,6 @@ def test_old_checkpoints_have_counters_that_are_floats() -> None:
     assert_same_runs(loader.train(2), saver.train(2))
 
 
-# Hooks ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
     run = Run(offload=offload).train(0)
@@ -162,9 +154,6 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
         run.optimizer.load_state_dict(state_dict)
         assert events == ["save pre", "save post", "load pre", "load post 6.0"]
         del events[2:]
-
-
-# What does not fit ---------------------------------------------------------------------------------------------------
 
 
 def in_state(**values: Any) -> Callable[[dict[str, Any]], object]:

@@ -191,8 +191,6 @@ def test_groups_that_are_divided_elsewhere(edits: list[Callable[[optim.Optimizer
         pair.train(2)
 
 
-# Copies --------------------------------------------------------------------------------------------------------------
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": lambda state: state.copy(),
     "copy.copy": copy.copy,

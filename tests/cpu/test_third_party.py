@@ -95,9 +95,6 @@ def test_schedulefree(kwargs: dict[str, Any]) -> None:
     pair.assert_same()
 
 
-# Written by hand ------------------------------------------------------------------------------------------------------
-
-
 class Counting(torch.optim.Optimizer):
     """Separable, with counters in every place: the parameter, the group and the object.
 
@@ -123,9 +120,6 @@ class Counting(torch.optim.Optimizer):
                 param.sub_(velocity * (group["lr"] / group["weight_sum"] * 1e-2 / (self.updates + 1)))
         self.updates += 1
         return closure() if closure is not None else None
-
-
-# Trusted --------------------------------------------------------------------------------------------------------------
 
 
 class OneScale(torch.optim.SGD):
@@ -202,9 +196,6 @@ def test_what_shows_later_stops_before_the_next_bucket() -> None:
     pair.each(lambda side: side.optimizer.load_state_dict(copy.deepcopy(saved)))
     pair.assert_same()
     pair.train(3)
-
-
-# Subclasses -----------------------------------------------------------------------------------------------------------
 
 
 class MyAdamW(torch.optim.AdamW):

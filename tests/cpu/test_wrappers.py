@@ -111,9 +111,6 @@ def test_methods_on_lightnings_wrapper_run_on_the_real_optimizer(set_to_none: bo
     pair.assert_same()
 
 
-# Scalers -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_scheduler", [False, True])
 @pytest.mark.parametrize("wrapped_first", [False, True])
 def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool, with_scheduler: bool) -> None:
@@ -152,9 +149,6 @@ def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool, with_sch
     if wrapped_first:
         remove_offload(wrappers[id(pair.offloaded)])
         pair.train(4, step)
-
-
-# Twice ---------------------------------------------------------------------------------------------------------------
 
 
 def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:

@@ -71,9 +71,6 @@ OPTIONAL_PACKAGES = {
 }
 
 
-# --- the rules -------------------------------------------------------------------------------------------------------
-
-
 def test_every_room_has_a_line_in_the_table():
     rooms = {room_of(module) for module in module_files()}
     assert rooms - MAY_IMPORT.keys() == set(), (
@@ -133,9 +130,6 @@ def test_importing_touches_no_device_and_no_optional_package(module: str):
     assert seen["device_initialised"] is False
     assert seen["device_requests"] == 0
     assert OPTIONAL_PACKAGES & set(seen["modules"]) == set()
-
-
-# --- reading the source ----------------------------------------------------------------------------------------------
 
 
 def module_files(root: Path = ROOT) -> dict[str, Path]:
@@ -218,9 +212,6 @@ print(json.dumps(dict(
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
-
-
-# --- the rules can fail ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

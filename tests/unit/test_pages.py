@@ -47,9 +47,6 @@ def test_the_pages_have_what_is_tested() -> None:
     assert {block.language for page in PAGES for block in blocks_of(page)} <= {"python", "sh", "text"}
 
 
-# --- Python ----------------------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     """Blocks, as the README's reader has them."""
 
@@ -202,8 +199,6 @@ def value_of(node: ast.expr) -> Any:
     return eval(compile(ast.Expression(node), "", "eval"), {})
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
-
 MODULES = {"examples.benchmarks": benchmarks.app, "checkpoint_tools": checkpoint_tools.app}
 OTHERS = {"python -m pytest", "python3 -m venv", "pre-commit install", "source .venv/bin/activate"}
 
@@ -257,9 +252,6 @@ def parse(app: typer.Typer, arguments: list[str]) -> None:
         arguments = arguments[1:]
     if arguments:
         command.make_context("test", arguments)
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
 
 
 @every_page

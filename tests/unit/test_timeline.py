@@ -144,8 +144,6 @@ def test_a_trace_that_shows_no_iteration_is_refused(name: str, launched: bool, m
         trace.timeline()
 
 
-# The bench's own loop, traced on the CPU ----------------------------------------------------------------------------
-
 SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
 
 
@@ -205,9 +203,6 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
         for begin_ms, end_ms in loaded:  # for this update, or behind its store for the next
             assert end_ms <= updated[0][0] or stored[-1][1] <= begin_ms, bucket
         assert updated[-1][1] <= stored[0][0], bucket
-
-
-# Options and bounds -------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
