@@ -284,15 +284,6 @@ def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None
     assert_same_runs(run, Run(offload=False, prepare=all_used).train(*range(2 if trained_since else 1)))
 
 
-def test_what_it_is_not_is_refused() -> None:
-    run = Run().train(0)
-    for state in ({}, {"model": 1}, {"state": {}, "params": []}):
-        with pytest.raises(ValueError, match=r"expected \{'state'"):
-            run.set(state)
-    with pytest.raises(ValueError, match=r"the state dict lacks parameters of the optimizer: up\.weight"):
-        run.set({"state": {}, "param_groups": []})
-
-
 # Several optimizers --------------------------------------------------------------------------------------------------
 
 
@@ -443,28 +434,24 @@ def only(state: dict[str, Any], *fqns: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key.split(".", 1)[1].rpartition(".")[0] in fqns}
 
 
-def test_missing_parameters_are_an_error_or_stay_as_they_are() -> None:
+def test_missing_and_unknown_parameters_are_an_error_or_stay_as_they_are() -> None:
     saver, run = Run().train(0, 1), Run(seed=1).train(5)
     part = only(saver.get(**FLAT), "up.weight", "down.weight", "frozen.weight", "unused.weight")
-    before = copy.deepcopy(run.get())
-    with pytest.raises(ValueError, match=r"lacks parameters of the optimizer: up\.bias, norm\.weight"):
-        run.set(part)
-    assert_same(run.get(), before)
+    before, unknown = copy.deepcopy(run.get()), saver.get()
+    unknown["state"]["elsewhere.weight"] = unknown["state"]["up.weight"]
+    for state, message in (
+        (part, r"lacks parameters of the optimizer: up\.bias, norm\.weight"),
+        (unknown, r"that the optimizer has not: elsewhere\.weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run.set(state)
+        assert_same(run.get(), before)
     run.set(part, strict=False)
     for name in USED:
         expected = saver.get()["state"] if name in ("up.weight", "down.weight") else before["state"]
         assert_same(run.get()["state"][name], expected[name])
     assert is_home(run)
-
-
-def test_unknown_parameters_are_an_error_or_ignored() -> None:
-    saver, run = Run().train(0, 1), Run(seed=1)
-    state = saver.get()
-    state["state"]["elsewhere.weight"] = state["state"]["up.weight"]
-    with pytest.raises(ValueError, match=r"that the optimizer has not: elsewhere\.weight"):
-        run.set(state)
-    assert len(run.optimizer.state) == 0
-    run.set(state, strict=False)
+    run.set(unknown, strict=False)
     assert_same(run.get()["state"], saver.get()["state"])
 
 
@@ -513,32 +500,29 @@ def test_names_are_those_without_wrappers(wrap: Callable[[Net], nn.Module], form
         assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]
 
 
-# Refusals and faults -------------------------------------------------------------------------------------------------
+# Refusals and the rest -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_is_not_offloaded_is_refused() -> None:
-    plain, ours = Run(offload=False).train(0), Run().train(0)
-    for given in (plain.optimizer, [plain.optimizer]):
-        with pytest.raises(
-            ValueError, match=r"get_optimizer_state_dict: this AdamW is not offloaded.*state_dict\.get_"
-        ):
-            get_optimizer_state_dict(plain.model, given)
-        with pytest.raises(
-            ValueError, match=r"set_optimizer_state_dict: this AdamW is not offloaded.*state_dict\.set_"
-        ):
-            set_optimizer_state_dict(plain.model, given, ours.get())
-
-
-def test_another_models_optimizer_and_options_that_exclude_each_other_are_refused() -> None:
-    run, other = Run().train(0), Run()
+def test_what_it_is_not_is_refused() -> None:
+    run, other, plain = Run().train(0), Run(), Run(offload=False).train(0)
+    for state in ({}, {"model": 1}, {"state": {}, "params": []}):
+        with pytest.raises(ValueError, match=r"expected \{'state'"):
+            run.set(state)
+    with pytest.raises(ValueError, match=r"the state dict lacks parameters of the optimizer: up\.weight"):
+        run.set({"state": {}, "param_groups": []})
     with pytest.raises(ValueError, match="loaded into copies never arrives"):
         run.get(for_load=True, cpu_offload=True)
     with pytest.raises(ValueError, match="are two layouts"):
         run.get(**FLAT, fsdp_dtensor=True)
-    with pytest.raises(ValueError, match="10 parameters of the optimizer are not the model's"):
-        get_optimizer_state_dict(other.model, run.optimizer)
-    with pytest.raises(ValueError, match="10 parameters of the optimizer are not the model's"):
-        set_optimizer_state_dict(other.model, run.optimizer, other.get())
+    for model, given, message in (
+        (other.model, run.optimizer, "10 parameters of the optimizer are not the model's"),
+        (plain.model, plain.optimizer, r"_optimizer_state_dict: this AdamW is not offloaded.*state_dict\.[gs]et_"),
+        (plain.model, [plain.optimizer], "this AdamW is not offloaded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_optimizer_state_dict(model, given)
+        with pytest.raises(ValueError, match=message):
+            set_optimizer_state_dict(model, given, other.get())
 
 
 @pytest.mark.parametrize("for_load", [False, True])
