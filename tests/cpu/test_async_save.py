@@ -21,14 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
+from fsdp_offload.checkpoint import ArenaStager, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
 from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
-from tests.cpu.test_shard_tensor import WHOLE, ragged_whole
+from tests.loading import memory_of, ragged
 from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
 from tests.policies import with_share
 
@@ -438,7 +437,7 @@ def test_what_changes_state_during_a_save_does_not_spoil_it(
     saving.end()
 
 
-def memory_of(training: Training) -> list["weakref.ref[object]"]:
+def arena_of(training: Training) -> list["weakref.ref[object]"]:
     return [weakref.ref(region._owner) for engine in training.engines() for region in engine.plan.regions]
 
 
@@ -449,7 +448,7 @@ def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) ->
     gc.collect()
     gc.disable()
     try:
-        saving, memory = Saving(training, tmp_path), memory_of(training)
+        saving, memory = Saving(training, tmp_path), arena_of(training)
         assert len(memory) == 2
         if not during:
             saving.end()
@@ -563,25 +562,18 @@ def test_views_of_a_home_are_what_they_show() -> None:
     assert all(torch.equal(staged[str(number)], view) for number, view in enumerate(views))
 
 
-def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path) -> None:
-    plain = distribute_tensor(WHOLE, init_device_mesh("cpu", (1,)), [Shard(0)])
-    memory = WHOLE.flatten().clone()
-    future = dcp.async_save(
-        {"ragged": with_chunks(plain, memory, ragged_whole(7, 13))},
-        storage_writer=(writer := HeldWriter(tmp_path)),
-        async_stager=ArenaStager(),
-    )
-    memory.zero_()
+def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path, mesh: DeviceMesh) -> None:
+    whole = torch.arange(30.0).view(5, 3, 2)
+    saved, writer = ragged(whole, mesh, 7, 13), HeldWriter(tmp_path)
+    future = dcp.async_save({"ragged": saved}, storage_writer=writer, async_stager=ArenaStager())
+    memory_of(saved).zero_()
     writer.let_go()
     future.result()
-    found = {"ragged": torch.zeros_like(plain)}
+    found = {"ragged": torch.zeros(5, 3, 2)}
     dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["ragged"].to_local(), WHOLE)
-    assert len(read_metadata(tmp_path)["ragged"].chunks) == len(ragged_whole(7, 13).chunks)
-
-
-def read_metadata(path: Path) -> Any:
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert torch.equal(found["ragged"], whole)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert len(metadata["ragged"].chunks) == len(chunks_of(saved).chunks) == 8
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])

@@ -4,6 +4,7 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -300,16 +301,13 @@ def test_all_state_of_a_parameter_shares_one_answer():
         assert chunks_of(param) is chunks_of(over_local(param, torch.empty(125, 3, dtype=torch.bfloat16)))
 
 
-class fake_ranks:  # noqa: N801  # a context manager
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """This process as one rank of many, with collectives that do nothing."""
-
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
-
-    def __enter__(self) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world_size)
-
-    def __exit__(self, *_: object) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
 
 

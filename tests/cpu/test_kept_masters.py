@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy, add_masters, remove_offload
 from fsdp_offload.optimizers.masters import close_master, new_master, open_master
+from tests import state_dicts
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, same_bits
 from tests.tiers import every_nth, spread
@@ -195,23 +196,18 @@ def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    """Linear layers in bf16, one of several buckets, around a norm in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 48, dtype=torch.bfloat16)
-        self.norm = nn.LayerNorm(48)
-        self.down = nn.Linear(48, 4, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x.bfloat16()).float()).relu().bfloat16()).float().square().mean()
+def mixed() -> nn.Module:
+    """Linear layers in bf16, around a norm in fp32."""
+    net = state_dicts.Net().bfloat16()
+    state_dicts.all_used(net)
+    net.norm.float()
+    return net
 
 
 @EVERY_KIND
 def test_parameters_in_fp32_are_their_own_masters(kind: str) -> None:
-    twins = make_twins(Mixed, adamw, kind, dtype=None)
-    twins.train()
+    twins = make_twins(mixed, adamw, kind, dtype=None)
+    twins.train(6, lambda run, step: run.loss(step).square().mean().backward())
     twins.assert_trained()
     with_master = [name for name, param in twins.low.params.items() if MASTER in twins.low.optimizer.state[param]]
     assert with_master == ["up.weight", "up.bias", "down.weight", "down.bias"]

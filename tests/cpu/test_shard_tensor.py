@@ -6,7 +6,6 @@ has parts of it on each rank.
 
 import copy
 import io
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
+from fsdp_offload.checkpoint import ShardTensor, check_storage_writer, chunks_of, with_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from tests.loading import ragged as ragged_parts
 
 SHAPE = (5, 3, 2)
 WHOLE = torch.arange(30.0).view(SHAPE)
@@ -34,9 +34,9 @@ def plain(mesh: DeviceMesh) -> DTensor:
 
 
 @pytest.fixture
-def ragged(plain: DTensor) -> Tensor:
+def ragged(mesh: DeviceMesh) -> Tensor:
     """The whole, in one flat buffer of eight chunks."""
-    return with_chunks(plain, WHOLE.flatten().clone(), ragged_whole(7, 13))
+    return ragged_parts(WHOLE, mesh, 7, 13)
 
 
 def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
@@ -176,18 +176,3 @@ def test_a_writer_that_keeps_one_chunk_is_refused(tmp_path: Path, ragged: Tensor
         check_storage_writer({"state": {"a": ragged}}, writer)
     check_storage_writer({"a": one_chunk, "b": plain, "c": 1}, writer)
     check_storage_writer({"a": ragged}, dcp.FileSystemWriter(tmp_path))
-
-
-def ragged_whole(*inner_bounds: int) -> ShardChunks:
-    bounds = [0, *inner_bounds, WHOLE.numel()]
-    return joined([chunks_of(SHAPE, (begin, end)) for begin, end in itertools.pairwise(bounds)])
-
-
-def joined(parts: list[ShardChunks]) -> ShardChunks:
-    """One rank with the parts of several, one after the other in its buffer."""
-    chunks = []
-    start = 0
-    for part in parts:
-        chunks += [chunk._replace(local_start=start + chunk.local_start) for chunk in part.chunks]
-        start += part.local_numel
-    return ShardChunks(parts[0].global_shape, (start,), tuple(chunks))
