@@ -28,6 +28,7 @@ from fsdp_offload.checkpoint import (
 )
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
+from tests.parity import attach
 from tests.state_dicts import (
     EVERY_FORM,
     FLAT,
@@ -175,25 +176,24 @@ def test_right_after_an_evaluation(mesh: DeviceMesh) -> None:
 # From a file ---------------------------------------------------------------------------------------------------------
 
 
-@spread(pairs=True, make=MAKERS, steps_before={"fresh": 0, "used": 2}, form=FORMS)
-def test_a_run_resumes(tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any]) -> None:
-    saver = Run(make, prepare=all_used).train(0, 1)
+@spread(
+    pairs=True,
+    make=MAKERS,
+    steps_before={"fresh": 0, "used": 2},
+    form=FORMS,
+    prepare={"all-used": all_used, "some-never": lambda net: None},
+)
+def test_a_run_resumes(
+    tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any], prepare: Callable[[Net], Any]
+) -> None:
+    """Parameters that were never used have no state afterwards, either."""
+    saver = Run(make, prepare=prepare).train(0, 1)
     save(saver, tmp_path, **form)
-    resumed = Run(make, seed=1, prepare=all_used).train(*range(5, 5 + steps_before)).weights_from(saver)
-    load(resumed, tmp_path, **form)
+    resumed = Run(make, seed=1, prepare=prepare).train(*range(5, 5 + steps_before)).weights_from(saver)
+    load(resumed, tmp_path, partial=prepare is not all_used, **form)
     assert is_home(resumed)
     assert_same_runs(resumed, saver)
-    assert_same_runs(resumed.train(2, 3), Run(make, offload=False, prepare=all_used).train(0, 1, 2, 3))
-
-
-@EVERY_FORM
-def test_parameters_that_were_never_used_resume_without_state(tmp_path: Path, form: dict[str, Any]) -> None:
-    saver = Run().train(0, 1)
-    save(saver, tmp_path, **form)
-    resumed = Run(seed=1).weights_from(saver)
-    load(resumed, tmp_path, partial=True, **form)
-    assert {name for name, param in resumed.params().items() if param in resumed.optimizer.state} == set(USED)
-    assert_same_runs(resumed.train(2), Run(offload=False).train(0, 1, 2))
+    assert_same_runs(resumed.train(2, 3), Run(make, offload=False, prepare=prepare).train(0, 1, 2, 3))
 
 
 @spread(steps_before={"fresh": 0, "used": 2}, form=FORMS)
@@ -216,18 +216,14 @@ def test_a_checkpoint_from_before_the_first_step_gives_no_state(
 
 def test_what_a_load_left_out_says_nothing_about_state_that_was_made_since(tmp_path: Path) -> None:
     """With torch's function, as what is made is where the template was. Adam's counters are new, momentum has none."""
-    save(Run(momentum), tmp_path)
-    run = Run(momentum)
+    save(Run(sgd), tmp_path)
+    run = Run(sgd)
     state = {"optimizer": run.get(for_load=True)}
     checked_load(state, checkpoint_id=tmp_path)
     run.set(state["optimizer"])
     run.train(0, 1)
     run.set(torch_get(run.model, run.optimizer))
-    assert_same_runs(run, Run(momentum).train(0, 1))
-
-
-def momentum(params: Iterable[Any]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.02, momentum=0.9)
+    assert_same_runs(run, Run(sgd).train(0, 1))
 
 
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
@@ -256,16 +252,11 @@ def test_a_load_that_matched_nothing_is_an_error(tmp_path: Path, steps_before: i
     assert_same_runs(run.train(2), Run(offload=False, seed=1).train(*range(steps_before), 2))
 
 
-def without(name: str, state: dict[str, Any], fqn: str = "up.weight") -> dict[str, Any]:
-    """A nested state dict in which one value of one parameter is missing."""
-    left = {key: value for key, value in state["state"][fqn].items() if key != name}
-    return {**state, "state": {**state["state"], fqn: left}}
-
-
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_parameter_that_was_filled_in_part_is_an_error(tmp_path: Path, name: str) -> None:
-    saver = Run().train(0, 1)
-    dcp.save({"optimizer": without(name, saver.get())}, checkpoint_id=tmp_path)
+    saved = Run().train(0, 1).get()
+    del saved["state"]["up.weight"][name]
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path)
     run = Run(seed=1)
     with pytest.raises(ValueError, match=rf"of the state of up\.weight, \['{name}'\] was not loaded"):
         load(run, tmp_path, partial=True)
@@ -287,46 +278,43 @@ def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None
 # Several optimizers --------------------------------------------------------------------------------------------------
 
 
-class TwoOptimizers:
+class TwoOptimizers(Run):
     """One for the matrices, another for the vectors, of one model."""
 
     def __init__(self, *, offload: bool = True, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = Net()
-        all_used(self.model)
-        matrices, vectors = by_dimension(self.model)
-        self.optimizers = [adamw([matrices]), sgd([vectors])]
-        for optimizer in self.optimizers if offload else ():
-            offload_optimizer(optimizer, model=self.model, policy=POLICY)
+        super().__init__(lambda groups: adamw(groups[:1]), offload=offload, seed=seed, prepare=all_used)
+        self.optimizers = [self.optimizer, sgd(by_dimension(self.model)[1:])]
+        if offload:
+            attach(self.optimizers[1], model=self.model, policy=POLICY)
 
     def train(self, *steps: int) -> "TwoOptimizers":
         for step in steps:
-            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             self.model.zero_grad()
-            self.model(batch).pow(2).sum().backward()
+            self.backward(step)
             for optimizer in self.optimizers:
                 optimizer.step()
         return self
 
+    def get(self, **options: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizers, **options)
+
+    def set(self, state: dict[str, Any], **options: Any) -> None:
+        set_optimizer_state_dict(self.model, iter(self.optimizers), state, **options)
+
 
 def assert_same_pairs(one: TwoOptimizers, other: TwoOptimizers) -> None:
-    assert_same(dict(one.model.state_dict()), dict(other.model.state_dict()))
-    for ours, theirs in zip(one.optimizers, other.optimizers, strict=True):
-        assert_same(ours.state_dict(), theirs.state_dict())
+    assert_same_runs(one, other)
+    assert_same(one.optimizers[1].state_dict(), other.optimizers[1].state_dict())
 
 
 @EVERY_FORM
 def test_several_optimizers_share_a_state_dict(tmp_path: Path, form: dict[str, Any]) -> None:
-    saver, resumed = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1)
-    plain = TwoOptimizers(offload=False).train(0, 1)
-    state = get_optimizer_state_dict(saver.model, saver.optimizers, **form)
+    saver, resumed, plain = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1), TwoOptimizers(offload=False).train(0, 1)
     options = StateDictOptions(flatten_optimizer_state_dict=bool(form))
-    assert_same(sorted_keys(state), sorted_keys(torch_get(plain.model, tuple(plain.optimizers), options=options)))
-    dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
-    loaded = {"optimizer": get_optimizer_state_dict(resumed.model, resumed.optimizers, for_load=True, **form)}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    resumed.model.load_state_dict(copy.deepcopy(saver.model.state_dict()))
-    set_optimizer_state_dict(resumed.model, iter(resumed.optimizers), loaded["optimizer"])
+    theirs = torch_get(plain.model, tuple(plain.optimizers), options=options)
+    assert_same(sorted_keys(saver.get(**form)), sorted_keys(theirs))
+    save(saver, tmp_path, **form)
+    load(resumed.weights_from(saver), tmp_path, **form)
     assert_same_pairs(resumed, saver)
     assert_same_pairs(resumed.train(2), plain.train(2))
 
@@ -343,13 +331,11 @@ def test_one_of_several_optimizers_takes_its_part() -> None:
 
 def test_if_one_of_several_refuses_none_is_loaded() -> None:
     saver, run = TwoOptimizers().train(0, 1), TwoOptimizers(seed=1).train(5)
-    state = get_optimizer_state_dict(saver.model, saver.optimizers)
+    state, untouched = saver.get(), TwoOptimizers(seed=1).train(5)
     state["state"]["up.bias"] = {"momentum_buffer": torch.zeros(31)}
-    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
     with pytest.raises(ValueError, match=r"up\.bias, 'momentum_buffer'"):
-        set_optimizer_state_dict(run.model, run.optimizers, state)
-    for optimizer, untouched in zip(run.optimizers, before, strict=True):
-        assert_same(optimizer.state_dict(), untouched)
+        run.set(state)
+    assert_same_pairs(run, untouched)
 
 
 # Groups and names ----------------------------------------------------------------------------------------------------
@@ -359,14 +345,10 @@ def each_alone(net: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [param]} for param in reversed(list(net.parameters()))]
 
 
-def by_layer(net: Net) -> list[dict[str, Any]]:
-    return [{"params": list(net.down.parameters())}, {"params": [*net.up.parameters(), *net.norm.parameters()]}]
-
-
 @EVERY_FORM
 def test_parameters_may_be_grouped_anew(tmp_path: Path, form: dict[str, Any]) -> None:
     """Each brings its hyperparameters, whichever group it is in now."""
-    saver = Run(prepare=all_used).train(0, 1)
+    saver, plain = (Run(offload=offload, prepare=all_used).train(0, 1) for offload in (True, False))
     save(saver, tmp_path, **FLAT)
     resumed = Run(seed=1, prepare=all_used, groups=each_alone).weights_from(saver)
     if form:
@@ -374,22 +356,13 @@ def test_parameters_may_be_grouped_anew(tmp_path: Path, form: dict[str, Any]) ->
     else:
         resumed.set(saver.get())
     assert len(resumed.optimizer.param_groups) == len(USED)
-    decays = {
-        name: group["weight_decay"]
-        for name, param in resumed.params().items()
-        for group in resumed.optimizer.param_groups
-        if group["params"][0] is param
-    }
-    assert decays == {name: 0.01 if name in ("up.weight", "down.weight") else 0.0 for name in USED}
-    plain = Run(offload=False, prepare=all_used).train(0, 1, 2)
-    resumed.train(2)
-    assert_same(resumed.values(), plain.values())
+    assert_same(resumed.train(2).values(), plain.train(2).values())
     for name in USED:
         assert_same(resumed.state(name), plain.state(name))
 
 
 def test_one_group_of_different_hyperparameters_is_refused() -> None:
-    saver, run = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used, groups=by_layer)
+    saver, run = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used, groups=named(("down",), ("up", "norm")))
     with pytest.raises(ValueError, match=r"down\.weight and down\.bias are in one param group \(0\)"):
         run.set(saver.get(**FLAT))
     assert len(run.optimizer.state) == 0
@@ -420,12 +393,13 @@ def test_a_tensor_learning_rate_comes_with_the_state(tmp_path: Path, form: dict[
         return torch.optim.AdamW(params, lr=torch.tensor(0.01))
 
     saver, resumed = (Run(tensor_lr, seed=seed, prepare=all_used).train(0) for seed in (0, 1))
-    for group in saver.optimizer.param_groups:
-        group["lr"].fill_(0.25)
+    rates = [[group["lr"] for group in run.optimizer.param_groups] for run in (saver, resumed)]
+    for rate in rates[0]:
+        rate.fill_(0.25)
     save(saver, tmp_path, **form)
     load(resumed.weights_from(saver), tmp_path, **form)
-    assert [group["lr"].item() for group in resumed.optimizer.param_groups] == [0.25, 0.25]
-    assert resumed.optimizer.param_groups[0]["lr"] is not saver.optimizer.param_groups[0]["lr"]
+    assert_same_runs(resumed, saver)
+    assert resumed.optimizer.param_groups[0]["lr"] is not rates[0][0]
     assert_same_runs(resumed.train(1), saver.train(1))
 
 
