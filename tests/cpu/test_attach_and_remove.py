@@ -98,7 +98,6 @@ def change(**entries: Any) -> Callable[[Run], None]:
     ("make", "entries"),
     [
         (KINDS["adamw"], {"lr": 0.5, "betas": (0.5, 0.7)}),
-        (KINDS["adamw"], {"weight_decay": 0.0}),
         (KINDS["adamw"], {"foreach": True}),
         (KINDS["adamw"], {"fused": True, "foreach": False}),
         (KINDS["adagrad"], {"weight_decay": 0.1}),

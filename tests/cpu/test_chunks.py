@@ -63,15 +63,6 @@ def test_chunks_hold_what_torch_puts_on_each_rank(sharding: tuple[Shape, Shape, 
         assert_holds(found, whole, local)
 
 
-@settings(max_examples=200, deadline=None)
-@given(shardings())
-def test_the_chunks_of_all_ranks_tile_the_tensor(sharding: tuple[Shape, Shape, tuple[Placement, ...]]):
-    shape, mesh_shape, placements = sharding
-    one_replica = [1 if placement.is_replicate() else n for n, placement in zip(mesh_shape, placements, strict=True)]
-    parts = [cut_chunks(shape, cuts_of(mesh_shape, placements, at)) for at in coordinates(one_replica)]
-    assert_tile(shape, parts)
-
-
 def test_empty_parts_are_all_the_same_chunk():
     parts = [cut_chunks((5, 3), (Cut(0, 8, part),)) for part in range(8)]
     assert {part.chunks[0][:2] for part in parts[5:]} == {((5, 0), (0, 3))}

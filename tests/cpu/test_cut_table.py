@@ -142,14 +142,3 @@ def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
     pair = make_pair(Large, make, dtype=dtype)
     pair.train(5)
     assert (pair.offloaded.optimizer.offload_report().kept.buckets > 1) == (dtype is torch.float32)
-
-
-def test_only_elementwise_optimizers_are_cut() -> None:
-    assert all(capabilities_of(cls).elementwise for cls in CLASSES if capabilities_of(cls).cuttable)
-    assert not capabilities_of(optim.Muon).cuttable
-    assert not capabilities_of(optim.Adafactor).cuttable
-
-    class Mine(optim.AdamW):
-        """May do anything in its step."""
-
-    assert not capabilities_of(Mine).cuttable

@@ -80,15 +80,6 @@ def assert_refused(
     assert dict(optimizer._optimizer_step_pre_hooks) == hooks
 
 
-def test_attaching_twice_is_refused_and_the_offload_goes_on() -> None:
-    net = Net()
-    optimizer = offloaded(net)
-    train(net, optimizer, [0])
-    assert_refused(optimizer, RuntimeError, r"offloaded already.*remove_offload\(\) first")
-    train(net, optimizer, [1, 2])
-    assert_equal(tensors_of(net, optimizer), plain_run(3))
-
-
 def test_what_is_not_offloaded_or_no_optimizer_is_refused() -> None:
     with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
         remove_offload(torch.optim.AdamW(Net().parameters()))
