@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy, add_masters, remove_offload
-from fsdp_offload.optimizers.masters import close_master, new_master, open_master
+from fsdp_offload.optimizers.masters import close_master, open_master
 from tests import state_dicts
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, same_bits
@@ -48,10 +48,6 @@ def split(master: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor
     return weights, kept
 
 
-def join(weights: Tensor, kept: Tensor) -> Tensor:
-    return open_master("remainder", weights, kept)
-
-
 def of_bits(*bits: int) -> Tensor:
     return (
         torch.tensor([value - (1 << 32) if value >> 31 else value for value in bits]).to(torch.int32).view(torch.float)
@@ -61,7 +57,7 @@ def of_bits(*bits: int) -> Tensor:
 def check_remainders(master: Tensor, weights: Tensor | None = None) -> None:
     before = master.clone()
     weights, kept = split(master, weights)
-    joined = join(weights, kept)
+    joined = open_master("remainder", weights, kept)
     nan = before.isnan()
     assert torch.equal(weights.isnan(), nan)
     assert torch.equal(joined.isnan(), nan)
@@ -117,12 +113,6 @@ def test_ties_are_rounded_by_the_format() -> None:
     close_master("fp32", master, even, master)
     assert [hex(bits & 0xFFFF) for bits in away.view(torch.int16).tolist()] == ["0x3f81", "0x3f82", "0xbf81", "0xbf82"]
     assert [hex(bits & 0xFFFF) for bits in even.view(torch.int16).tolist()] == ["0x3f80", "0x3f82", "0xbf80", "0xbf82"]
-
-
-@EVERY_FORMAT
-def test_a_new_master_is_the_parameter(kind: str, dtype: torch.dtype) -> None:
-    weights = torch.randn(5, 7).to(dtype)
-    assert same_bits(open_master(kind, weights, new_master(kind, weights)), weights.float())
 
 
 @settings(deadline=None, max_examples=60)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace, timeline_of
 from examples.benchmarks.train import Bench, chosen_policies
@@ -120,17 +120,6 @@ def test_a_kernel_whose_launch_was_before_the_trace_belongs_to_no_range() -> Non
     assert trace.timeline().spans == (Span(Lane.COMPUTE, 0.0, 5.0), Span(Lane.GATHER, 1.0, 2.0))
 
 
-def test_buckets_are_told_apart_by_all_of_their_number() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.runs(0.05, COMPUTE, 1, 90)
-    for bucket in (3, 30, 31):
-        trace.range(f"fsdp_offload S{bucket}", bucket / 100 + 0.1, bucket / 100 + 0.105)
-        trace.runs(bucket / 100 + 0.102, STORE, bucket, bucket + 1)
-    stores = [span.bucket for span in trace.timeline().spans if span.lane is Lane.STORE]
-    assert stores == [3, 30, 31]
-
-
 @pytest.mark.parametrize(
     ("name", "launched", "message"),
     [("train backward", True, "no range 'train forward'"), ("train forward", False, "no kernels, copies or ops")],
@@ -148,13 +137,11 @@ SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def bench(mesh: DeviceMesh) -> Iterator[Bench]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny ops: more threads only wait for each other
-    yield Bench(torch.device("cpu"), layers=2, width=128, sequences=1, length=8, vocabulary=256, clip=True)
+    yield Bench(torch.device(mesh.device_type), layers=2, width=128, sequences=1, length=8, vocabulary=256, clip=True)
     torch.set_num_threads(threads)
-    dist.destroy_process_group()
 
 
 def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
