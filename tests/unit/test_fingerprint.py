@@ -112,10 +112,15 @@ def test_pieces_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not torch.equal(before, hashes(*tensors))
 
 
-def test_hashes_of_other_processes_compare_if_the_seed_is_theirs() -> None:
-    """The user's random numbers are left alone."""
+def test_the_users_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(0)
     state = torch.get_rng_state()
-    ours, theirs = Hasher(CPU, seed=7), Hasher(CPU, seed=7)
+    Hasher(torch.device("cpu"))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_hashes_of_other_processes_compare_if_the_seed_is_theirs() -> None:
+    cpu = torch.device("cpu")
+    ours, theirs = Hasher(cpu, seed=7), Hasher(cpu, seed=7)
     assert torch.equal(ours.weights, theirs.weights)
     assert not torch.equal(ours.weights, HASHER.weights)
-    assert torch.equal(state, torch.get_rng_state())
