@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,52 +157,35 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
         del events[2:]
 
 
-def in_state(**values: Any) -> Callable[[dict[str, Any]], object]:
-    """Other values in the state of the first parameter; it has no more what is ``None``."""
+# Other values in the state of the first parameter, which has no more what is ``None``.
+IN_STATE: list[tuple[dict[str, Any], str]] = [
+    ({"exp_avg": None}, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
+    ({"exp_avg": None, "other": torch.zeros(32, 16)}, r"up\.weight .*missing \['exp_avg'\], extra \['other'\]"),
+    ({"exp_avg": torch.zeros(16, 32)}, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
+    ({"exp_avg_sq": torch.zeros(32, 16).bfloat16()}, r"up\.weight, 'exp_avg_sq' .*float32.*bfloat16.*Nothing is cast"),
+    ({"exp_avg": [0.0] * 512}, r"up\.weight, 'exp_avg' should be a tensor, got list"),
+    ({"step": torch.ones(3)}, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
+    ({"step": "two"}, r"up\.weight, 'step' should be a number .*got 'two'"),
+]
 
-    def spoil(saved: dict[str, Any]) -> None:
-        changed = {**saved["state"][0], **values}
-        saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
 
-    return spoil
+def with_values(values: dict[str, Any], saved: dict[str, Any]) -> None:
+    changed = {**saved["state"][0], **values}
+    saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
 
 
-SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "missing": (in_state(exp_avg=None), r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
-    "renamed": (
-        in_state(exp_avg=None, momentum_buffer=torch.zeros(32, 16)),
-        r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]",
-    ),
-    "wrongly shaped": (
-        in_state(exp_avg=torch.zeros(16, 32)),
-        r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)",
-    ),
-    "of another dtype": (
-        in_state(exp_avg_sq=torch.zeros(32, 16).bfloat16()),
-        r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast",
-    ),
-    "no tensor": (in_state(exp_avg=[0.0] * 512), r"up\.weight, 'exp_avg' should be a tensor, got list"),
-    "a counter with elements": (
-        in_state(step=torch.ones(3)),
-        r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)",
-    ),
-    "a counter of text": (in_state(step="two"), r"up\.weight, 'step' should be a number .*got 'two'"),
-    "no such parameter": (
-        lambda saved: saved["state"].update({99: saved["state"][0]}),
-        r"state for \[99\], which none of its param groups lists",
-    ),
-    "fewer groups": (
-        lambda saved: saved["param_groups"].pop(),
-        r"param groups of \[4, 6\] parameters, the state dict \[4\]",
-    ),
-    "a larger group": (
+SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    *((partial(with_values, values), message) for values, message in IN_STATE),
+    (lambda saved: saved["state"].update({99: saved["state"][0]}), r"for \[99\], which none of its param groups lists"),
+    (lambda saved: saved["param_groups"].pop(), r"param groups of \[4, 6\] parameters, the state dict \[4\]"),
+    (
         lambda saved: saved["param_groups"][1]["params"].append(99),
         r"param groups of \[4, 6\] parameters, the state dict \[4, 7\]",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize(("spoil", "message"), SPOILT)
 def test_what_does_not_fit_is_named_and_nothing_has_changed(
     spoil: Callable[[dict[str, Any]], object], message: str
 ) -> None:
