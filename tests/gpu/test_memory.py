@@ -9,8 +9,10 @@ from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from tests.forks import resident_bytes
+from tests.gpu.streams import MIB
 
-MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("clean_device")
+
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 PARAM_BYTES = 4 * NUMEL
@@ -28,15 +30,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         param.grad = torch.randn_like(param)
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.fixture(autouse=True)
-def clean_device():
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.cuda.synchronize()
 
 
 DEVICE_BYTES = 96 * MIB

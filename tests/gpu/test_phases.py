@@ -1,7 +1,7 @@
 """Phases on real streams: what leaves is gone, nothing grows, nothing blocks, and the waits are needed."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,45 +14,23 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Pool
-from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, slow_down
+from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, MIB, Slow, offloaded, plain
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, deafen, same
 from tests.parity import attach, leaves
 
-KIB, MIB = 1 << 10, 1 << 20
-SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the copies here
-LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
+KIB = 1 << 10
 BLOCKED_CYCLES = 1_000_000_000  # about 0.5 s: no call may last until the device has done that
 PHASES = ("offload", "release", "reload")
-SIZES = {"bucket_bytes": 256 * KIB, "device_bytes": 10 * 256 * KIB}
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
+ROOM = {"device_bytes": 10 * BUCKET_BYTES}
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099)]
-Slow = Callable[..., None]
 
-
-@pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.synchronize()
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    return lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
     """Nothing for a plain optimizer, which has no phases."""
     for phase in phases if isinstance(optimizer, OffloadedOptimizer) else ():
         getattr(optimizer, f"{phase}_states")()
-
-
-def looped(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
-    return Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields}), net=net)
-
-
-def net() -> Net:
-    return Net(width=128, layers=5)
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------
@@ -88,18 +66,18 @@ def test_what_was_released_is_not_on_the_device(device_bytes: int) -> None:
 @EVERY_POLICY
 def test_what_was_released_is_not_on_the_device_beside_a_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """As with a plain optimizer without its state. Gradients are gone as well, which updates beside the model read."""
-    Loop(mesh, adamw, None, net=net).train(1)  # what libraries take the first time is not ours
+    plain(mesh).train(1)  # what libraries take the first time is not ours
     gc.collect()
     before = torch.cuda.memory_allocated()
-    plain = Loop(mesh, adamw, None, net=net).train(3)
-    moments = [state[name] for state in plain.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    alone = plain(mesh).train(3)
+    moments = [state[name] for state in alone.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     state_bytes = sum(leaf.untyped_storage().nbytes() for moment in moments for leaf in leaves(moment))
     without_state = torch.cuda.memory_allocated() - before - state_bytes
     assert state_bytes > 2 * MIB
-    del plain, moments
+    del alone, moments
     gc.collect()
     before = torch.cuda.memory_allocated()
-    loop = looped(mesh, fields)
+    loop = offloaded(mesh, {**ROOM, **fields})
     for at in range(0, 9, 3):
         loop.train(3, first=at)
         go_through(loop.optimizer, ["offload", "release"])
@@ -157,7 +135,7 @@ def at_once(loop: Loop, at: int) -> None:
 
 @pytest.fixture(scope="module")
 def expected(mesh: DeviceMesh) -> Loop:
-    return Loop(mesh, adamw, None, net=net).train(8)
+    return plain(mesh).train(8)
 
 
 @pytest.mark.parametrize("habit", [megatron, at_once])
@@ -167,25 +145,7 @@ def test_same_bits_whichever_lane_is_slow(
     mesh: DeviceMesh, expected: Loop, slow: Slow, fields: dict[str, Any], kind: str, habit: Callable[[Loop, int], None]
 ) -> None:
     slow(kind)
-    assert same(expected, looped(mesh, fields).train(8, habit))
-
-
-@pytest.mark.parametrize("kind", ["L", "S"])
-@EVERY_POLICY
-def test_state_is_right_in_every_phase(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
-    """Whoever reads ``optimizer.state`` waits for the copy that is bringing it."""
-
-    def looking(loop: Loop, at: int) -> None:
-        loop.backward(at)
-        loop.step()
-        for phase in (*PHASES, "offload", "reload"):
-            go_through(loop.optimizer, [phase])
-            for state in loop.optimizer.state.values():
-                loop.seen.extend(leaf.cpu().double().sum().item() for leaf in leaves(state["exp_avg"]))
-
-    plain = Loop(mesh, adamw, None, net=net).train(5, looking)
-    slow(kind, LONG_CYCLES)
-    assert same(plain, looped(mesh, fields).train(5, looking))
+    assert same(expected, offloaded(mesh, {**ROOM, **fields}).train(8, habit))
 
 
 @pytest.mark.parametrize("wait", ["before memory is given back", "of loads for stores"])
@@ -205,7 +165,7 @@ def test_a_wait_that_is_missing_is_seen(
     else:
         deafen("load", monkeypatch.setattr)
     try:
-        seen = not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
+        seen = not same(expected, offloaded(mesh, {**ROOM, **POLICIES["step"]}).train(8, megatron))
     except AssertionError as error:
         seen = "released memory was written" in str(error)
     assert seen
@@ -217,7 +177,7 @@ def test_a_wait_that_is_missing_is_seen(
 @EVERY_POLICY
 def test_no_phase_blocks_the_host(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """Each returns before the device has done what it was given earlier."""
-    loop = looped(mesh, fields).train(4)
+    loop = offloaded(mesh, {**ROOM, **fields}).train(4)
     go_through(loop.optimizer, PHASES)
     for phase in (*PHASES, *PHASES):
         torch.cuda.synchronize()

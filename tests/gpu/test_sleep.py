@@ -4,7 +4,6 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,20 +16,13 @@ import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device.lanes import StreamLane
 from tests.forks import resident_bytes
+from tests.gpu.streams import MIB, SIZES
 from tests.overlapping import Loop, Net, adamw
 
-MIB = 1 << 20
 LONG_CYCLES = 400_000_000  # about 0.2 s: longer than the host takes for what follows
-SIZES = {"bucket_bytes": 256 << 10, "device_bytes": 6 * (256 << 10)}
 ASLEEP = r"Call reload_model\(model\) first"
 
-
-@pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.synchronize()
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def make(device: torch.device, *sizes: int) -> nn.ParameterList:
@@ -202,24 +194,17 @@ def write_late(device: torch.device) -> nn.ParameterList:
     return model
 
 
-def test_what_the_device_still_has_to_write_is_kept(device):
-    model = write_late(device)
-    offload_model(model)
-    reload_model(model)
-    assert bool((model[0] == 1).all())
-    assert bool((model[1] == 2).all())
-
-
-def test_what_the_device_still_has_to_write_is_lost_without_the_wait(device, monkeypatch):
-    """The test above can fail."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_the_device_still_has_to_write_is_kept(device, monkeypatch, waits):
+    """And lost without the wait: the test can fail."""
     model = write_late(device)
     with monkeypatch.context() as patch:
-        patch.setattr(room.DeviceLink, "synchronize", lambda self: None)
+        if not waits:
+            patch.setattr(room.DeviceLink, "synchronize", lambda self: None)
         offload_model(model)
     torch.cuda.synchronize()
     reload_model(model)
-    assert not bool((model[0] == 1).all())
-    assert not bool((model[1] == 2).all())
+    assert [bool((param == value).all()) for param, value in zip(model, (1, 2), strict=False)] == [waits, waits]
 
 
 def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
@@ -236,8 +221,9 @@ def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
     assert total.item() == expected
 
 
-def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy kernel in front of what wakes the model."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_current_stream_waits_for_the_wake(device, monkeypatch, waits):
+    """With a busy kernel in front of what wakes the model; other bits without the wait."""
     load = room._load
 
     def slowed(region: Any, sleep: Any) -> None:
@@ -245,29 +231,15 @@ def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda._sleep(LONG_CYCLES)
         load(region, sleep)
 
+    model = make(device, 64)
+    expected = model[0].detach().clone()
+    offload_model(model)
+    fill_with_sevens(device)
     monkeypatch.setattr(room, "_load", slowed)
-
-
-def test_the_current_stream_waits_for_the_wake(device, monkeypatch):
-    model = make(device, 64)
-    expected = model[0].detach().clone()
-    offload_model(model)
-    fill_with_sevens(device)
-    slow_loads(monkeypatch)
+    if not waits:
+        monkeypatch.setattr(StreamLane, "wait", lambda self, mark: None)
     reload_model(model)
-    assert torch.equal(model[0].detach(), expected)
-
-
-def test_other_bits_if_the_current_stream_does_not_wait(device, monkeypatch):
-    """The test above can fail."""
-    model = make(device, 64)
-    expected = model[0].detach().clone()
-    offload_model(model)
-    fill_with_sevens(device)
-    slow_loads(monkeypatch)
-    monkeypatch.setattr(StreamLane, "wait", lambda self, mark: None)
-    reload_model(model)
-    assert not torch.equal(model[0].detach(), expected)
+    assert torch.equal(model[0].detach(), expected) == waits
 
 
 def test_memory_that_the_current_stream_still_reads_is_not_overwritten(device):
