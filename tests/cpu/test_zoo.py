@@ -63,19 +63,10 @@ def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs
 @pytest.mark.parametrize(
     "key",
     [
-        "torch.optim:Adafactor",
-        "torch.optim:Muon",
-        pytest.param("torch.optim.nadam:NAdam", marks=pytest.mark.long),
+        *(f"{HERE}:{name}" for name in ("Momentum", "Noisy", "SharedNorm")),
         "schedulefree.adamw_schedulefree:AdamWScheduleFree",
-        pytest.param("schedulefree.radam_schedulefree:RAdamScheduleFree", marks=pytest.mark.long),
-        pytest.param("schedulefree.sgd_schedulefree_reference:SGDScheduleFreeReference", marks=pytest.mark.long),
-        pytest.param("torchao.optim.adam:AdamW8bit", marks=pytest.mark.long),
         "torchao.optim.adam:AdamW4bit",
-        pytest.param("torchao.optim.adam:AdamWFp8", marks=pytest.mark.long),
         "transformers.optimization:Adafactor",
-        f"{HERE}:Momentum",
-        f"{HERE}:Noisy",
-        f"{HERE}:SharedNorm",
     ],
 )
 def test_the_same_bits(key: str) -> None:
