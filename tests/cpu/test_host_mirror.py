@@ -108,18 +108,6 @@ def test_the_sign_of_a_zero_is_followed() -> None:
         assert bool(weights_down_bytes(optimizer)) == written
 
 
-def test_a_write_that_is_undone_is_none() -> None:
-    net = nn.Linear(16, 16)
-    optimizer = attach(fused_adamw(net.parameters()), policy=ALL_OF_IT)
-    for at in range(4):
-        net(torch.ones(2, 16)).sum().backward()
-        optimizer.step()
-        kept = net.weight.data.clone()
-        net.weight.data.zero_()
-        net.weight.data.copy_(kept)
-        assert weights_down_bytes(optimizer) == (net.weight.nbytes + net.bias.nbytes if at == 0 else 0)
-
-
 def test_parameters_without_a_gradient_may_be_written_meanwhile() -> None:
     """Their place in the mirror is as old as their last update."""
 
@@ -197,47 +185,36 @@ class Turns(TurnsLane):
         self._piece_bytes = 0
 
 
-def copies(*sizes: int) -> tuple[list[Tensor], list[Tensor]]:
-    sources = [torch.arange(size, dtype=torch.int16).to(torch.uint8) for size in sizes]
-    return [torch.zeros_like(source) for source in sources], sources
-
-
-def test_uploads_are_divided_into_pieces() -> None:
-    """So that small copies of others need not wait for long."""
-    targets, sources = copies(60, 30, 20, 100, 5, 95, 1)
-    lane = Turns(100)
-    lane.copy_all(targets[:4], sources[:4])
-    lane.copy_all(targets[4:], sources[4:])
-    assert lane.turns == [90, 20, 100, 100]
-    assert all(map(torch.equal, targets, sources))
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small copies of others need not wait for long: uploads, loads and stores, and what is cut beforehand."""
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
 
+    def copies(*sizes: int) -> tuple[list[Tensor], list[Tensor]]:
+        sources = [torch.arange(size, dtype=torch.int16).to(torch.uint8) for size in sizes]
+        return [torch.zeros_like(source) for source in sources], sources
 
-@pytest.mark.usefixtures("no_streams")
-def test_loads_and_stores_are_cut_into_pieces() -> None:
-    targets, sources = copies(60, 340, 100, 0, 7)
-    lane = Turns(100)
-    for target, source in zip(targets, sources, strict=True):
-        lane.copy(target, source)
-    assert lane.turns == [60, 100, 100, 100, 40, 100]
+    targets, sources = copies(60, 30, 20, 100, 5, 95, 1)
+    uploads = Turns(100)
+    uploads.copy_all(targets[:4], sources[:4])
+    uploads.copy_all(targets[4:], sources[4:])
+    assert uploads.turns == [90, 20, 100, 100]
     assert all(map(torch.equal, targets, sources))
 
+    targets, sources = copies(60, 340, 100, 0, 7)
+    loads = Turns(100)
+    for target, source in zip(targets, sources, strict=True):
+        loads.copy(target, source)
+    assert loads.turns == [60, 100, 100, 100, 40, 100]
+    assert all(map(torch.equal, targets, sources))
 
-@pytest.mark.usefixtures("no_streams")
-def test_pieces_fill_as_few_turns_as_possible_about_equally() -> None:
     (target,), (source,) = copies(10_000)
-    cuts = [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
-    lane = Turns(4096)
-    pieces = lane.cut([(target[begin:end], source[begin:end]) for begin, end in cuts])
+    large, cuts = Turns(4096), [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
+    pieces = large.cut([(target[begin:end], source[begin:end]) for begin, end in cuts])
     assert [one.numel() for one, _ in pieces] == [300, 3284, 3584, 1832, 1000]
-    lane.copy_pieces(pieces)
-    assert lane.turns == [3584, 3584]
+    large.copy_pieces(pieces)
+    assert large.turns == [3584, 3584], "as few as possible, about equally"
     assert torch.equal(target, source)
-    assert lane.cut([]) == []
+    assert large.cut([]) == []
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

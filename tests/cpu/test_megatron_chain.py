@@ -175,8 +175,7 @@ def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
     """As Megatron's ``offload_to_cpu`` and ``restore_from_cpu`` do it, by ``param.data = ...``."""
     on, off = Loop(True), Loop(False)
     for step in range(3):
-        for loop in (on, off):
-            loop.train_step(step)
+        train((on, off), step)
         for main in on.dense.mains:
             main.data = main.data.clone()
     offload_states(on.optimizer)
@@ -193,8 +192,6 @@ def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> No
     offload_states(loop.optimizer)
     main.grad = torch.ones(main.shape)
     release_states(loop.optimizer)
-    with pytest.raises(RuntimeError, match=r"has freed the device memory of this fp32 master.*reload_states"):
-        main.sum()
     with pytest.raises(RuntimeError, match=r"tensor\.data.*has freed the device memory of this fp32 master"):
         main.data  # noqa: B018
     main.grad = torch.ones(main.shape)
@@ -203,27 +200,24 @@ def test_a_master_that_is_away_refuses_to_be_read_and_takes_its_gradient() -> No
     main.sum()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda main: main.add_(1),
-        lambda main: main.view(-1)[1:].mul_(2),
-        lambda main: main.data.copy_(main.data + 3),
-        lambda main: setattr(main, "data", main.data + 4),
-    ],
-    ids=["in place", "a view", "data", "other data"],
-)
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda main: main.add_(1),
+    "a view": lambda main: main.view(-1)[1:].mul_(2),
+    "data": lambda main: main.data.copy_(main.data + 3),
+    "other data": lambda main: setattr(main, "data", main.data + 4),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_masters_that_are_written_to_before_they_are_released(write: Callable[[Tensor], object]) -> None:
     on, off = Loop(True), Loop(False)
     train((on, off), 0)
     offload_states(on.optimizer)
-    for loop in (on, off):
-        for main in loop.dense.mains:
-            write(main)
+    for main in (*on.dense.mains, *off.dense.mains):
+        write(main)
     release_states(on.optimizer)
-    for loop in (on, off):
-        loop.flag = False
-        loop.train_step(1)
+    on.flag = False
+    train((on, off), 1)
     assert_same(on, off)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -15,6 +15,7 @@ from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Pool
 from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, MIB, Slow, offloaded, plain
+from tests.gpu.test_memory import make, step
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, deafen, same
 from tests.parity import attach, leaves
 
@@ -22,7 +23,6 @@ KIB = 1 << 10
 BLOCKED_CYCLES = 1_000_000_000  # about 0.5 s: no call may last until the device has done that
 PHASES = ("offload", "release", "reload")
 ROOM = {"device_bytes": 10 * BUCKET_BYTES}
-SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099)]
 
 pytestmark = pytest.mark.usefixtures("clean_device")
 
@@ -36,24 +36,11 @@ def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def make(shapes: Sequence[tuple[int, ...]], **policy: int) -> tuple[nn.Module, Optimizer, int]:
-    """With the bytes that are allocated before its optimizer is attached."""
-    model = nn.ParameterList(nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    before = torch.cuda.memory_allocated()
-    return model, attach(optimizer, model=model, policy=OffloadPolicy(**policy)), before
-
-
-def step(model: nn.Module, optimizer: Optimizer) -> None:
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("device_bytes", [96 * MIB, 256 * MIB, 1 << 40])
-def test_what_was_released_is_not_on_the_device(device_bytes: int) -> None:
-    model, optimizer, before = make(SHAPES, device_bytes=device_bytes, bucket_bytes=16 * MIB)
+def test_what_was_released_is_not_on_the_device(device: torch.device, device_bytes: int) -> None:
+    model, optimizer = make(device)
+    before = torch.cuda.memory_allocated()
+    attach(optimizer, model=model, policy=OffloadPolicy(device_bytes=device_bytes, bucket_bytes=16 * MIB))
     for number in range(4):
         step(model, optimizer)
         assert 0 < torch.cuda.memory_allocated() - before <= device_bytes + MIB, f"cycle {number}"
