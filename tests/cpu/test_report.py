@@ -113,26 +113,6 @@ def test_a_step_moves_only_what_has_gradients() -> None:
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
-class Sparse(torch.optim.SGD):
-    """Keeps a tensor that is not dense."""
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                self.state[param] |= {"mask": torch.eye(8).to_sparse(), "dense": param.grad.clone()}
-
-
-def test_state_that_is_not_understood_is_named() -> None:
-    with pytest.warns(UserWarning, match="Sparse is not in the table of optimizers and moves as a whole"):
-        optimizer = offload_optimizer(Sparse(params()))
-    report = step(optimizer)
-    assert report.left_out == ("mask",)
-    assert report.memory.other_state_bytes > 0
-    assert report.memory.host_state_bytes == STATE_BYTES / 2
-    assert "mask" in str(report)
-
-
 def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
     """Muon keeps matrices whole."""
     matrix = nn.Parameter(torch.ones(64, 64))
