@@ -39,6 +39,7 @@ from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
+from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, train_step
 from tests.tiers import spread
@@ -699,6 +700,7 @@ def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch)
     [
         (lambda params: optim.Muon([p for p in params if p.dim() == 2]), "host_fraction=0.5 is for the elementwise"),
         (optim.Adafactor, "Adafactor is not one of them"),
+        (FusedAdam, "FusedAdam is not one of them.*its kernels are the device's"),
         (lambda params: type("Mine", (optim.SGD,), {})(params, momentum=0.9), "Mine is not one of them"),
     ],
 )
