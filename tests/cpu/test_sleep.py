@@ -60,6 +60,11 @@ def make(seed: int = 0) -> Net:
     return Net()
 
 
+def nap(model: nn.Module) -> None:
+    offload_model(model)
+    reload_model(model)
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
@@ -108,8 +113,7 @@ def test_views_and_tied_weights_stay_what_they_are() -> None:
     model = make()
     view = model.body[2].weight.detach()[2:5]
     bits = view.clone()
-    offload_model(model)
-    reload_model(model)
+    nap(model)
     assert torch.equal(view, bits)
     assert view.untyped_storage().data_ptr() == model.body[2].weight.untyped_storage().data_ptr()
     assert model.head.weight is model.embed.weight
@@ -124,8 +128,7 @@ def test_a_graph_that_was_made_before_works_afterwards() -> None:
     model, other = make(), make()
     loss, expected = model(batch(0)), other(batch(0))
     versions = [param._version for param in model.parameters()]
-    offload_model(model)
-    reload_model(model)
+    nap(model)
     assert [param._version for param in model.parameters()] == versions
     loss.backward()
     expected.backward()
@@ -168,8 +171,7 @@ def test_inference_mode_changes_nothing() -> None:
     model = make()
     before = snapshot(model)
     with torch.inference_mode():
-        offload_model(model)
-        reload_model(model)
+        nap(model)
     assert_same(snapshot(model), before)
     model(batch(0)).backward()  # which inference tensors would refuse
 
@@ -279,21 +281,18 @@ def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
         net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
         models.append(nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True))
 
-    def nap(model: nn.Module) -> None:
-        if model is models[1]:
-            offload_model(model)
-            reload_model(model)
-
     for seed in range(3):
         for model in models:
             model(torch.full((2, 8), seed + 0.5)).sum().backward()
-            nap(model)
+            if model is models[1]:
+                nap(model)
             with torch.no_grad():
                 for param in model.parameters():
                     assert param.grad is not None
                     param -= 0.1 * param.grad
             model.zero_grad(set_to_none=seed == 1)
-            nap(model)
+            if model is models[1]:
+                nap(model)
         assert_same(*map(snapshot, models))
 
 
