@@ -126,18 +126,12 @@ def test_the_table_is_written_from_what_was_found(tmp_path: Path) -> None:
 # What the harness has to notice ---------------------------------------------------------------------------------------
 
 
-def with_another_lr(optimizer: Any, **kwargs: Any) -> None:
-    offload_optimizer(optimizer, **kwargs)
-    optimizer.param_groups[0]["lr"] *= 1.5
+def behind(change: Callable[[Any], object]) -> Callable[..., None]:
+    def attach(optimizer: Any, **kwargs: Any) -> None:
+        offload_optimizer(optimizer, **kwargs)
+        change(optimizer)
 
-
-def one_count_behind(optimizer: Any, **kwargs: Any) -> None:
-    offload_optimizer(optimizer, **kwargs)
-    optimizer.calls -= 1
-
-
-def drawing(optimizer: Any, **kwargs: Any) -> None:
-    random.random()
+    return attach
 
 
 def refusing_and_drawing(optimizer: Any, **kwargs: Any) -> None:
@@ -149,27 +143,27 @@ def failing(optimizer: Any, **kwargs: Any) -> None:
     raise TypeError("object layout differs")
 
 
-def failing_later(optimizer: Any, **kwargs: Any) -> None:
-    optimizer.step = lambda: {}["exp_avg"]
+REFUSED_FIRST = "after it was refused (ValueError: cannot be offloaded): generator['torch']"
+BROKEN: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., Any], str, str]] = {
+    "lr": (Momentum, behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG, "step 1: parameter first.weight"),
+    "a count": (Momentum, behind(lambda o: setattr(o, "calls", o.calls - 1)), WRONG, "attribute 'calls' is 5 and 4"),
+    "draws": (Momentum, lambda optimizer, **_: random.random(), WRONG, "generator['python']"),
+    "refuses and draws": (Momentum, refusing_and_drawing, WRONG, REFUSED_FIRST),
+    "refuses and draws as the step does": (
+        Noisy,
+        refusing_and_drawing,
+        WRONG,
+        "step 1: parameter first.weight differs",
+    ),
+    "fails": (Momentum, failing, ATTACH_CRASHED, "TypeError: object layout differs"),
+    "fails later": (
+        *(Momentum, behind(lambda o: setattr(o, "step", lambda: {}["exp_avg"]))),
+        *(CRASHED, "step 1: KeyError: 'exp_avg'"),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("cls", "attach", "outcome", "detail"),
-    [
-        (Momentum, with_another_lr, WRONG, "step 1: parameter first.weight differs"),
-        (Momentum, one_count_behind, WRONG, "attribute 'calls' is 5 and 4"),
-        (Momentum, drawing, WRONG, "generator['python']"),
-        (
-            Momentum,
-            refusing_and_drawing,
-            WRONG,
-            "after it was refused (ValueError: cannot be offloaded): generator['torch']",
-        ),
-        (Noisy, refusing_and_drawing, WRONG, "step 1: parameter first.weight differs"),
-        (Momentum, failing, ATTACH_CRASHED, "TypeError: object layout differs"),
-        (Momentum, failing_later, CRASHED, "step 1: KeyError: 'exp_avg'"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "attach", "outcome", "detail"), BROKEN.values(), ids=BROKEN)
 def test_what_attaching_breaks_is_noticed(
     cls: type[torch.optim.Optimizer], attach: Callable[..., None], outcome: str, detail: str
 ) -> None:
