@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
+from fsdp_offload import clip_grad_norm_
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.cpu_update.worker import host_worker
-from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of
+from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
 from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same
 
@@ -170,3 +171,17 @@ def test_same_bits_with_compiled_blocks(mesh: DeviceMesh, fields: dict[str, Any]
 
     plainly = plain(mesh, prepare=compile_blocks).train(6)
     assert same(plainly, offloaded(mesh, fields, prepare=compile_blocks).train(6))
+
+
+def test_a_guess_that_stands_does_not_wait_for_the_device(mesh: DeviceMesh) -> None:
+    """The host waits for the factor alone: compute goes on with work that was issued before."""
+    loop = train(offloaded(mesh, POLICIES["iteration"]), [NEVER] * 5)
+    torch.cuda.synchronize()
+    loop.backward(5)
+    clip_grad_norm_(loop.optimizer, NEVER)  # without a look at the norm, which would wait
+    behind = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    behind.record()
+    loop.step()
+    assert not behind.query()
+    assert guesses_of(loop).taken_back == 0

@@ -1,4 +1,4 @@
-"""Phases on real streams: what leaves is gone, nothing grows, nothing blocks, and the waits are needed."""
+"""Phases on real streams: what leaves is gone, nothing grows, nothing blocks."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -11,12 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy
-from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.items import Pool
-from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, MIB, Slow, offloaded, plain
+from tests.gpu.streams import BUCKET_BYTES, MIB, Slow, offloaded, plain
 from tests.gpu.test_memory import make, step
-from tests.overlapping import EVERY_POLICY, POLICIES, Loop, deafen, same
+from tests.overlapping import EVERY_POLICY, Loop, same
 from tests.parity import attach, leaves
 
 KIB = 1 << 10
@@ -133,29 +131,6 @@ def test_same_bits_whichever_lane_is_slow(
 ) -> None:
     slow(kind)
     assert same(expected, offloaded(mesh, {**ROOM, **fields}).train(8, habit))
-
-
-@pytest.mark.parametrize("wait", ["before memory is given back", "of loads for stores"])
-def test_a_wait_that_is_missing_is_seen(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, monkeypatch: pytest.MonkeyPatch, wait: str
-) -> None:
-    """In the bits, or in memory that others have by then."""
-    slow("S", LONG_CYCLES)
-    if wait == "before memory is given back":
-        give_back = Cache._give_back
-
-        def give_back_at_once(self: Cache, pool: Pool) -> None:
-            pool.free[0].free = []
-            give_back(self, pool)
-
-        monkeypatch.setattr(Cache, "_give_back", give_back_at_once)
-    else:
-        deafen("load", monkeypatch.setattr)
-    try:
-        seen = not same(expected, offloaded(mesh, {**ROOM, **POLICIES["step"]}).train(8, megatron))
-    except AssertionError as error:
-        seen = "released memory was written" in str(error)
-    assert seen
 
 
 # Nothing blocks ------------------------------------------------------------------------------------------------------
