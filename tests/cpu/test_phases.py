@@ -27,7 +27,6 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remov
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.core.lanes import StreamLane
 from fsdp_offload.device import link as device_links
 from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
@@ -440,48 +439,3 @@ def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> Non
     take_step(optimizer)
     assert held
     assert all(held)
-
-
-# The order of events -------------------------------------------------------------------------------------------------
-
-
-def test_loads_come_before_the_reduction_and_updates_after_it(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop of Megatron's three call sites, as the host issues it."""
-    events: list[str] = []
-
-    def noted(method: str, kinds: dict[str, str]) -> None:
-        plain = getattr(StreamLane, method)
-
-        def noting(self: StreamLane, *args: Any, **kwargs: Any) -> None:
-            events.append(kinds[self.name])
-            plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(StreamLane, method, noting)
-
-    noted("copy", {"load": "L", "store": "S"})
-    noted("run", {"update": "U", "compute": "U"})
-    policy = with_share(**SIZES, staying=20_000)
-    loop = Loop(mesh, adamw, None, micro_batches=2)
-    attach(loop.optimizer, policy=policy)  # without the model, in whose backward loads would begin by themselves
-    loop.train(3)
-    finalize = reload_before(lambda: events.append("reduce"), loop.optimizer)
-    for step in range(3, 6):
-        events.clear()
-        go_through(loop.optimizer, ["offload"])
-        events.append("forward")
-        go_through(loop.optimizer, ["release"])
-        loop.backward(step)
-        events.append("backward")
-        finalize()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        down, events[:] = events[: events.index("forward")], events[events.index("forward") :]
-        assert set(down) == {"S"}, "what is kept goes home"
-        assert events[:2] == ["forward", "backward"]
-        begun, rest = events[2 : events.index("reduce")], events[events.index("reduce") + 1 :]
-        assert set(begun) == {"L"}
-        assert rest[0] == "U"
-        assert rest.count("S") > 0
-        assert rest.count("U") > len(begun) >= 2  # more than the device holds

@@ -121,16 +121,6 @@ def test_state_of_masters_and_of_other_optimizers(dtype: str, masters: str, opti
     assert made.forecasts[0].device.terms["optimizer state"] == itemsize * made.model.numel
 
 
-def test_blocks_stand_for_what_is_on_the_host() -> None:
-    forecasts = by_name(large_plan(machine=FAST))
-    plain, step, whole = (forecasts[name].device for name in ("no offload", "step", "iteration, parameters"))
-    numel, in_block = (sum(p.numel() for p in one.parameters()) for one in (gpt(8, 1024), gpt(8, 1024).blocks[0]))
-    assert step.terms["blocks"] == 4 * 8 * in_block  # four of a group's state
-    assert whole.terms["blocks"] == 4 * (8 + 4) * in_block  # and four of a group's parameters
-    assert step.peak_bytes == plain.peak_bytes - 8 * numel + step.terms["blocks"]
-    assert plain.terms["gradients"] == step.terms["gradients"] == whole.terms["gradients"]  # in the first steps
-
-
 def test_gradients_that_do_not_fit_are_freed_in_the_backward() -> None:
     name = "iteration, parameters"
     first = large(name, machine=FAST).device
