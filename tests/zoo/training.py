@@ -246,8 +246,6 @@ def _contents(optimizer: Optimizer, attributes: list[str]) -> Iterator[tuple[str
 
 def flat(name: str, value: Any, places: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
     """Everything within a value of any kind, by name; keys that are parameters are named by their ``places``."""
-    if not isinstance(value, _PLAIN) and hasattr(value, "__dict__") and not callable(value):
-        value = value if isinstance(value, Mapping) else vars(value)
     if isinstance(value, Mapping):
         named = {places.get(key, key) if isinstance(key, Tensor) else key: one for key, one in value.items()}
         yield f"keys of {name}", sorted(map(str, named))
@@ -257,8 +255,10 @@ def flat(name: str, value: Any, places: Mapping[Any, str]) -> Iterator[tuple[str
         yield f"length of {name}", len(value)
         for number, one in enumerate(value):
             yield from flat(f"{name}[{number}]", one, places)
-    else:
+    elif isinstance(value, (*_PLAIN, np.ndarray)) or callable(value) or not hasattr(value, "__dict__"):
         yield name, value if isinstance(value, (*_PLAIN, np.ndarray)) else type(value)
+    else:
+        yield from flat(name, vars(value), places)
 
 
 def different(one: dict[str, Any], two: dict[str, Any]) -> Iterator[str]:
