@@ -24,17 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
-from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.device import link as device_links
-from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw
 from tests.parity import SMALL, Run, Zoo, assert_at_home, attach, fail_in_bucket, make_pair, params_of
 from tests.policies import with_share
-from tests.tiers import spread
 
 RESIDENT = with_share(SMALL, staying=14_000)
 ALL_RESIDENT = with_share(SMALL, staying=1 << 20)
@@ -335,63 +332,26 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
         assert engine() is None
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-POLICY_WITH_RESIDENTS = {
-    "spare": with_share(saving.POLICY, staying=9_000),
-    "no spare": with_share(saving.NO_SPARE, staying=9_000),
-    "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
-}
-SEQUENCES_AND_RESIDENCIES = spread(phases=SEQUENCES, policy=POLICY_WITH_RESIDENTS)
-
-
-@pytest.mark.usefixtures("mesh")
-@SEQUENCES_AND_RESIDENCIES
-def test_a_file_holds_the_state_of_its_call(
-    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, waits: Waits
-) -> None:
-    """Resident state leaves again, for the same host memory, while the writer has not read a byte."""
-    training = saving.Training(saving.adamw, policy)
-    training.train(saving.LATE_STEP + 1)
-    stager = ArenaStager(*training.optimizers)
-    go_through(training.optimizers[0], phases)
-    expected = copied(training.state())
-    future = saving.save(training, stager, waits.hold(tmp_path))
-    for _ in range(3):
-        go_through(training.optimizers[0], ("reload",))
-        training.train()
-        go_through(training.optimizers[0], ("offload", "release"))
-    assert waits.count == (policy is not POLICY_WITH_RESIDENTS["spare"])
-    waits.let_go()
-    future.result()
-    saving.assert_holds(tmp_path, expected)
-    saving.assert_exact_after(training)
-
-
 # Exceptions ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("mesh")
-@SEQUENCES_AND_RESIDENCIES
-def test_a_step_that_fails(
-    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = saving.Training(saving.adamw, policy)
+@EVERY_SEQUENCE
+def test_a_step_that_fails(phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = saving.Training(saving.adamw, with_share(saving.NO_SPARE, staying=9_000))
     optimizer = training.optimizers[0]
     training.train(3)
     dcp.save(training.state(), checkpoint_id=tmp_path)
-    go_through(optimizer, ("offload", "release", "reload"))
+    go_through(optimizer, PHASES)
     saving.set_gradients(training.net, 3)
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, 4)
         with pytest.raises(ArithmeticError, match="a bit has flipped"):
             optimizer.step()
-    go_through(optimizer, phases)
-    with pytest.raises(RuntimeError, match=r"step\(\) refused: an earlier step"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=r"state_dict\(\) refused: an earlier step"):
-        optimizer.state_dict()
+    for refused in ("step", "state_dict"):
+        go_through(optimizer, phases)
+        with pytest.raises(RuntimeError, match=rf"{refused}\(\) refused: an earlier step"):
+            getattr(optimizer, refused)()
     go_through(optimizer, phases)
     training.load(tmp_path)
     go_through(optimizer, phases)
