@@ -6,7 +6,6 @@ fp32 masters that are the inner optimizer's parameters, gradients copied to them
 after it.
 """
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -283,19 +282,6 @@ def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:
     assert offload_report(loop.dense).memory.host_bytes
     with pytest.raises(RuntimeError, match=r"ChainedOptimizer has 2 optimizers, each of which has its own.*one by one"):
         offload_report(loop.optimizer)
-
-
-def test_a_state_dict_is_loaded_while_masters_are_away() -> None:
-    on, off = Loop(True), Loop(False)
-    train((on, off), 0)
-    saved = [copy.deepcopy(one.optimizer.state_dict()) for one in (off.dense, off.experts)]
-    train((on, off), 1)
-    offload_states(on.optimizer)
-    release_states(on.optimizer)
-    for loop in (on, off):
-        for one, state in zip((loop.dense, loop.experts), saved, strict=True):
-            one.optimizer.load_state_dict(copy.deepcopy(state))
-    assert_same(on, off)
 
 
 def test_what_needs_the_models_own_parameters_says_so() -> None:
