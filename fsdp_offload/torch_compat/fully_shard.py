@@ -23,7 +23,21 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     for module in fsdp_modules(model):
         # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
         module.reshard()
+    for group in _param_groups(model):
+        _follow_modules(group)
     return {param: name for name, param in model.named_parameters()}
+
+
+def _follow_modules(group: Any) -> None:
+    """Take up parameters that modules got since ``fully_shard``, as the first forward does, which may be yet to come.
+
+    ``load_state_dict(assign=True)`` puts others there, and transformers' ``from_pretrained(distributed_config=...)``.
+    """
+    if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
+        for one in group.fsdp_params:
+            info = one._module_info
+            if getattr(info.module, info.param_name) is not one.sharded_param:
+                one.reset_sharded_param()
 
 
 def parameters_of(model: nn.Module) -> set[Tensor]:
