@@ -507,7 +507,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             if case.looks == "each" or at == len(case.program) - 1:
                 problems = different(*(run.everything() for run in runs))
                 problems += _misplaced(loop)
-                problems = _of_all_ranks(problems)
+                problems = _of_all_ranks(problems, loop)
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
@@ -578,13 +578,16 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _of_all_ranks(problems: list[str]) -> list[str]:
-    """They leave a case together."""
+def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:
+    """They leave a case together, and have taken back the same steps, although each has other gradients."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return problems
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, problems)
-    return [f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found]
+    guesses = engine_of(loop.optimizer).guesses
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (problems, (guesses.committed, guesses.taken_back)))
+    found = [f"rank {rank}: {problem}" for rank, (of_rank, _) in enumerate(gathered) for problem in of_rank]
+    decisions = [counts for _, counts in gathered]
+    return found if len({*decisions}) == 1 else [*found, f"ranks have decided otherwise: {decisions}"]
 
 
 def _shared_folder() -> Path:

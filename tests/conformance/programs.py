@@ -134,11 +134,11 @@ def clip_otherwise(loop: Loop, at: int) -> None:
 
 
 def look_at_gradients(loop: Loop, at: int) -> None:
-    """Before and after clipping, also past torch's functions."""
+    """Before and after clipping, or only after it; also past torch's functions."""
     loop.backward(at)
-    for _ in range(2):
-        for grad in gradients(loop):
-            look = LOOKS[at % len(LOOKS)] if isinstance(grad, DTensor) else whole
+    for looks in (at % 2, True):
+        for number, grad in enumerate(gradients(loop) if looks else ()):
+            look = LOOKS[(at + number) % len(LOOKS)] if isinstance(grad, DTensor) else whole
             loop.seen.append(look(grad).double().sum().item())
         loop.clip()
     loop.step()

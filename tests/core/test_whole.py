@@ -3,8 +3,9 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,14 +22,10 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_o
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.torch_compat.homed import is_homed
 from tests.async_writers import Waits, copied, loaded, not_the_same
+from tests.conformance.axes import Coupled
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.overlapping import linear_blocks
-from tests.parity import attach, host_copy, loss_of
-
-
-def own(value: Tensor) -> Tensor:
-    """This rank's part, where it is."""
-    return value.to_local() if hasattr(value, "to_local") else value
+from tests.parity import attach, host_copy, local, loss_of, offloaded_names
 
 
 class Own(Optimizer):
@@ -49,17 +46,6 @@ class Own(Optimizer):
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         param.sub_(param.grad, alpha=group["lr"])
-
-
-class Coupled(Own):
-    """Each update depends on all gradients."""
-
-    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grads = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
-        norm = sum(own(grad).square().sum() for grad in grads)
-        velocity = state.setdefault("velocity", torch.zeros_like(param))
-        velocity.mul_(0.9).add_(param.grad / (1 + norm.item()))
-        param.sub_(velocity, alpha=group["lr"])
 
 
 class Replacing(Own):
@@ -91,7 +77,7 @@ class Lazy(Own):
             state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
         if state["step"] > 2:
             state.setdefault(
-                "wide", torch.zeros(own(param).numel() + 3, dtype=torch.float64, device=param.device)
+                "wide", torch.zeros(local(param).numel() + 3, dtype=torch.float64, device=param.device)
             ).add_(1)
         scale = 1 + state["wide"].sum().item() if "wide" in state else 1
         param.sub_(state.get("mean", param.grad), alpha=group["lr"] / scale)
@@ -102,7 +88,7 @@ class Growing(Own):
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         seen = state.get("seen", torch.zeros(1, device=param.device))
-        state["seen"] = torch.cat([seen, own(param.grad).sum().reshape(1)])
+        state["seen"] = torch.cat([seen, local(param.grad).sum().reshape(1)])
         param.sub_(param.grad, alpha=group["lr"] * (1 + state["seen"].mean().abs().item()))
 
 
@@ -136,7 +122,7 @@ class Factors(Own):
     """Statistics of rows and columns, and their inverse roots now and then, as Shampoo has them."""
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grad = own(param.grad).reshape(len(own(param)), -1)
+        grad = local(param.grad).reshape(len(local(param)), -1)
         if not state:
             state["step"] = torch.zeros(())
             state["rows"], state["columns"] = (torch.eye(size, device=grad.device) for size in grad.shape)
@@ -147,8 +133,8 @@ class Factors(Own):
         if state["step"] % 2 == 0 and len(grad):
             values, vectors = torch.linalg.eigh(state["rows"])
             state["root"] = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.5) @ vectors.T
-        own(param).sub_(
-            (state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own(param)), alpha=group["lr"]
+        local(param).sub_(
+            (state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(local(param)), alpha=group["lr"]
         )
 
 
@@ -167,7 +153,7 @@ def trained(params: Any) -> list[Tensor]:
 CLASSES: dict[str, Callable[[Any], Optimizer]] = {
     "LBFGS": lambda params: LBFGS(trained(params), lr=0.1, max_iter=3, history_size=2),
     "strong Wolfe": lambda params: LBFGS(trained(params), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
-    "coupled": Coupled,
+    "coupled": partial(Coupled, lr=0.05),
     "replacing": Replacing,
     "swapping": Swapping,
     "lazy": Lazy,
@@ -251,20 +237,20 @@ def flat(value: Any) -> list[Any]:
     return [value]
 
 
+def assert_equal(one: Any, other: Any, what: str = "") -> None:
+    for a, b in zip(flat(one), flat(other), strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, what
+
+
 def assert_same(plain: Side, ours: Side) -> None:
     one, other = plain.values(), ours.values()
     assert list(one) == list(other)
     for name in one:
-        for a, b in zip(flat(one[name]), flat(other[name]), strict=True):
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, f"{name} after {plain.steps} steps"
+        assert_equal(one[name], other[name], f"{name} after {plain.steps} steps")
 
 
 def both(mesh: DeviceMesh, kind: str, policy: str) -> tuple[Side, Side]:
     return tuple(Side(mesh, CLASSES[kind], one).attach() for one in (None, POLICIES[policy]))  # type: ignore[return-value]
-
-
-def homes(side: Side) -> set[str]:
-    return {name for shard in engine_of(side.optimizer).plan.shards.values() for name in shard.homes}
 
 
 KINDS = pytest.mark.parametrize("kind", CLASSES)
@@ -295,29 +281,27 @@ def test_bits_are_those_of_plain_training(mesh: DeviceMesh, kind: str, policy: s
     assert_same(plain.train(2), ours.train(2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("LBFGS", {"d", "prev_flat_grad"}),
-        ("coupled", {"velocity"}),
-        ("replacing", {"before", "mean"}),
-        ("swapping", {"a", "b"}),
-        ("lazy", {"mean", "wide"}),
-        ("growing", {"seen"}),
-        ("factors", {"rows", "columns", "root"}),
-        ("nesting", {"exp_avg", "exp_avg_sq"}),
-    ],
-)
-def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, names: set[str]) -> None:
-    side = Side(mesh, CLASSES[kind], POLICIES["state"]).attach().train(4)
-    assert homes(side) == names
+# By optimizer: state that has a home, and what is not made of dense tensors of its own, which stays and is told.
+WHERE: dict[str, tuple[set[str], set[str]]] = {
+    "LBFGS": ({"d", "prev_flat_grad"}, {"old_dirs", "old_stps"}),
+    "coupled": ({"velocity"}, set()),
+    "replacing": ({"before", "mean"}, set()),
+    "swapping": ({"a", "b"}, set()),
+    "lazy": ({"mean", "wide"}, set()),
+    "growing": ({"seen"}, set()),
+    "listing": (set(), {"history", "mean"}),
+    "factors": ({"rows", "columns", "root"}, set()),
+    "nesting": ({"exp_avg", "exp_avg_sq"}, set()),
+}
 
 
-@pytest.mark.parametrize(("kind", "names"), [("LBFGS", {"old_dirs", "old_stps"}), ("listing", {"history", "mean"})])
-def test_what_is_no_tensor_of_its_own_stays_and_is_told(mesh: DeviceMesh, kind: str, names: set[str]) -> None:
+@pytest.mark.parametrize(("kind", "homes", "left"), [(kind, *names) for kind, names in WHERE.items()], ids=WHERE)
+def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], left: set[str]) -> None:
     side = Side(mesh, CLASSES[kind], POLICIES["state"]).attach().train(5)
-    assert names <= set(side.optimizer.offload_report().left_out)
-    assert any("not made of dense tensors of its own" in note for note in side.optimizer.offload_report().notes)
+    report = side.optimizer.offload_report()
+    assert offloaded_names(side.optimizer) == homes
+    assert left <= set(report.left_out)
+    assert any("not made of dense tensors of its own" in note for note in report.notes) == bool(left)
 
 
 @KINDS
@@ -350,7 +334,7 @@ def test_state_that_parameters_exchange(mesh: DeviceMesh, policy: str) -> None:
     seen = []
     for one in (None, POLICIES[policy]):
         model = linear_blocks(mesh, 6)
-        optimizer = Coupled(model.parameters())
+        optimizer = Coupled(model.parameters(), lr=0.05)
         if one is not None:
             attach(optimizer, model=model, policy=one)
         for _ in range(3):
@@ -365,17 +349,31 @@ def test_state_that_parameters_exchange(mesh: DeviceMesh, policy: str) -> None:
 
 
 class Failing(Own):
-    """Fails before, or behind, the first update."""
+    """Fails before, or behind, the first update; notes where the state is that it sees."""
 
     fails = ""
+    seen: ClassVar[set[int]] = set()
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if self.fails == "before":
             raise LookupError("no such table")
         state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
+        self.seen.add(local(state["mean"]).data_ptr())
         param.sub_(state["mean"], alpha=group["lr"])
         if self.fails == "behind":
             raise LookupError("no such table")
+
+
+def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
+    """Nor tensors, wherever they are, that somebody has put in the place of homes."""
+    side = Side(mesh, Failing, POLICIES["state"]).attach().train(2)
+    for state in side.optimizer.state.values():
+        state["mean"] = state["mean"] * 2
+    exchanged = {local(state["mean"]).data_ptr() for state in side.optimizer.state.values()}
+    side.optimizer.seen.clear()
+    side.train(1)
+    assert side.optimizer.seen
+    assert not exchanged.intersection(side.optimizer.seen)
 
 
 @EVERY_POLICY
@@ -432,28 +430,22 @@ def test_state_by_name(mesh: DeviceMesh) -> None:
         get_optimizer_state_dict(ours.model, ours.optimizer, for_load=True)
     for side in (plain, ours):
         side.train(3)
-    one = torchs_state_dict(plain.model, plain.optimizer)
+    wanted = torchs_state_dict(plain.model, plain.optimizer)
     for other in (get_optimizer_state_dict, torchs_state_dict):
-        found = other(ours.model, ours.optimizer)
-        assert all(
-            a == b if not isinstance(a, Tensor) else torch.equal(a, b)
-            for a, b in zip(flat(one), flat(found), strict=True)
-        )
+        assert_equal(wanted, other(ours.model, ours.optimizer))
     saved = copy.deepcopy((ours.model.state_dict(), get_optimizer_state_dict(ours.model, ours.optimizer)))
-    for side in (plain, ours):
-        side.train(2)
     fresh = both(mesh, "coupled", "all")[1]
     fresh.model.load_state_dict(saved[0])
     set_optimizer_state_dict(fresh.model, fresh.optimizer, saved[1])
     fresh.steps, fresh.seen = 3, ours.seen[:3]
-    assert_same(plain, fresh.train(2))
+    assert_same(plain.train(2), fresh.train(2))
     made = both(mesh, "coupled", "all")[1]
     torchs_state_dict(made.model, made.optimizer)
     assert get_optimizer_state_dict(made.model, made.optimizer, for_load=True)["state"]
 
 
 def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
-    side = Side(mesh, Coupled, None)
+    side = Side(mesh, CLASSES["coupled"], None)
     policy = OffloadPolicy(overlap="iteration")
     with warnings.catch_warnings(record=True, action="always") as told:
         offload_optimizer(side.optimizer, model=side.model, policy=policy)
@@ -463,49 +455,20 @@ def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
     assert not any("NOTHING IS OFFLOADED" in message for message in messages)
     assert offload_optimizer(side.optimizer, model=side.model, policy=policy, exist_ok=True) is side.optimizer
     with pytest.raises(ValueError, match="host_fraction"):
-        offload_optimizer(Coupled(side.model.parameters()), policy=OffloadPolicy(host_fraction=0.5))
+        offload_optimizer(Coupled(side.model.parameters(), lr=0.05), policy=OffloadPolicy(host_fraction=0.5))
 
 
-ON_RANKS = ["coupled", "replacing", "swapping", "lazy", "growing", "listing", "holding", "factors", "nesting"]
-
-
-def train_on_ranks(rank: int, world_size: int) -> None:
+def save_and_load_on_ranks(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
-    for kind in ON_RANKS:
+    for kind in [*CLASSES][2:]:
         for policy in ("state", "all"):
-            plain, ours = both(mesh, kind, policy)
-            assert_same(plain.train(3), ours.train(3))
-            for side in (plain, ours):
-                saved = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
-                side.train(2)
-                side.model.load_state_dict(saved[0])
-                side.optimizer.load_state_dict(saved[1])
-            assert_same(plain.train(2), ours.train(2))
+            test_save_load_and_go_on(mesh, kind, policy)
 
 
 @pytest.mark.distributed
 def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
     """Of 7, 5 and 6 rows; a sum over ranks is the optimizer's own affair."""
-    spawn(train_on_ranks, 2, tmp_path)
-
-
-def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
-    """Nor tensors, wherever they are, that somebody has put in the place of homes."""
-    seen: list[int] = []
-
-    class Looking(Coupled):
-        def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            super().update(param, state, group)
-            seen.append(own(state["velocity"]).data_ptr())
-
-    side = Side(mesh, Looking, POLICIES["state"]).attach().train(2)
-    for state in side.optimizer.state.values():
-        state["velocity"] = state["velocity"] * 2
-    exchanged = {own(state["velocity"]).data_ptr() for state in side.optimizer.state.values()}
-    seen.clear()
-    side.train(1)
-    assert seen
-    assert not exchanged.intersection(seen)
+    spawn(save_and_load_on_ranks, 2, tmp_path)
 
 
 @EVERY_POLICY

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
 from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
 from tests.parity import Run, assert_at_home
+from tests.state_dicts import assert_same
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -72,22 +72,6 @@ def gathered(run: Run) -> dict[str, Any]:
     }
 
 
-def not_equal(saved: Any, found: Any, where: str) -> Iterator[str]:
-    if isinstance(saved, dict):
-        if saved.keys() != found.keys():
-            yield f"{where} has {list(found)[:9]} instead of {list(saved)[:9]}"
-        for key in saved.keys() & found.keys():
-            yield from not_equal(saved[key], found[key], f"{where}/{key}")
-    elif isinstance(saved, list):
-        for number, (one, other) in enumerate(zip(saved, found, strict=True)):
-            yield from not_equal(one, other, f"{where}/{number}")
-    elif isinstance(saved, Tensor):
-        if saved.dtype != found.dtype or not torch.equal(saved, found):
-            yield f"{where} differs"
-    elif saved != found:
-        yield f"{where} is {found}, saved was {saved}"
-
-
 # Saving --------------------------------------------------------------------------------------------------------------
 
 
@@ -128,8 +112,9 @@ def loads(name: str, shard: models.ShardNet, saved_by: str, folder: Path) -> Ite
     set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
     found = gathered(run)
     if dist.get_rank() == 0:
-        yield from not_equal(torch.load(folder / f"{saved_by}.pt", weights_only=False), found, "")
+        assert_same(torch.load(folder / f"{saved_by}.pt", weights_only=False), found)
     assert_at_home(run.optimizer)
+    yield from ()
 
 
 def run_load(rank: int, world_size: int, folder: Path, every: int) -> None:

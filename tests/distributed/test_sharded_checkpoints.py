@@ -200,6 +200,7 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
     found = {f"{name}, {how}": partial(resumes, way, **ways[how]) for name, way in WAYS.items() for how in ways}
     found["dcp, Shard(1)"] = partial(resumes, resume_dcp, shard=models.shard_columns)
     found["dcp, to some kept"] = partial(resumes, resume_dcp, target_policy=SOME_KEPT)
+    found["full, TP"] = partial(resumes, resume_full, shard=models.shard_tensor_parallel)
     found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
     return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
 
@@ -212,24 +213,3 @@ def run_resume(rank: int, world_size: int, folder: Path, every: int) -> None:
 @some_cases({2: 3})
 def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_path: Path) -> None:
     spawn(run_resume, world_size, tmp_path, tmp_path, every)
-
-
-def run_resume_several_dims(rank: int, world_size: int, folder: Path, every: int) -> None:
-    del rank, world_size
-    run_cases(
-        {
-            "dcp, uneven": partial(resumes, resume_dcp, folder / "uneven"),
-            "full, uneven": partial(resumes, resume_full, folder / "full"),
-            "torch.save, uneven": partial(resumes, resume_torch_save, folder / "files"),
-            "dcp, HSDP": partial(resumes, resume_dcp, folder / "hsdp", shard=models.shard_hybrid),
-            "dcp, TP": partial(resumes, resume_dcp, folder / "tp", shard=models.shard_tensor_parallel),
-            "full, TP": partial(resumes, resume_full, folder / "tp_full", shard=models.shard_tensor_parallel),
-        },
-        every,
-    )
-
-
-@pytest.mark.long
-@some_cases({4: 3})
-def test_training_resumes_with_uneven_shards_and_several_mesh_dims(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_resume_several_dims, world_size, tmp_path, tmp_path, every)

@@ -10,45 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
-from tests.distributed.models import Net, batch, build, decay_groups
-from tests.parity import attach, local, params_of
+from tests.distributed.models import Net, batch
+from tests.distributed.test_sharded_checkpoints import SOME_KEPT, TINY, MakeOptimizer, adamw, new_run, train
+from tests.parity import local, params_of
 
 pytestmark = pytest.mark.distributed
 
-TINY = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024)
-# What stays on the device differs between ranks: the last shards are shorter or empty.
-SOME_KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024)
-
-
-def backward(net: Net, step: int) -> None:
-    net(batch(step * 8 + net.data_rank)).backward()
-
-
-def train(net: Net, optimizer: Optimizer, steps: int) -> None:
-    for step in range(steps):
-        backward(net, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def names_of(net: Net) -> dict[Tensor, str]:
-    return {param: name for name, param in net.named_parameters()}
-
-
-# What users find in optimizer.state ----------------------------------------------------------------------------------
-
 
 def state_is_sharded_like_parameters(shard: models.ShardNet) -> Iterator[str]:
-    net = build(shard)
-    optimizer = attach(optim.AdamW(decay_groups(net)), model=net, policy=TINY)
-    train(net, optimizer, 2)
-    for param, name in names_of(net).items():
-        state = optimizer.state[param]
+    run = new_run(shard, adamw, TINY)
+    train(run, 0, 2)
+    for name, param in run.model.named_parameters():
+        state = run.optimizer.state[param]
         if list(state) != ["step", "exp_avg", "exp_avg_sq"]:
             yield f"{name} has {list(state)}"
         for key in ("exp_avg", "exp_avg_sq"):
@@ -71,20 +47,20 @@ def not_like(param: Tensor, value: Any, what: str) -> Iterator[str]:
         yield f"{what} has a storage of {local(value).untyped_storage().nbytes()} bytes"
 
 
-def keys_are_the_same_on_every_rank(
-    policy: OffloadPolicy, optimizer_class: type[Optimizer] = optim.AdamW
-) -> Iterator[str]:
-    """A full state dict is gathered tensor by tensor in this order: ranks that disagree wait for each other forever."""
-    net = build(models.shard_even)
-    if optimizer_class is optim.Muon:
-        optimizer = optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
-    else:
-        optimizer = optimizer_class(decay_groups(net))
-    attach(optimizer, model=net, policy=policy)
-    train(net, optimizer, 1)
-    names = names_of(net)
-    mine = [(names[param], list(state)) for param, state in optimizer.state.items()]
-    if sorted(name for name, _ in mine) != sorted(names[param] for param in params_of(optimizer)):
+def muon(net: Net) -> optim.Optimizer:
+    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
+
+
+def keys_are_the_same_on_every_rank(make: MakeOptimizer) -> Iterator[str]:
+    """A full state dict is gathered tensor by tensor in this order: ranks that disagree wait for each other forever.
+
+    What stays on the device differs between ranks: the last shards are shorter or empty.
+    """
+    run = new_run(models.shard_even, make, SOME_KEPT)
+    train(run, 0, 1)
+    names = {param: name for name, param in run.params.items()}
+    mine = [(names[param], list(state)) for param, state in run.optimizer.state.items()]
+    if sorted(name for name, _ in mine) != sorted(names[param] for param in params_of(run.optimizer)):
         yield f"there is state for {mine}"
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -92,20 +68,23 @@ def keys_are_the_same_on_every_rank(
         yield f"keys are {[name for name, _ in mine]}, on rank 0 {[name for name, _ in everyone[0]]}"
 
 
+def fused_sgd(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
 def fused_sgd_works() -> Iterator[str]:
     """Without offload torch has no sharding rule for this kernel; offloaded it runs on locals, as on plain tensors."""
-    net = build(models.shard_even)
-    optimizer = attach(optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True), model=net, policy=TINY)
-    plain = [torch.nn.Parameter(local(param).detach().clone()) for param in net.parameters()]
-    reference = optim.SGD([param for param in plain if param.numel()], lr=0.1, momentum=0.9, fused=True)
+    run = new_run(models.shard_even, lambda net: fused_sgd(net.parameters()), TINY)
+    plain = [torch.nn.Parameter(local(param).detach().clone()) for param in run.model.parameters()]
+    reference = fused_sgd([param for param in plain if param.numel()])
     for step in range(3):
-        backward(net, step)
-        for param, copy in zip(net.parameters(), plain, strict=True):
+        run.model(batch(step * 8 + run.model.data_rank)).backward()
+        for param, copy in zip(run.model.parameters(), plain, strict=True):
             copy.grad = local(param.grad).clone()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-    for (name, param), copy in zip(net.named_parameters(), plain, strict=True):
+        for optimizer in (run.optimizer, reference):
+            optimizer.step()
+        run.model.zero_grad()
+    for (name, param), copy in zip(run.model.named_parameters(), plain, strict=True):
         if not torch.equal(local(param), copy):
             yield f"{name} differs"
 
@@ -115,8 +94,8 @@ CASES = {
     "state, Shard(1)": partial(state_is_sharded_like_parameters, models.shard_columns),
     "state, HSDP": partial(state_is_sharded_like_parameters, models.shard_hybrid),
     "state, TP": partial(state_is_sharded_like_parameters, models.shard_tensor_parallel),
-    "same keys, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT),
-    "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, SOME_KEPT, optim.Muon),
+    "same keys, some kept": partial(keys_are_the_same_on_every_rank, adamw),
+    "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, muon),
     "fused SGD": fused_sgd_works,
 }
 

@@ -4,11 +4,11 @@ Parameters are those of ``megatron_model.py``: DTensors of which each rank has a
 """
 
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from fsdp_offload.checkpoint import (
 )
 from tests.distributed import test_integration_megatron_fsdp as framework
 from tests.distributed import test_megatron_fsdp as megatron
-from tests.distributed.frameworks import assert_same
+from tests.distributed.frameworks import same_scripts
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import ENDS, MOMENTS, SHAPES, Layout, Module, build, model_state, optimizer_name
 from tests.distributed.test_no_collectives import RefusingGroup, refusing
@@ -281,16 +281,10 @@ def test_loaded_dtensors_become_local_state_again(tmp_path: Path) -> None:
 # Megatron-FSDP's own optimizer ---------------------------------------------------------------------------------------
 
 
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, tuple[str, str]]) -> None:
-    with mock.patch.multiple(framework, SAVED_AT=2, STEPS=4):
-        framework.run_scripts(rank, world_size, folder, scripts)
-
-
 def test_megatron_fsdps_training_save_and_load_with_and_without_offload(tmp_path: Path) -> None:
     """Its ``fully_shard_optimizer``; each loads what the other has saved, and goes on with the same losses and bits."""
-    spawn(run_scripts, 2, tmp_path, tmp_path, {"plain": ("plain", ""), "ours": ("after", "")})
-    assert_same(tmp_path, "plain", "ours", 2)
-    later = {f"{way} from {saved}": (way, saved) for way in ("plain", "after") for saved in ("plain", "ours")}
-    spawn(run_scripts, 2, tmp_path, tmp_path, later)
-    for name in later:
-        assert_same(tmp_path, "plain from plain", name, 2)
+    same_scripts(framework.script, tmp_path, 2, {way: {"way": way} for way in framework.WAYS})
+    ways = list(itertools.product(framework.WAYS, ("plain", "before", "after")))
+    for ranks in (2, 1):
+        later = {f"{way} from {saved}": {"way": way, "load": saved} for way, saved in ways}
+        same_scripts(framework.script, tmp_path, ranks, later)
