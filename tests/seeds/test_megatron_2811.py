@@ -82,7 +82,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("state", "ranks"), cases())
+@pytest.mark.parametrize(("state", "ranks"), [*cases()])
 def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: str, ranks: int, tmp_path: Path) -> None:
     """Losses, norms, parameters, state and what Megatron saves; loads of that, also while state and masters are away.
 
