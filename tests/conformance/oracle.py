@@ -38,7 +38,7 @@ from fsdp_offload.core import guesses
 from fsdp_offload.core.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
-from tests.parity import assert_at_home, attach, leaves, local, same_bits
+from tests.parity import assert_at_home, attach, leaves, local, same_bits, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -82,7 +82,7 @@ class Loop:
             bucket_bytes=BUCKET_BYTES,
             parameters=case.parameters,
             host_fraction=case.host,
-            snapshot_bytes=(1 << 20) if case.save == "async" else 0,
+            snapshot_bytes=(1 << 20) if case.save in ("async", "spare") else 0,
             serial=case.serial,
         )
         if case.masters != "none":
@@ -525,6 +525,8 @@ def _misplaced(loop: Loop) -> list[str]:
         assert_at_home(loop.optimizer)
     except AssertionError as error:
         return [str(error)]
+    if engine.layouts.capabilities.moves_whole and any(bucket.state.block for bucket in engine.core.buckets):
+        return ["state that moves as a whole is still on the device"]
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
     # A range that may not be cut is never less.
@@ -575,7 +577,7 @@ def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
-    return type(one) is type(other) and bool(one == other)
+    return same_value(one, other)
 
 
 def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:

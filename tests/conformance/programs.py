@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping
+from inspect import isfunction, signature
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def forward_without_backward(loop: Loop, at: int) -> None:
     usual(loop, at)
 
 
-def forwards_before_one_backward(loop: Loop, at: int) -> None:
+def two_forwards(loop: Loop, at: int) -> None:
     (loop.model(loop.batch(at)) + loop.model(loop.batch(at + 30))).backward()
     for micro in range(1, loop.case.micro):
         loop.model(loop.batch(at + micro)).backward()
@@ -396,43 +397,11 @@ def freeze(loop: Loop, at: int) -> None:
 
 
 HABITS: dict[str, Habit] = {
-    "usual": usual,
-    "evaluate": evaluate,
-    "evaluate-before-step": evaluate_before_step,
-    "infer": infer,
-    "forward-without-backward": forward_without_backward,
-    "two-forwards": forwards_before_one_backward,
-    "unreduced": unreduced,
-    "keep-gathered": keep_gathered,
-    "unshard-by-hand": unshard_by_hand,
-    "phases-in-backward": phases_in_backward,
-    "clip-otherwise": clip_otherwise,
-    "look-at-gradients": look_at_gradients,
-    "scale-gradients": scale_gradients,
-    "exchange-gradients": exchange_gradients,
-    "look-at-parameters": look_at_parameters,
-    "write-between": write_between,
-    "read-between": read_between,
-    "load-between": load_between,
-    "skip-otherwise": skip_otherwise,
-    "unused": unused,
-    "skip": skip,
-    "step-twice": step_twice,
-    "zero-in-place": zero_in_place,
-    "zero-by-model": zero_by_model,
-    "by-value": by_value,
-    "scaler": scaler,
-    "closure": closure,
-    "read-state": read_state,
-    "write-state": write_state,
-    "replace-state": replace_state,
-    "reattach": reattach,
-    "write-group": write_group,
-    "write-parameters": write_parameters,
-    "read-parameters": read_parameters,
-    "average": average,
-    "freeze": freeze,
+    name.replace("_", "-"): function
+    for name, function in list(vars().items())
+    if isfunction(function) and [*signature(function).parameters] == ["loop", "at"]
 }
+"""All of the above that are called so."""
 
 
 @st.composite

@@ -1,19 +1,14 @@
-"""Beside the conformance suite: steps that fail before they write, writes that are lost, removal of an empty shard."""
+"""Beside the conformance suite: steps that fail before they write, and writes that are lost."""
 
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.updates import BucketUpdates
-from fsdp_offload.torch_compat.fully_shard import sharded_data
-from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.overlapping import linear_blocks
 from tests.parity import attach, host_copy
 
@@ -82,30 +77,3 @@ def test_an_optimizer_that_sees_dtensors_updates_in_the_backward(mesh: DeviceMes
         assert engine_of(optimizer).core.done or step < 3
         optimizer.step()
         optimizer.zero_grad()
-
-
-def train_past_removal(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
-    seen = []
-    for offloaded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8)).to(DEVICE_TYPE)
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if offloaded:
-            attach(optimizer, model=model, policy=OffloadPolicy(parameters=True))
-        for step in range(4):
-            if offloaded and step == 2:
-                remove_offload(optimizer)
-                for data in sharded_data(model):
-                    assert data.numel(), f"rank {rank} has no padding to gather, and the others wait for it"
-            model(torch.ones(2, 8, device=DEVICE_TYPE)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append(list(map(host_copy, model.state_dict().values())))
-    assert all(map(torch.equal, *seen))
-
-
-def test_an_empty_shard_is_gathered_after_removal(tmp_path: Path) -> None:
-    spawn(train_past_removal, 2, tmp_path)

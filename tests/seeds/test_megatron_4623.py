@@ -229,13 +229,13 @@ def test_swiglu_and_gdn_are_split_by_what_parameters_know_as_megatron_splits_the
 
 
 def run_back(rank: int, world_size: int, folder: Path) -> None:
-    def case(kind: str) -> Iterator[str]:
-        """Save split, load into a fresh optimizer, merge: state is in the memory that it has had before the load."""
-        layout = layout_of(kind)
-        path = folder / kind
+    def case(kind: str, other: str) -> Iterator[str]:
+        """Save split, load into other slices, merge: state is in the memory that it has had before the load."""
+        layout, path = layout_of(kind), folder / kind
         model, optimizer = megatron.offloaded(layout)
         parts, part_optim = megatron.split(layout, model, *megatron.live(model, optimizer))
         save({"model": parts, "optimizer": part_optim}, checkpoint_id=path)
+        layout = layout_of(other)
         model, optimizer = megatron.offloaded(layout, zeros=True)
         values, optim = megatron.live(model, optimizer, for_load=True)
         parts, part_optim = megatron.split(layout, model, values, optim)
@@ -266,7 +266,8 @@ def run_back(rank: int, world_size: int, folder: Path) -> None:
             if not torch.equal(one, same):
                 yield "flat state was loaded otherwise"
 
-    run_cases({**{kind: partial(case, kind) for kind in ("uneven", "in mid-row", "one has all")}, "flat": flat})
+    others = itertools.pairwise(("uneven", "in mid-row", "empty first", "one has all", "uneven"))
+    run_cases({**{f"{one} to {other}": partial(case, one, other) for one, other in others}, "flat": flat})
 
 
 def flat_of(value: DTensor, part: Tensor) -> DTensor:
