@@ -620,21 +620,27 @@ class PartOfRoot(Net):
         return self.head(self.tail(x) if extra else x).float().logsumexp(-1).mean()
 
 
+@pytest.mark.parametrize("cleared", ["", "one by one", "by the model"])
 @pytest.mark.parametrize("by_model", [False, True])
-def test_zeros_of_gradients_that_were_gone_reach_a_part_of_a_group(mesh: DeviceMesh, by_model: bool) -> None:
-    """The backward updates the group, and makes gradients of the rest of it: Adam moves that part by its momentum."""
+def test_zeros_of_gradients_that_were_gone(mesh: DeviceMesh, by_model: bool, cleared: str) -> None:
+    """They reach a part of a group that the backward has updated: Adam moves it by its momentum, unless cleared."""
 
     def zero_and_leave_out(loop: Loop, step: int) -> None:
         loop.backward(step, extra=step % 2 == 0)
         loop.optimizer.step()
         (loop.model if by_model else loop.optimizer).zero_grad(set_to_none=False)
+        if cleared and step % 3 == 0:
+            for param in loop.model.parameters() if cleared == "one by one" else ():
+                param.grad = None
+            loop.model.zero_grad()
 
     plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
     assert_same_each_step(plain, loop, 4)
-    for step in range(4, 9):
+    for step in range(4, 11):
         before = local_shard(plain.model.tail.weight).detach().clone()
         assert same(plain.train(1, zero_and_leave_out, step), loop.train(1, zero_and_leave_out, step)), step
-        assert not torch.equal(local_shard(plain.model.tail.weight), before)
+        is_left_out = bool(cleared) and step % 2 == 1 and (step - 1) % 3 == 0
+        assert torch.equal(local_shard(plain.model.tail.weight), before) == is_left_out
 
 
 def set_by_hand(clips: bool, loop: Loop, step: int) -> None:
@@ -654,23 +660,6 @@ def test_a_gradient_that_is_set_by_hand_after_the_backward(mesh: DeviceMesh, mor
     """``step()`` updates what the backward could not, once; also where that has state in the same buckets."""
     plain, loop = pair(mesh, clipping(**more), partial(torch.optim.AdamW, lr=0.02, fused=True), net=PartOfRoot)
     assert_same_each_step(plain, loop, 11, partial(set_by_hand, clips))
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_zeros_of_gradients_that_are_cleared_again(mesh: DeviceMesh, by_hand: bool) -> None:
-    """By the model, or one by one: a parameter without a gradient is left out, and not moved by its momentum."""
-
-    def zero_and_clear(loop: Loop, step: int) -> None:
-        loop.backward(step, extra=step % 3 == 0)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad(set_to_none=False)
-        if step % 2:
-            for param in loop.model.parameters() if by_hand else ():
-                param.grad = None
-            loop.model.zero_grad()
-
-    plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
-    assert_same_each_step(plain, loop, 12, zero_and_clear)
 
 
 def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
