@@ -28,6 +28,10 @@ from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
 from tests.clipping import ALWAYS, NEVER, clip, clipped_step, clipping, guesses_of, train
+from tests.conformance.axes import Case
+from tests.conformance.oracle import Loop as Run
+from tests.conformance.oracle import compare
+from tests.conformance.programs import usual
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import (
     EVERY_POLICY,
@@ -88,6 +92,65 @@ def test_reentrant_checkpoints_that_run_twice_before_one_backward(mesh: DeviceMe
     assert same(*map(train, pair(mesh, policy_of(POLICIES["forward"]), net=net)))
 
 
+# Steps that loops take once -------------------------------------------------------------------------------------------
+
+
+def send(run: Run, at: int) -> None:
+    """Send the model to where it is: torch exchanges what parameters hold, and refuses those with weak references."""
+    run.model.to("cpu").float()
+    usual(run, at)
+    run.look()
+    run.model.to("cpu").float()
+    assert all(param is run.params[name] for name, param in run.model.named_parameters())
+
+
+def give_up(run: Run, at: int) -> None:
+    """Give up a step, as after an exception, and load what was there before it."""
+    saved = run.copy()
+    run.backward(at)
+    for param in run.params.values():
+        param.grad = None
+    run.restore(saved)
+
+
+def fewer_micro_batches(run: Run, at: int) -> None:
+    for micro in range(run.case.micro - 1):
+        run.model(run.batch(10 * at + micro)).backward()
+    run.step()
+
+
+def fewer_reductions(run: Run, at: int) -> None:
+    """Leave a block unused in the last of the micro-batches."""
+    for micro in range(run.case.micro):
+        run.model(run.batch(10 * at + micro), extra=micro < run.case.micro - 1).backward()
+    run.step()
+
+
+def exchange_and_freeze(run: Run, at: int) -> None:
+    """Exchange state, also of a weight that gets no gradient, and shares buckets with others."""
+    for name in run.params:
+        state = run.live_state(name)
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+    run.params["blocks.1.up.weight"].requires_grad_(False)
+    usual(run, at)
+    run.params["blocks.1.up.weight"].requires_grad_(True)
+
+
+ONCE = {one.__name__: one for one in (send, give_up, fewer_micro_batches, fewer_reductions, exchange_and_freeze)}
+
+
+@pytest.mark.parametrize("overlap", POLICIES)
+@pytest.mark.parametrize("once", ONCE)
+def test_a_step_of_its_own(mesh: DeviceMesh, overlap: str, once: str) -> None:
+    """In the middle, and first of all; where that exchanges state, there is some."""
+    del mesh  # its process group is what is wanted
+    first = [once] if once in ("send", "exchange_and_freeze") else []
+    attached = "late" if once == "exchange_and_freeze" else "first"
+    program = (*first, "usual", "usual", "usual", once, once, "usual")
+    case = Case(overlap=overlap, attached=attached, micro=3 if "fewer" in once else 1, program=program)
+    assert not compare(case, torch.device("cpu"), {"usual": usual, **ONCE})
+
+
 @EVERY_POLICY
 def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """With the update that has read them, when the forward waits for it: its activations need the memory."""
@@ -108,21 +171,15 @@ def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-@EVERY_POLICY
-def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """An exception in the middle of a backward: what was updated in it is not saved."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        handle = loop.model.blocks[0].register_full_backward_pre_hook(_fail)
-        with pytest.raises(ZeroDivisionError):
-            loop.backward(3)
-        handle.remove()
-    if fields.get("overlap") == "iteration":
-        # Some parameters have been updated with gradients of a backward that never ended.
-        assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun
-        with pytest.raises(RuntimeError, match="refused"):
-            offloaded.optimizer.state_dict()
+def test_a_backward_that_fails(mesh: DeviceMesh) -> None:
+    """Some parameters have been updated with gradients of a backward that never ended: they are not saved."""
+    loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"])).train(3)
+    loop.model.blocks[0].register_full_backward_pre_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(3)
+    assert engine_of(loop.optimizer).steps.begun
+    with pytest.raises(RuntimeError, match="refused"):
+        loop.optimizer.state_dict()
 
 
 @pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
@@ -167,22 +224,6 @@ def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle:
     finally:
         gc.enable()
     assert same(plain.train(3, first=2), loop.train(3, first=2))
-
-
-@EVERY_POLICY
-def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        for step in range(6):
-            loop.optimizer.zero_grad()
-            loop.model.to("cpu").float()
-            loop.backward(step)
-            loop.optimizer.step()
-            look(loop)
-            loop.model.to("cpu").float()
-        assert loop.optimizer.param_groups[0]["params"][0] is next(loop.model.parameters())
-    assert same(plain, offloaded)
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -248,19 +289,6 @@ def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str,
     plain, offloaded = pair(mesh, policy_of(fields))
     one, other = (loop.train(4).model.blocks[2].state_dict() for loop in (plain, offloaded))
     assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
-
-
-@EVERY_POLICY
-def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """It shares buckets with others, which the first step after attaching loads and stores."""
-    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
-    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
-    for loop in (plain, offloaded):
-        for state in loop.optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-        loop.model.blocks[1].up.weight.requires_grad_(False)
-        loop.train(2, first=2)
-    assert same(plain, offloaded)
 
 
 class Gated(Block):
@@ -415,46 +443,6 @@ def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str,
     """Two backwards for one step, each through other groups."""
     plain, offloaded = (TwoLosses(mesh, adamw, policy, net=Towers) for policy in (None, policy_of(fields)))
     assert same(plain.train(6), offloaded.train(6))
-
-
-@EVERY_POLICY
-def test_a_load_between_an_exception_and_the_next_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """A step that is given up, and a checkpoint from before it."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        saved = copy.deepcopy(loop.optimizer.state_dict())
-        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        loop.backward(3)
-        for param in loop.model.parameters():
-            param.grad = None
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(saved)
-    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
-
-
-class OnceFewer(Loop):
-    """In one step a micro-batch does not come, or leaves a block unused; the next one has all of them again."""
-
-    whole = False
-
-    def backward(self, step: int, **options: Any) -> None:
-        for micro in range(2):
-            is_fewer = (step, micro) == (4, 1)
-            if not (is_fewer and self.whole):
-                loss = self.model(self.batch(10 * step + micro), extra=not is_fewer)
-                loss.backward()
-                self.seen.append(loss.item())
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["of a block", "of a micro-batch"])
-@EVERY_POLICY
-def test_a_step_with_fewer_reductions(mesh: DeviceMesh, fields: dict[str, Any], whole: bool) -> None:
-    loops = [OnceFewer(mesh, adamw, policy) for policy in (None, policy_of(fields))]
-    for loop in loops:
-        loop.whole = whole
-        loop.train(8)
-    assert same(*loops)
 
 
 @EVERY_POLICY
