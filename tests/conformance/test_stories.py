@@ -36,7 +36,6 @@ from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import (
     EVERY_POLICY,
     POLICIES,
-    Block,
     Loop,
     Net,
     adamw,
@@ -291,54 +290,41 @@ def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str,
     assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
 
 
-class Gated(Block):
-    """With a weight that is of no use at first, and shares a bucket with others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gate = nn.Parameter(torch.ones(width))
-        self.uses_gate = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x * self.gate if self.uses_gate else x
+LATE = "blocks.1.norm.bias"  # which shares a bucket with others
 
 
-def gated_net() -> Net:
-    net = Net(width=16, layers=2)
-    net.blocks[0] = Gated(16)
-    return net
+def without_late(run: Run, at: int) -> None:
+    run.params[LATE].requires_grad_(False)
+    usual(run, at)
 
 
-def give_state(loop: Loop) -> None:
-    gate = loop.model.blocks[0].gate
-    values = {name: torch.full_like(gate, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
-    loop.optimizer.state[gate] = {"step": torch.tensor(7.0), **values}
+def give_state(where: str, run: Run, at: int) -> None:
+    """By the user, at any point of the first step with its gradient."""
+    param = run.params[LATE].requires_grad_(True)
+    values = {name: torch.full_like(param, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
+    state = {"step": torch.tensor(7.0), **values}
+    if where == "before the forward":
+        run.optimizer.state[param] = state
+    loss = run.model(run.batch(at))
+    if where == "before the backward":
+        run.optimizer.state[param] = state
+    loss.backward()
+    if where == "before the step":
+        run.optimizer.state[param] = state
+    run.step()
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
-def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
-    """By the user, at any point of a step."""
-    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, passing=1 << 20), net=gated_net)
-    for loop in (plain, offloaded):
-        loop.train(5)
-        loop.model.blocks[0].uses_gate = True
-        if at == "before the forward":
-            give_state(loop)
-        loss = loop.model(loop.batch(77))
-        if at == "before the backward":
-            give_state(loop)
-        loss.backward()
-        if at == "before the step":
-            give_state(loop)
-            if loop is offloaded and fields.get("overlap") == "iteration":
-                with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
-                    loop.step()
-                return
-        loop.step()
-        loop.train(2, first=6)
-    assert same(plain, offloaded)
+@pytest.mark.parametrize("where", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize("overlap", POLICIES)
+def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, overlap: str, where: str) -> None:
+    del mesh
+    habits = {"usual": usual, "without": without_late, "give": partial(give_state, where)}
+    case = Case(overlap=overlap, program=(*("without",) * 5, "give", "usual", "usual"))
+    if (overlap, where) == ("iteration", "before the step"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+            compare(case, torch.device("cpu"), habits)
+    else:
+        assert not compare(case, torch.device("cpu"), habits)
 
 
 def test_saves_and_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:

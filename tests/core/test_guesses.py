@@ -246,21 +246,6 @@ def test_parameters_and_state_that_come_later_have_a_way_back_as_well(mesh: Devi
     assert (found.committed, found.taken_back) == (before + 2, 2)  # not in the first two steps after the change
 
 
-def parameters_go_down(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each copy of old parameters that is issued from now on, the bytes."""
-    store, found = guesses_of(loop).way_back.core.lanes.store, []
-    pairs_of = guesses_of(loop).way_back.pairs_of
-    old = {pair[0].data_ptr() for bucket in guesses_of(loop).way_back.core.buckets for pair in pairs_of(bucket)}
-    copy_ = store.copy
-
-    def counted(pairs: Any) -> None:
-        found.append(sum(target.numel() for target, _ in pairs if target.data_ptr() in old))
-        copy_(pairs)
-
-    monkeypatch.setattr(store, "copy", counted)
-    return found
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_parameters_go_down_in_the_last_forward(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, micro_batches: int
@@ -268,19 +253,27 @@ def test_parameters_go_down_in_the_last_forward(
     """Once each, before the backward needs the link for state; not in an evaluation, whose weights may be others."""
     loop = Loop(mesh, adamw, clipping(), net=small_net, micro_batches=micro_batches)
     train(loop, [NEVER] * 5)
-    found = parameters_go_down(loop, monkeypatch)
+    way_back, found = guesses_of(loop).way_back, [0]
+    store, copy_ = way_back.core.lanes.store, way_back.core.lanes.store.copy
+    old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in way_back.pairs_of(bucket)}
+
+    def counted(pairs: Any) -> None:
+        found[0] += sum(target.numel() for target, _ in pairs if target.data_ptr() in old)
+        copy_(pairs)
+
+    monkeypatch.setattr(store, "copy", counted)
     for _ in range(micro_batches - 1):
         loop.model(loop.batch(5)).backward()
-        assert not sum(found)
+        assert found == [0]
     loss = loop.model(loop.batch(6))
     all_bytes = sum(param.to_local().nbytes for param in loop.params)
-    assert sum(found) == all_bytes
+    assert found == [all_bytes]
     loss.backward()
-    assert sum(found) == all_bytes
+    assert found == [all_bytes]
     clip(loop, NEVER)
     loop.step()
     look(loop)
-    assert sum(found) == all_bytes
+    assert found == [all_bytes]
 
 
 @EVERYWHERE

@@ -24,6 +24,7 @@ from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.models import Net, build, decay_groups
 from tests.distributed.test_fused_adam import fused_adam
+from tests.distributed.test_same_files import state_of
 from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
 from tests.fused_adam import BF16, MASTERS
 from tests.parity import Run, assert_at_home, attach
@@ -88,11 +89,6 @@ def run_of(name: str, kind: str, seed: int = 0) -> Run:
     return Run(net, attach(optimizer, model=net, policy=policy_of(name)), this_device(), torch.float32)
 
 
-def state_of(run: Run, *, flat: bool, for_load: bool) -> dict[str, Any]:
-    optimizer = get_optimizer_state_dict(run.model, run.optimizer, for_load=for_load, flatten_optimizer_state_dict=flat)
-    return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
-
-
 def gathered(run: Run) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(run.model, options=FULL),
@@ -112,7 +108,7 @@ def run_save(rank: int, world_size: int, folder: Path) -> None:
 def saves(name: str, kind: str, folder: Path) -> Iterator[str]:
     run = run_of(name, kind)
     train(run, 0, 2)
-    dcp.save(state_of(run, flat=is_flat(name), for_load=False), checkpoint_id=folder / name)
+    dcp.save(state_of(run, flat=is_flat(name)), checkpoint_id=folder / name)
     full = gathered(run)
     if dist.get_rank() == 0:
         torch.save(full, folder / f"{name}.pt")
@@ -170,7 +166,7 @@ def lacks_a_parameter(folder: Path) -> Iterator[str]:
     """The checkpoint has no state for ``small``, whose shard is empty on some ranks: no rank may have some then."""
     run = new_run(models.shard_even, momentum, TINY)
     train(run, 0, 1)
-    state = state_of(run, flat=False, for_load=False)
+    state = state_of(run, flat=False)
     for name in ("small.weight", "small.bias"):
         del state["optimizer"]["state"][name]
     dcp.save(state, checkpoint_id=folder)

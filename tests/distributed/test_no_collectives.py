@@ -136,17 +136,23 @@ def refusing() -> Iterator[list[str]]:
         RefusingGroup.refuses = None
 
 
-def run_refusing(rank: int, world_size: int, folder: Path) -> None:
-    """Ranks that are alone: nothing ever arrives from the others."""
+@contextmanager
+def alone(rank: int, world_size: int, folder: Path) -> Iterator[None]:
+    """In a process group in which nothing ever arrives from the others."""
     dist.destroy_process_group()
     devices = ["cpu", "cuda"]
-    dist.Backend.register_backend("refusing", lambda _, rank, size, __: RefusingGroup(rank, size), devices=devices)
+    dist.Backend.register_backend("refusing", lambda _, number, size, __: RefusingGroup(number, size), devices=devices)
     dist.init_process_group("refusing", store=dist.HashStore(), rank=rank, world_size=world_size)
-    problems = list(refuses_what_people_use())
-    for name, shard in LAYOUTS.items():
-        problems += [f"{name}: {problem}" for problem in gets_along_without_the_others(shard)]
+    yield
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=rank, world_size=world_size)
+
+
+def run_refusing(rank: int, world_size: int, folder: Path) -> None:
+    with alone(rank, world_size, folder):
+        problems = list(refuses_what_people_use())
+        for name, shard in LAYOUTS.items():
+            problems += [f"{name}: {problem}" for problem in gets_along_without_the_others(shard)]
     found = agree(problems)
     assert not found, "\n".join(found)
 

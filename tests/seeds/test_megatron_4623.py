@@ -31,7 +31,7 @@ from tests.distributed import test_megatron_fsdp as megatron
 from tests.distributed.frameworks import same_scripts
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import ENDS, MOMENTS, SHAPES, Layout, Module, build, model_state, optimizer_name
-from tests.distributed.test_no_collectives import RefusingGroup, refusing
+from tests.distributed.test_no_collectives import alone, refusing
 from tests.distributed.test_same_files import digests
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import attach, local
@@ -194,10 +194,8 @@ def test_a_master_param_that_repeats_the_parameter_is_neither_saved_nor_needed(t
 
 def run_refusing(rank: int, world_size: int, folder: Path) -> None:
     """Ranks that never hear of each other: whatever is called of the process group raises."""
-    dist.destroy_process_group()
-    dist.Backend.register_backend("refusing", lambda _, number, size, __: RefusingGroup(number, size), devices=["cpu"])
-    dist.init_process_group("refusing", store=dist.HashStore(), rank=rank, world_size=world_size)
-    for kind in ENDS:
+
+    def case(kind: str) -> None:
         layout = layout_of(kind, tp=2)
         with refusing() as refused:
             model, optimizer = megatron.offloaded(layout)
@@ -215,8 +213,10 @@ def run_refusing(rank: int, world_size: int, folder: Path) -> None:
             set_optimizer_state_dict(other, loader, saved)
         assert not refused, (kind, refused)
         assert all(map(torch.equal, megatron.moments(optimizer), megatron.moments(loader)))
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=rank, world_size=world_size)
+
+    with alone(rank, world_size, folder):
+        for kind in ENDS:
+            case(kind)
 
 
 def test_chunks_and_splits_and_state_dicts_come_without_a_collective(tmp_path: Path) -> None:
