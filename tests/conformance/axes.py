@@ -409,7 +409,7 @@ RULES: tuple[Rule, ...] = (
     # Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.
     rule(
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="by-value scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
+        habits="scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
     ),
     # Of two forwards in a reentrant checkpoint fully_shard leaves gradients unreduced; early updates refuse them.
     rule(lambda case: case.model == "recomputed", habits="two-forwards"),
@@ -418,7 +418,7 @@ RULES: tuple[Rule, ...] = (
     # With updates in the backward that are no guesses, parameters are new after it.
     rule(
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="evaluate-before-step skip skip-otherwise step-twice write-state write-group"
+        habits="evaluate-before-step skip step-twice write-state write-group"
         " look-at-parameters write-between read-between load-between",
     ),
 )

@@ -38,7 +38,7 @@ from fsdp_offload.core import guesses
 from fsdp_offload.core.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
-from tests.parity import assert_at_home, attach, leaves, local, same_bits, same_value
+from tests.parity import assert_at_home, attach, leaves, local, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -332,9 +332,6 @@ class Twin(Loop):
         shadow = self.shadows.get(name, self.params[name])
         return next((one.state[shadow] for one in self.optimizers() if shadow in one.state), {})
 
-    def state_in(self, name: str) -> dict[str, Any]:
-        return dict(self.live_state(name))
-
     def optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if self.of_host is None else [self.optimizer, self.of_host]
 
@@ -373,7 +370,7 @@ class Twin(Loop):
         if not self.shadows:
             return super().state_of(name)
         shadow = self.shadows[name]
-        found = self.state_in(name)
+        found = dict(self.live_state(name))
         if found and shadow.dtype != self.params[name].dtype:
             found["master_param"] = shadow.detach()
         return found
@@ -391,7 +388,7 @@ class Twin(Loop):
                 module.reshard()
 
     def copy(self) -> dict[str, Any]:
-        states = {name: copy.deepcopy(self.state_in(name)) for name in self.shadows}
+        states = {name: copy.deepcopy(self.live_state(name)) for name in self.shadows}
         shadows = {name: one.detach().clone() for name, one in self.shadows.items()}
         return super().copy() | {"shadows": shadows, "states": states}
 
@@ -442,12 +439,12 @@ def clip_by(
 ) -> float:
     """Return the norm. Torch's takes DTensors of one mesh; with several it is put together, as torchtitan does.
 
-    With ``optimizer``, ours clips, which has torch's bits and lets updates run ahead.
+    With ``optimizer``, ours clips, which has these bits for any meshes, and lets updates run ahead.
     """
     of_mesh: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    if together and len(of_mesh) == 1 and optimizer is not None:
+    if together and optimizer is not None:
         return whole(clip_grad_norm_(optimizer, limit, norm_type, **options)).item()
     if together and len(of_mesh) == 1:
         return whole(nn.utils.clip_grad_norm_(params, limit, norm_type, **options)).item()
@@ -571,13 +568,7 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     if one.keys() != other.keys():
         return [f"only in one of them: {sorted(one.keys() ^ other.keys())[:6]}"]
-    return [name for name in one if not _same(one[name], other[name])]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return same_bits(one, other)
-    return same_value(one, other)
+    return [name for name in one if not same_value(one[name], other[name])]
 
 
 def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:

@@ -150,10 +150,14 @@ def scale_gradients(loop: Loop, at: int) -> None:
     loop.backward(at)
     loop.clip()
     grads = gradients(loop)
-    if at % 4 == 0:
+    if at % 5 == 0:
         torch._foreach_mul_([*grads, *grads[:2]], 0.3)  # some are there twice
-    for grad in grads[at % 3 :: 2] if at % 4 else ():
-        {1: grad, 2: local(grad), 3: local(grad).data}[at % 4].mul_(0.5)
+    elif at % 5 == 4:
+        for grad in grads:
+            grad.clamp_(-0.01, 0.01)  # as who clips by value
+    else:
+        for grad in grads[at % 3 :: 2]:
+            {1: grad, 2: local(grad), 3: local(grad).data}[at % 5].mul_(0.5)
     loop.step()
 
 
@@ -215,18 +219,6 @@ def load_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def skip_otherwise(loop: Loop, at: int) -> None:
-    """By the model's function, or where the norm is not finite."""
-    if at % 2:
-        loop.backward(at)
-        loop.model.zero_grad()
-        return
-    (loop.model(loop.batch(at)) * math.inf).backward()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        loop.clip(NEVER, error_if_nonfinite=True)
-    loop.clear()
-
-
 # The step, and behind it ---------------------------------------------------------------------------------------------
 
 
@@ -236,9 +228,19 @@ def unused(loop: Loop, at: int) -> None:
 
 
 def skip(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    loop.clip()
-    loop.clear()
+    """By the optimizer's function, by the model's, or where the norm is not finite."""
+    if at % 3 == 2:
+        (loop.model(loop.batch(at)) * math.inf).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            loop.clip(NEVER, error_if_nonfinite=True)
+    else:
+        loop.backward(at)
+    if at % 3 == 1:
+        loop.model.zero_grad()
+    else:
+        if at % 3 == 0:
+            loop.clip()
+        loop.clear()
 
 
 def step_twice(loop: Loop, at: int) -> None:
@@ -250,27 +252,15 @@ def step_twice(loop: Loop, at: int) -> None:
 
 
 def zero_in_place(loop: Loop, at: int) -> None:
+    """By the optimizer, or by the model, which also clears."""
     loop.backward(at)
     loop.clip()
     loop.update()
-    loop.clear(set_to_none=False)
-
-
-def zero_by_model(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    loop.clip()
-    loop.update()
-    loop.synchronize()  # as whoever touches gradients has to
-    loop.model.zero_grad(set_to_none=at % 2 == 0)
-
-
-def by_value(loop: Loop, at: int) -> None:
-    """Clip by hand, each gradient by itself."""
-    loop.backward(at)
-    for param in loop.params.values():
-        if param.grad is not None:
-            param.grad.clamp_(-0.01, 0.01)
-    loop.step()
+    if at % 3 == 0:
+        loop.clear(set_to_none=False)
+    else:
+        loop.synchronize()  # as whoever touches gradients has to
+        loop.model.zero_grad(set_to_none=at % 3 == 1)
 
 
 def scaler(loop: Loop, at: int) -> None:

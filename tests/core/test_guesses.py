@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_offload import clip_grad_norm_, offload_report
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
@@ -98,20 +98,6 @@ def test_a_plain_optimizer_is_clipped_as_torch_does(mesh: DeviceMesh) -> None:
     norm = nn.utils.clip_grad_norm_(one.params, ALWAYS)
     assert torch.equal(norm.full_tensor(), clip_grad_norm_(other.optimizer, ALWAYS).full_tensor())
     assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(one.params, other.params, strict=True))
-
-
-@pytest.mark.parametrize("norm_type", [1, 2, math.inf])
-def test_gradients_on_several_meshes_are_clipped_together(mesh: DeviceMesh, norm_type: float) -> None:
-    """As those of experts, which torch refuses. `tests/distributed/test_moe_torchtitan.py` has torchtitan's bits."""
-    meshes = (mesh, init_device_mesh("cpu", (1,), mesh_dim_names=("experts",)))
-    params = [nn.Parameter(distribute_tensor(torch.zeros(1), one, [Shard(0)])) for one in meshes]
-    plain = [nn.Parameter(torch.zeros(1)) for _ in meshes]
-    for value, *several in zip((3.0, 4.0), params, plain, strict=True):
-        for param in several:
-            param.grad = torch.full_like(param, value)
-    norm = clip_grad_norm_(torch.optim.SGD(params, lr=1.0), 1.0, norm_type)
-    assert torch.equal(norm, nn.utils.clip_grad_norm_(plain, 1.0, norm_type))
-    assert all(torch.equal(a.grad.to_local(), b.grad) for a, b in zip(params, plain, strict=True))
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

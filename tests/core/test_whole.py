@@ -12,16 +12,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
-from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
-from tests.async_writers import Waits, copied, loaded, not_the_same
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.async_writers import not_the_same
 from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
 from tests.conformance.oracle import Loop as Run
 from tests.conformance.oracle import compare
@@ -398,26 +396,3 @@ def run_on_ranks(rank: int, world_size: int) -> None:
 def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
     """A sum over ranks is the optimizer's own affair."""
     spawn(run_on_ranks, 2, tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["coupled", "replacing"])
-@pytest.mark.parametrize("policy", [STATE, ALL, OffloadPolicy(parameters=True, snapshot_bytes=1 << 20)])
-def test_a_save_holds_what_was_there_at_the_call(
-    mesh: DeviceMesh, tmp_path: Path, waits: Waits, kind: str, policy: OffloadPolicy
-) -> None:
-    plain, loop = (lone(mesh, kind, one).train(2) for one in (None, policy))
-    stager = ArenaStager(loop.optimizer)
-    optimizer = get_optimizer_state_dict(loop.model, loop.optimizer)
-    state = {"model": get_model_state_dict(loop.model), "optimizer": optimizer}
-    expected, writer = copied(state), waits.hold(tmp_path)
-    future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-    writer.in_use = True
-    for one in (plain, loop):
-        one.train(2, first=2)
-    # What changes its name is written at home.
-    assert bool(waits.count) == (not policy.snapshot_bytes or kind == "replacing")
-    waits.let_go()
-    future.result()
-    assert not list(not_the_same(expected, loaded(tmp_path, expected)))
-    stager.close()
-    assert same(plain, loop)

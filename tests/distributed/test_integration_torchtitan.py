@@ -18,7 +18,6 @@ from tests.distributed.frameworks import (
     SAVED_AT,
     STEPS,
     batch,
-    everything,
     record,
     same_scripts,
 )
@@ -137,37 +136,6 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
     same_scripts(script, tmp_path, 1, alone)
 
 
-def bfloat16_moments() -> list[str]:
-    """State that a hook makes, as torchtitan's for bf16 moments; its fused kernel for that is the GPU's alone."""
-    finals = []
-    for offload in (False, True):
-        net = build(shard_even)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, foreach=False)
-
-        def make(optimizer: Any, args: object, kwargs: object) -> None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None and not optimizer.state[param]:
-                        made = torch.zeros_like(param, dtype=torch.bfloat16)
-                        optimizer.state[param]["momentum_buffer"] = made
-
-        optimizer.register_step_pre_hook(make)
-        container = container_of([net], None)
-        container.optimizers = [optimizer]
-        if offload:
-            from fsdp_offload.integrations.torchtitan import offload_container
-
-            offload_container(container, POLICY)
-        for number in range(4):
-            container.zero_grad()
-            net(batch(number, torch.distributed.get_rank())).backward()
-            container.step()
-        finals.append(everything(net, container.optimizers))
-        if {value["momentum_buffer"].dtype for value in optimizer.state.values()} != {torch.bfloat16}:
-            return ["the state is not bfloat16"]
-    return [] if all(map(torch.equal, *finals)) else ["other bits"]
-
-
 def refused() -> list[str]:
     from torchtitan.components.optimizer import OptimizersContainer
 
@@ -209,8 +177,8 @@ def built_anew() -> list[str]:
 def run_others(rank: int, world_size: int) -> None:
     del rank, world_size
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({"bf16 moments": bfloat16_moments, "own containers": refused, "options": options, "anew": built_anew})
+    run_cases({"own containers": refused, "options": options, "anew": built_anew})
 
 
-def test_bfloat16_moments_and_configs(tmp_path: Path) -> None:
+def test_containers_and_configs(tmp_path: Path) -> None:
     spawn(run_others, 2, tmp_path)
