@@ -39,21 +39,10 @@ def shard(net: Net, mesh: DeviceMesh) -> Net:
     return net
 
 
-class Batches(torch.utils.data.Dataset):
-    """Batches of this rank."""
-
-    def __init__(self, rank: int, number: int) -> None:
-        self.rank, self.number = rank, number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> Tensor:
-        return batch(index, self.rank)
-
-
 def module_of(*, manual: bool, rank: int) -> Any:
     from lightning.pytorch import LightningModule
+
+    batches: Any = [batch(number, rank) for number in range(MICRO_BATCHES * STEPS)]
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -91,10 +80,10 @@ def module_of(*, manual: bool, rank: int) -> Any:
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Batches(rank, MICRO_BATCHES * STEPS), batch_size=None)
+            return torch.utils.data.DataLoader(batches[: MICRO_BATCHES * STEPS], batch_size=None)
 
         def val_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Batches(rank, 2), batch_size=None)
+            return torch.utils.data.DataLoader(batches[:2], batch_size=None)
 
     return Module()
 

@@ -27,15 +27,9 @@ pytestmark = pytest.mark.distributed
 VOCABULARY, LENGTH = 64, 8
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, number: int) -> None:
-        self.rows = torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+def tokens(number: int) -> list[dict[str, list[int]]]:
+    rows = torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def model_of() -> Any:
@@ -73,7 +67,7 @@ def trainer_of(kind: str, policy: dict[str, Any] | None, options: dict[str, Any]
             seen.extend(logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs)
 
     given: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
-    common = {"train_dataset": Tokens(2 * 2 * 2 * STEPS), "eval_dataset": Tokens(8), "callbacks": [Note()], **given}
+    common = {"train_dataset": tokens(2 * 2 * 2 * STEPS), "eval_dataset": tokens(8), "callbacks": [Note()], **given}
     base: type = Trainer if policy is None else OffloadTrainer
     if kind == "trainer":
         return on_any_device(base)(model_of(), TrainingArguments(**options), **common)

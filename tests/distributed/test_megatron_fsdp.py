@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
@@ -25,6 +24,7 @@ from fsdp_offload.checkpoint import (
     with_parameter_chunks,
 )
 from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.async_writers import read_checkpoint
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import (
     GDN_DIMS,
@@ -194,7 +194,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
             save({"w": unknown}, checkpoint_id=folder / name)
     save(with_parameter_chunks(model, {"average.w": average}), checkpoint_id=folder / "carried")
-    assert torch.equal(read_one(folder / "carried", "average.w", whole.shape), whole)
+    assert torch.equal(read_checkpoint(folder / "carried")["average.w"], whole)
 
     sibling = FC1.replace("fc1", "fc2")
     fused = {FC1: value, sibling: model_state(model)[sibling]}
@@ -203,7 +203,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     gates = [part.chunk(2) for part in whole.chunk(2)]
     for number, half in enumerate("wv"):
         expected = torch.cat([gate[number] for gate in gates])
-        assert torch.equal(read_one(folder / "split", f"{FC1}_{half}", expected.shape), expected)
+        assert torch.equal(read_checkpoint(folder / "split")[f"{FC1}_{half}"], expected)
 
     plain = Module()
     plain.w = torch.nn.Parameter(value)  # a parameter without a slice: its mesh has an order all the same
@@ -212,14 +212,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     plain.w.grad = average
     optimizer.step()
     save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
-    assert torch.equal(read_one(folder / "state", "state.w.exp_avg", whole.shape), whole)
-
-
-def read_one(folder: Path, key: str, shape: torch.Size) -> torch.Tensor:
-    """The whole tensor, in this process."""
-    found = {key: torch.full(shape, -1.0)}
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return found[key]
+    assert torch.equal(read_checkpoint(folder / "state")["state.w.exp_avg"], whole)
 
 
 def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
