@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import Guesses
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.async_writers import Reading
-from tests.clipping import ALWAYS, NEVER, clip, clipped_step, clipping, guesses_of, train
+from tests.clipping import ALWAYS, LOOKS, NEVER, clip, clipped_step, clipping, guesses_of, train
 from tests.overlapping import Loop, Net, adamw, look, pair, same, same_values
 
 small_net = partial(Net, width=16, layers=2)
@@ -389,6 +390,21 @@ def test_an_update_that_fails_in_the_backward(
                 module.reshard()
     assert same(plain, loop)
     loop.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("look_at", LOOKS)
+@EVERYWHERE
+def test_clipped_gradients_are_seen_clipped(
+    mesh: DeviceMesh, look_at: Callable[[Any], torch.Tensor], parameters: bool
+) -> None:
+    """The product is put off no longer than until somebody looks, in whatever way."""
+    found = []
+    for loop in pair(mesh, clipping(parameters=parameters), net=small_net):
+        train(loop, [NEVER] * 4)
+        loop.backward(4)
+        clip(loop, ALWAYS)
+        found.append([look_at(param.grad).clone() for param in loop.params])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
 
 def test_a_view_of_gradients_that_are_zeroed_in_place(mesh: DeviceMesh) -> None:
