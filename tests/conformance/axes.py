@@ -307,9 +307,8 @@ def build(case: Case, device: torch.device) -> Net:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is no legal training, or not what the library promises: ``why``, and what may be changed about it."""
+    """What is no legal training, or not what the library promises, and what may be changed about it."""
 
-    why: str
     when: Callable[[Case], bool]
     ways: tuple[Mapping[str, Any], ...] = ()
     habits: frozenset[str] = frozenset()
@@ -318,8 +317,8 @@ class Rule:
         return self.when(case) and (not self.habits or bool(self.habits & set(case.program)))
 
 
-def rule(why: str, when: Callable[[Case], bool], *ways: Mapping[str, Any], habits: str = "") -> Rule:
-    return Rule(why, when, ways, frozenset(habits.split()))
+def rule(when: Callable[[Case], bool], *ways: Mapping[str, Any], habits: str = "") -> Rule:
+    return Rule(when, ways, frozenset(habits.split()))
 
 
 def legal(case: Case, axes: Mapping[str, tuple[Any, ...]], fixed: frozenset[str] = frozenset()) -> Case | None:
@@ -343,128 +342,83 @@ def legal(case: Case, axes: Mapping[str, tuple[Any, ...]], fixed: frozenset[str]
 
 
 RULES: tuple[Rule, ...] = (
+    # Overlap and streamed parameters hang on fully_shard's hooks.
     rule(
-        "Overlap and streamed parameters hang on fully_shard's hooks.",
         lambda case: case.layout == "unsharded" and (case.overlap != "step" or case.parameters),
         {"layout": "blocks"},
         {"overlap": "step", "parameters": False},
     ),
+    # Mixed precision is fully_shard's.
+    rule(lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}),
+    # Micro-batches without a reduction are fully_shard's.
+    rule(lambda c: c.layout == "unsharded", habits="unreduced keep-gathered"),
+    # A sleep takes what fully_shard has sharded, and streamed parameters are on the host already.
     rule(
-        "Mixed precision is fully_shard's.", lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}
-    ),
-    rule(
-        "Micro-batches without a reduction are fully_shard's.",
-        lambda c: c.layout == "unsharded",
-        habits="unreduced keep-gathered",
-    ),
-    rule(
-        "A sleep takes what fully_shard has sharded, and streamed parameters are on the host already.",
         lambda case: case.sleep and (case.layout == "unsharded" or case.parameters),
         {"sleep": False},
         {"layout": "blocks", "parameters": False},
     ),
+    # Masters are for elementwise optimizers of torch.optim.
     rule(
-        "Masters are for elementwise optimizers of torch.optim.",
         lambda case: case.masters != "none" and "masters" not in case.made.traits,
         {"masters": "none"},
         {"optimizer": "adamw"},
     ),
+    # Parameters in fp32 are their own masters.
+    rule(lambda case: case.masters != "none" and case.dtype != "bf16", {"dtype": "bf16"}, {"masters": "none"}),
+    # The CPU updates elementwise with a fused class of torch.optim.
+    rule(lambda case: case.host > 0 and "host" not in case.made.traits, {"host": 0.0}, {"optimizer": "adamw"}),
+    # The CPU updates masters only of its own.
+    rule(lambda case: case.host > 0 and case.masters != "none", {"host": 0.0}, {"masters": "none"}),
+    # What the device streams for the forward is not updated on the CPU.
+    rule(lambda case: case.host > 0 and case.parameters, {"host": 0.0}, {"parameters": False}),
+    # Muon's step fails on a matrix of fewer rows than ranks, in torch itself.
     rule(
-        "Parameters in fp32 are their own masters.",
-        lambda case: case.masters != "none" and case.dtype != "bf16",
-        {"dtype": "bf16"},
-        {"masters": "none"},
-    ),
-    rule(
-        "The CPU updates elementwise with a fused class of torch.optim.",
-        lambda case: case.host > 0 and "host" not in case.made.traits,
-        {"host": 0.0},
-        {"optimizer": "adamw"},
-    ),
-    rule(
-        "The CPU updates masters only of its own.",
-        lambda case: case.host > 0 and case.masters != "none",
-        {"host": 0.0},
-        {"masters": "none"},
-    ),
-    rule(
-        "What the device streams for the forward is not updated on the CPU.",
-        lambda case: case.host > 0 and case.parameters,
-        {"host": 0.0},
-        {"parameters": False},
-    ),
-    rule(
-        "Muon's step fails on a matrix of fewer rows than ranks, in torch itself.",
         lambda case: case.optimizer == "muon" and case.layout in {"empty", "thirds"},
         {"optimizer": "adamw"},
         {"layout": "even"},
     ),
+    # Adafactor's step fails on DTensor shards, in torch itself.
     rule(
-        "Adafactor's step fails on DTensor shards, in torch itself.",
         lambda case: case.optimizer == "adafactor" and case.layout != "unsharded",
         {"layout": "unsharded", "overlap": "step", "parameters": False, "sleep": False},
         {"optimizer": "adamw"},
     ),
+    # CUDA unscales no gradients in bf16.
+    rule(lambda case: case.dtype == "bf16", {"dtype": "mixed", "masters": "none"}, habits="scaler"),
+    # Transformer Engine's FusedAdam calls closures without gradients.
+    rule(lambda c: c.optimizer == "fused-adam", habits="closure"),
+    # A written weight moves its master in a way of its own, which is a story.
+    rule(lambda case: case.masters != "none", {"masters": "none"}, habits="write-parameters write-between"),
+    # A load by torch's planner asks for state of every parameter, also of one that was never used.
+    rule(lambda case: case.model == "unused" and case.save in {"sync", "async"}, {"save": "none"}, {"model": "usual"}),
+    # NAdam's product of momenta is rounded to the parameter's dtype when torch loads it.
     rule(
-        "CUDA unscales no gradients in bf16.",
-        lambda case: case.dtype == "bf16",
-        {"dtype": "mixed", "masters": "none"},
-        habits="scaler",
-    ),
-    rule(
-        "Transformer Engine's FusedAdam calls closures without gradients.",
-        lambda c: c.optimizer == "fused-adam",
-        habits="closure",
-    ),
-    rule(
-        "A written weight moves its master in a way of its own, which is a story.",
-        lambda case: case.masters != "none",
-        {"masters": "none"},
-        habits="write-parameters write-between",
-    ),
-    rule(
-        "A load by torch's planner asks for state of every parameter, also of one that was never used.",
-        lambda case: case.model == "unused" and case.save in {"sync", "async"},
-        {"save": "none"},
-        {"model": "usual"},
-    ),
-    rule(
-        "NAdam's product of momenta is rounded to the parameter's dtype when torch loads it.",
         lambda case: case.optimizer == "nadam" and case.dtype == "bf16" and case.save != "none",
         {"save": "none"},
         {"dtype": "fp32", "masters": "none"},
     ),
+    # NAdam's product of momenta, as above.
     rule(
-        "NAdam's product of momenta, as above.",
         lambda case: case.optimizer == "nadam" and case.dtype == "bf16",
         {"dtype": "fp32", "masters": "none"},
         habits="load-between",
     ),
+    # A closure's backward is within step(), where nobody clips: such a step is not announced.
+    rule(lambda case: case.overlap == "iteration" and case.clip != "never", habits="closure"),
+    # Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.
     rule(
-        "A closure's backward is within step(), where nobody clips: such a step is not announced.",
-        lambda case: case.overlap == "iteration" and case.clip != "never",
-        habits="closure",
-    ),
-    rule(
-        "Updates in the backward wait for gradients that are changed afterwards only where the first steps did that.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="by-value scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
+        habits="scaler clip-otherwise look-at-gradients scale-gradients exchange-gradients",
     ),
+    # Of two forwards in a reentrant checkpoint fully_shard leaves gradients unreduced; early updates refuse them.
+    rule(lambda case: case.model == "recomputed", habits="two-forwards"),
+    # Masters and what the CPU has updated have other bits than a plain step.
+    rule(lambda case: case.masters != "none" or case.host > 0, {"masters": "none", "host": 0.0}, habits="reattach"),
+    # With updates in the backward that are no guesses, parameters are new after it.
     rule(
-        "Of two forwards in a reentrant checkpoint fully_shard leaves gradients unreduced; early updates refuse them.",
-        lambda case: case.model == "recomputed",
-        habits="two-forwards",
-    ),
-    rule(
-        "Masters and what the CPU has updated have other bits than a plain step.",
-        lambda case: case.masters != "none" or case.host > 0,
-        {"masters": "none", "host": 0.0},
-        habits="reattach",
-    ),
-    rule(
-        "With updates in the backward that are no guesses, parameters are new after it.",
         lambda case: case.overlap == "iteration" and case.clip == "never",
-        habits="evaluate-before-step skip skip-otherwise step-twice write-state write-group"
+        habits="evaluate-before-step skip step-twice write-state write-group"
         " look-at-parameters write-between read-between load-between",
     ),
 )

@@ -38,7 +38,7 @@ from fsdp_offload.core import guesses
 from fsdp_offload.core.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
-from tests.parity import assert_at_home, attach, leaves, local, same_bits
+from tests.parity import assert_at_home, attach, leaves, local, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -82,7 +82,7 @@ class Loop:
             bucket_bytes=BUCKET_BYTES,
             parameters=case.parameters,
             host_fraction=case.host,
-            snapshot_bytes=(1 << 20) if case.save == "async" else 0,
+            snapshot_bytes=(1 << 20) if case.save in ("async", "spare") else 0,
             serial=case.serial,
         )
         if case.masters != "none":
@@ -332,9 +332,6 @@ class Twin(Loop):
         shadow = self.shadows.get(name, self.params[name])
         return next((one.state[shadow] for one in self.optimizers() if shadow in one.state), {})
 
-    def state_in(self, name: str) -> dict[str, Any]:
-        return dict(self.live_state(name))
-
     def optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if self.of_host is None else [self.optimizer, self.of_host]
 
@@ -373,7 +370,7 @@ class Twin(Loop):
         if not self.shadows:
             return super().state_of(name)
         shadow = self.shadows[name]
-        found = self.state_in(name)
+        found = dict(self.live_state(name))
         if found and shadow.dtype != self.params[name].dtype:
             found["master_param"] = shadow.detach()
         return found
@@ -391,7 +388,7 @@ class Twin(Loop):
                 module.reshard()
 
     def copy(self) -> dict[str, Any]:
-        states = {name: copy.deepcopy(self.state_in(name)) for name in self.shadows}
+        states = {name: copy.deepcopy(self.live_state(name)) for name in self.shadows}
         shadows = {name: one.detach().clone() for name, one in self.shadows.items()}
         return super().copy() | {"shadows": shadows, "states": states}
 
@@ -442,12 +439,12 @@ def clip_by(
 ) -> float:
     """Return the norm. Torch's takes DTensors of one mesh; with several it is put together, as torchtitan does.
 
-    With ``optimizer``, ours clips, which has torch's bits and lets updates run ahead.
+    With ``optimizer``, ours clips, which has these bits for any meshes, and lets updates run ahead.
     """
     of_mesh: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    if together and len(of_mesh) == 1 and optimizer is not None:
+    if together and optimizer is not None:
         return whole(clip_grad_norm_(optimizer, limit, norm_type, **options)).item()
     if together and len(of_mesh) == 1:
         return whole(nn.utils.clip_grad_norm_(params, limit, norm_type, **options)).item()
@@ -507,7 +504,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             if case.looks == "each" or at == len(case.program) - 1:
                 problems = different(*(run.everything() for run in runs))
                 problems += _misplaced(loop)
-                problems = _of_all_ranks(problems)
+                problems = _of_all_ranks(problems, loop)
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
@@ -525,6 +522,8 @@ def _misplaced(loop: Loop) -> list[str]:
         assert_at_home(loop.optimizer)
     except AssertionError as error:
         return [str(error)]
+    if engine.layouts.capabilities.moves_whole and any(bucket.state.block for bucket in engine.core.buckets):
+        return ["state that moves as a whole is still on the device"]
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
     # A range that may not be cut is never less.
@@ -569,22 +568,19 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     if one.keys() != other.keys():
         return [f"only in one of them: {sorted(one.keys() ^ other.keys())[:6]}"]
-    return [name for name in one if not _same(one[name], other[name])]
+    return [name for name in one if not same_value(one[name], other[name])]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return same_bits(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _of_all_ranks(problems: list[str]) -> list[str]:
-    """They leave a case together."""
+def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:
+    """They leave a case together, and have taken back the same steps, although each has other gradients."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return problems
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, problems)
-    return [f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found]
+    guesses = engine_of(loop.optimizer).guesses
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (problems, (guesses.committed, guesses.taken_back)))
+    found = [f"rank {rank}: {problem}" for rank, (of_rank, _) in enumerate(gathered) for problem in of_rank]
+    decisions = [counts for _, counts in gathered]
+    return found if len({*decisions}) == 1 else [*found, f"ranks have decided otherwise: {decisions}"]
 
 
 def _shared_folder() -> Path:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping
+from inspect import isfunction, signature
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def forward_without_backward(loop: Loop, at: int) -> None:
     usual(loop, at)
 
 
-def forwards_before_one_backward(loop: Loop, at: int) -> None:
+def two_forwards(loop: Loop, at: int) -> None:
     (loop.model(loop.batch(at)) + loop.model(loop.batch(at + 30))).backward()
     for micro in range(1, loop.case.micro):
         loop.model(loop.batch(at + micro)).backward()
@@ -134,11 +135,11 @@ def clip_otherwise(loop: Loop, at: int) -> None:
 
 
 def look_at_gradients(loop: Loop, at: int) -> None:
-    """Before and after clipping, also past torch's functions."""
+    """Before and after clipping, or only after it; also past torch's functions."""
     loop.backward(at)
-    for _ in range(2):
-        for grad in gradients(loop):
-            look = LOOKS[at % len(LOOKS)] if isinstance(grad, DTensor) else whole
+    for looks in (at % 2, True):
+        for number, grad in enumerate(gradients(loop) if looks else ()):
+            look = LOOKS[(at + number) % len(LOOKS)] if isinstance(grad, DTensor) else whole
             loop.seen.append(look(grad).double().sum().item())
         loop.clip()
     loop.step()
@@ -149,10 +150,14 @@ def scale_gradients(loop: Loop, at: int) -> None:
     loop.backward(at)
     loop.clip()
     grads = gradients(loop)
-    if at % 4 == 0:
+    if at % 5 == 0:
         torch._foreach_mul_([*grads, *grads[:2]], 0.3)  # some are there twice
-    for grad in grads[at % 3 :: 2] if at % 4 else ():
-        {1: grad, 2: local(grad), 3: local(grad).data}[at % 4].mul_(0.5)
+    elif at % 5 == 4:
+        for grad in grads:
+            grad.clamp_(-0.01, 0.01)  # as who clips by value
+    else:
+        for grad in grads[at % 3 :: 2]:
+            {1: grad, 2: local(grad), 3: local(grad).data}[at % 5].mul_(0.5)
     loop.step()
 
 
@@ -214,18 +219,6 @@ def load_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
-def skip_otherwise(loop: Loop, at: int) -> None:
-    """By the model's function, or where the norm is not finite."""
-    if at % 2:
-        loop.backward(at)
-        loop.model.zero_grad()
-        return
-    (loop.model(loop.batch(at)) * math.inf).backward()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        loop.clip(NEVER, error_if_nonfinite=True)
-    loop.clear()
-
-
 # The step, and behind it ---------------------------------------------------------------------------------------------
 
 
@@ -235,9 +228,19 @@ def unused(loop: Loop, at: int) -> None:
 
 
 def skip(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    loop.clip()
-    loop.clear()
+    """By the optimizer's function, by the model's, or where the norm is not finite."""
+    if at % 3 == 2:
+        (loop.model(loop.batch(at)) * math.inf).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            loop.clip(NEVER, error_if_nonfinite=True)
+    else:
+        loop.backward(at)
+    if at % 3 == 1:
+        loop.model.zero_grad()
+    else:
+        if at % 3 == 0:
+            loop.clip()
+        loop.clear()
 
 
 def step_twice(loop: Loop, at: int) -> None:
@@ -249,27 +252,15 @@ def step_twice(loop: Loop, at: int) -> None:
 
 
 def zero_in_place(loop: Loop, at: int) -> None:
+    """By the optimizer, or by the model, which also clears."""
     loop.backward(at)
     loop.clip()
     loop.update()
-    loop.clear(set_to_none=False)
-
-
-def zero_by_model(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    loop.clip()
-    loop.update()
-    loop.synchronize()  # as whoever touches gradients has to
-    loop.model.zero_grad(set_to_none=at % 2 == 0)
-
-
-def by_value(loop: Loop, at: int) -> None:
-    """Clip by hand, each gradient by itself."""
-    loop.backward(at)
-    for param in loop.params.values():
-        if param.grad is not None:
-            param.grad.clamp_(-0.01, 0.01)
-    loop.step()
+    if at % 3 == 0:
+        loop.clear(set_to_none=False)
+    else:
+        loop.synchronize()  # as whoever touches gradients has to
+        loop.model.zero_grad(set_to_none=at % 3 == 1)
 
 
 def scaler(loop: Loop, at: int) -> None:
@@ -396,43 +387,11 @@ def freeze(loop: Loop, at: int) -> None:
 
 
 HABITS: dict[str, Habit] = {
-    "usual": usual,
-    "evaluate": evaluate,
-    "evaluate-before-step": evaluate_before_step,
-    "infer": infer,
-    "forward-without-backward": forward_without_backward,
-    "two-forwards": forwards_before_one_backward,
-    "unreduced": unreduced,
-    "keep-gathered": keep_gathered,
-    "unshard-by-hand": unshard_by_hand,
-    "phases-in-backward": phases_in_backward,
-    "clip-otherwise": clip_otherwise,
-    "look-at-gradients": look_at_gradients,
-    "scale-gradients": scale_gradients,
-    "exchange-gradients": exchange_gradients,
-    "look-at-parameters": look_at_parameters,
-    "write-between": write_between,
-    "read-between": read_between,
-    "load-between": load_between,
-    "skip-otherwise": skip_otherwise,
-    "unused": unused,
-    "skip": skip,
-    "step-twice": step_twice,
-    "zero-in-place": zero_in_place,
-    "zero-by-model": zero_by_model,
-    "by-value": by_value,
-    "scaler": scaler,
-    "closure": closure,
-    "read-state": read_state,
-    "write-state": write_state,
-    "replace-state": replace_state,
-    "reattach": reattach,
-    "write-group": write_group,
-    "write-parameters": write_parameters,
-    "read-parameters": read_parameters,
-    "average": average,
-    "freeze": freeze,
+    name.replace("_", "-"): function
+    for name, function in list(vars().items())
+    if isfunction(function) and [*signature(function).parameters] == ["loop", "at"]
 }
+"""All of the above that are called so."""
 
 
 @st.composite

@@ -27,6 +27,10 @@ WRONG_ONCE = [
         Case(optimizer="adamw-fused", host=host, program=("usual", "usual", "scaler", "scaler", "scaler", "usual"))
         for host in (0.0, 0.5)
     ),
+    # An evaluation before the first step leaves the root gathered: the next forward uses its weights, as without us.
+    *(Case(overlap=one, program=("evaluate-before-step", *("usual",) * 3)) for one in AXES["overlap"]),
+    # Inference is the first to need parameters, and nobody looks in between.
+    *(Case(overlap=one, parameters=True, looks="end", program=("infer",) * 6) for one in AXES["overlap"]),
 ]
 """Cases of three values, which no pair shows, and programs that are not drawn."""
 

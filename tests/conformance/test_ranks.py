@@ -13,7 +13,9 @@ from tests.distributed.launch import agree, attempt, run_cases, slow_updates, sp
 
 pytestmark = pytest.mark.distributed
 
-SOME_HABITS = ("evaluate", "unreduced", "unused", "skip", "scaler", "read-state", "write-parameters", "freeze")
+SOME_HABITS = (
+    *("evaluate", "unreduced", "unused", "skip", "scaler", "read-state", "write-parameters", "freeze", "reattach"),
+)
 SOME: dict[str, tuple[object, ...]] = {
     "model": ("usual", "tied", "groups"),
     "optimizer": ("adamw", "adamw-fused", "sgd-momentum", "muon", "fused-adam"),

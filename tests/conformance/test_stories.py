@@ -23,15 +23,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, synchronize
+from fsdp_offload.core.engine import engine_of
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
 from tests.clipping import ALWAYS, NEVER, clip, clipped_step, clipping, guesses_of, train
+from tests.conformance.axes import Case
+from tests.conformance.oracle import Loop as Run
+from tests.conformance.oracle import compare
+from tests.conformance.programs import usual
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import (
     EVERY_POLICY,
     POLICIES,
-    Block,
     Loop,
     Net,
     adamw,
@@ -53,54 +57,97 @@ def states_of(loop: Loop) -> dict[str, Any]:
 
 
 class Checkpointed(Net):
-    """All blocks are computed again in the backward, and behind them those named ``behind``."""
+    """All blocks are computed again in the backward, and those named ``behind``, by reentrant checkpoints."""
 
-    def __init__(self, behind: tuple[str, ...], use_reentrant: bool) -> None:
+    def __init__(self, behind: tuple[str, ...]) -> None:
         super().__init__()
-        self._behind, self._use_reentrant = behind, use_reentrant
+        self._behind = behind
 
     def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
         x = self.embed(tokens)
         for block in (*self.blocks, *(getattr(self, name) for name in self._behind)):
-            x = checkpoint(block, x, use_reentrant=self._use_reentrant)
+            x = checkpoint(block, x, use_reentrant=True)
         return self.head(x).float().logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@EVERY_POLICY
-def test_checkpointed_blocks_that_run_twice_before_a_backward(
-    mesh: DeviceMesh, fields: dict[str, Any], use_reentrant: bool
-) -> None:
-    """What is computed again must be what it was; else it is refused."""
-
-    def backward_of_two(loop: Loop) -> None:
-        loop.optimizer.zero_grad()
-        (loop.model(loop.batch(6)) + loop.model(loop.batch(7))).backward()
-
-    plain, loop = pair(mesh, policy_of(fields), net=partial(Checkpointed, ("extra",), use_reentrant))
-    for each in (plain, loop):
-        each.train(6)
-    backward_of_two(plain)
-    if fields.get("overlap") == "iteration" and use_reentrant:
-        with pytest.raises(RuntimeError, match="runs twice before one backward"):
-            backward_of_two(loop)
-        with pytest.raises(RuntimeError, match="computed a block again"):
-            loop.optimizer.step()
-        return
-    backward_of_two(loop)
-    for each in (plain, loop):
-        each.step()
-        each.train(3, first=8)
-    assert same(plain, loop)
+def two_forwards(loop: Loop, step: int) -> None:
+    (loop.model(loop.batch(step)) + loop.model(loop.batch(step + 50))).backward()
+    loop.step()
 
 
-def test_a_checkpointed_block_that_a_forward_uses_twice(mesh: DeviceMesh) -> None:
-    """FSDP2 reduces its gradients before it is computed again for its first use, and not after that."""
-    twice = partial(Checkpointed, ("extra", "extra"), use_reentrant=True)
+@pytest.mark.parametrize("behind", [("extra",), ("extra", "extra")], ids=["two forwards", "one that uses it twice"])
+def test_reentrant_checkpoints_that_run_twice_before_one_backward(mesh: DeviceMesh, behind: tuple[str, ...]) -> None:
+    """What is computed again must be what it was: it is, or is refused. Others are an axis."""
+
+    def train(loop: Loop) -> Loop:
+        return loop.train(6).train(1, two_forwards, 6).train(3, first=7)
+
+    net = partial(Checkpointed, behind)
+    loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"]), net=net)
     with pytest.raises(RuntimeError, match="runs twice before one backward"):
-        Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=twice).train(8)
-    plain, loop = pair(mesh, policy_of({"overlap": "forward"}), net=twice)
-    assert same(plain.train(8), loop.train(8))
+        train(loop)
+    with pytest.raises(RuntimeError, match="computed a block again"):
+        loop.optimizer.step()
+    assert same(*map(train, pair(mesh, policy_of(POLICIES["forward"]), net=net)))
+
+
+# Steps that loops take once -------------------------------------------------------------------------------------------
+
+
+def send(run: Run, at: int) -> None:
+    """Send the model to where it is: torch exchanges what parameters hold, and refuses those with weak references."""
+    run.model.to("cpu").float()
+    usual(run, at)
+    run.look()
+    run.model.to("cpu").float()
+    assert all(param is run.params[name] for name, param in run.model.named_parameters())
+
+
+def give_up(run: Run, at: int) -> None:
+    """Give up a step, as after an exception, and load what was there before it."""
+    saved = run.copy()
+    run.backward(at)
+    for param in run.params.values():
+        param.grad = None
+    run.restore(saved)
+
+
+def fewer_micro_batches(run: Run, at: int) -> None:
+    for micro in range(run.case.micro - 1):
+        run.model(run.batch(10 * at + micro)).backward()
+    run.step()
+
+
+def fewer_reductions(run: Run, at: int) -> None:
+    """Leave a block unused in the last of the micro-batches."""
+    for micro in range(run.case.micro):
+        run.model(run.batch(10 * at + micro), extra=micro < run.case.micro - 1).backward()
+    run.step()
+
+
+def exchange_and_freeze(run: Run, at: int) -> None:
+    """Exchange state, also of a weight that gets no gradient, and shares buckets with others."""
+    for name in run.params:
+        state = run.live_state(name)
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+    run.params["blocks.1.up.weight"].requires_grad_(False)
+    usual(run, at)
+    run.params["blocks.1.up.weight"].requires_grad_(True)
+
+
+ONCE = {one.__name__: one for one in (send, give_up, fewer_micro_batches, fewer_reductions, exchange_and_freeze)}
+
+
+@pytest.mark.parametrize("overlap", POLICIES)
+@pytest.mark.parametrize("once", ONCE)
+def test_a_step_of_its_own(mesh: DeviceMesh, overlap: str, once: str) -> None:
+    """In the middle, and first of all; where that exchanges state, there is some."""
+    del mesh  # its process group is what is wanted
+    first = [once] if once in ("send", "exchange_and_freeze") else []
+    attached = "late" if once == "exchange_and_freeze" else "first"
+    program = (*first, "usual", "usual", "usual", once, once, "usual")
+    case = Case(overlap=overlap, attached=attached, micro=3 if "fewer" in once else 1, program=program)
+    assert not compare(case, torch.device("cpu"), {"usual": usual, **ONCE})
 
 
 @EVERY_POLICY
@@ -119,56 +166,19 @@ def test_gradients_go_group_by_group(mesh: DeviceMesh, fields: dict[str, Any]) -
     assert left == ([24, 18, 12, 6] if policy_of(fields).runs_on_into_forward else [0] * 4)
 
 
-def test_more_backwards_than_before_are_refused(mesh: DeviceMesh) -> None:
-    """A second backward before the step, where the first has updated."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
-        loop.backward(4)
-    for action in (loop.optimizer.step, loop.optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="refused: a backward came after"):
-            action()
-
-
-def test_fewer_backwards_than_before_update_in_the_step(mesh: DeviceMesh) -> None:
-    """The last of the micro-batches that were learnt does not come."""
-    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}), micro_batches=3)
-    for loop in (plain, offloaded):
-        loop.train(3)
-        loop.micro_batches = 2
-        loop.train(3, first=3)
-    assert same(plain, offloaded)
-
-
-def test_a_save_between_backward_and_step_is_refused(mesh: DeviceMesh) -> None:
-    """Part of the state is new by then."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
-        loop.optimizer.state_dict()
-    loop.step()
-    loop.optimizer.state_dict()
-
-
 def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-@EVERY_POLICY
-def test_a_backward_that_fails(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """An exception in the middle of a backward: what was updated in it is not saved."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        handle = loop.model.blocks[0].register_full_backward_pre_hook(_fail)
-        with pytest.raises(ZeroDivisionError):
-            loop.backward(3)
-        handle.remove()
-    if fields.get("overlap") == "iteration":
-        # Some parameters have been updated with gradients of a backward that never ended.
-        assert vars(offloaded.optimizer)["_offload_engine"].engine.steps.begun
-        with pytest.raises(RuntimeError, match="refused"):
-            offloaded.optimizer.state_dict()
+def test_a_backward_that_fails(mesh: DeviceMesh) -> None:
+    """Some parameters have been updated with gradients of a backward that never ended: they are not saved."""
+    loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"])).train(3)
+    loop.model.blocks[0].register_full_backward_pre_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(3)
+    assert engine_of(loop.optimizer).steps.begun
+    with pytest.raises(RuntimeError, match="refused"):
+        loop.optimizer.state_dict()
 
 
 @pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
@@ -215,32 +225,27 @@ def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle:
     assert same(plain.train(3, first=2), loop.train(3, first=2))
 
 
-@EVERY_POLICY
-def test_the_model_may_be_sent_to_where_it_is(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """Before the first step, too: torch exchanges the content of parameters, and refuses those with weak references."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        for step in range(6):
-            loop.optimizer.zero_grad()
-            loop.model.to("cpu").float()
-            loop.backward(step)
-            loop.optimizer.step()
-            look(loop)
-            loop.model.to("cpu").float()
-        assert loop.optimizer.param_groups[0]["params"][0] is next(loop.model.parameters())
-    assert same(plain, offloaded)
-
-
+@pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
 @EVERY_POLICY
-def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], parameters: bool) -> None:
-    """An optimizer that is let go is gone, and the model trains on."""
-    loop = Loop(mesh, adamw, policy_of(fields, parameters=parameters)).train(3)
-    engine = weakref.ref(vars(loop.optimizer)["_offload_engine"].engine)
-    del loop.optimizer, loop.scheduler
+def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], parameters: bool, removed: bool) -> None:
+    """An optimizer that is let go is gone at once, as its memory is too much to wait for the collector."""
+    loop = train(Loop(mesh, adamw, policy_of(fields, parameters=parameters)), [NEVER] * 4)
+    engine: Any = engine_of(loop.optimizer)
+    parts = (engine, engine.plan, engine.core, engine.guesses, engine.guesses.way_back)
+    gone = [weakref.ref(one) for one in parts if one is not None]
+    del engine, parts
     gc.collect()
-    assert engine() is None
-    loop.backward(3)
+    gc.disable()
+    try:
+        if removed:
+            remove_offload(loop.optimizer)
+        else:
+            del loop.optimizer, loop.scheduler
+        assert not any(one() for one in gone)
+    finally:
+        gc.enable()
+    loop.backward(4)
     look(loop)
 
 
@@ -285,114 +290,58 @@ def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str,
     assert all(torch.equal(one[name].to_local(), other[name].to_local()) for name in one)
 
 
-def used_now_and_then(loop: Loop, step: int) -> None:
-    """One weight of a group has no gradient in some steps, and is cut into several buckets."""
-    weight = loop.model.blocks[1].up.weight
-    loop.backward(step)
-    if step in (3, 5):
-        weight.grad = None
-    loop.step()
+LATE = "blocks.1.norm.bias"  # which shares a bucket with others
 
 
-@EVERY_POLICY
-def test_a_weight_without_gradient_now_and_then(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """A gradient that the loop takes away after the backward."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    plain.train(8, used_now_and_then)
-    if fields.get("overlap") == "iteration":
-        with pytest.raises(RuntimeError, match="has been exchanged since then"):
-            offloaded.train(8, used_now_and_then)
+def without_late(run: Run, at: int) -> None:
+    run.params[LATE].requires_grad_(False)
+    usual(run, at)
+
+
+def give_state(where: str, run: Run, at: int) -> None:
+    """By the user, at any point of the first step with its gradient."""
+    param = run.params[LATE].requires_grad_(True)
+    values = {name: torch.full_like(param, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
+    state = {"step": torch.tensor(7.0), **values}
+    if where == "before the forward":
+        run.optimizer.state[param] = state
+    loss = run.model(run.batch(at))
+    if where == "before the backward":
+        run.optimizer.state[param] = state
+    loss.backward()
+    if where == "before the step":
+        run.optimizer.state[param] = state
+    run.step()
+
+
+@pytest.mark.parametrize("where", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize("overlap", POLICIES)
+def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, overlap: str, where: str) -> None:
+    del mesh
+    habits = {"usual": usual, "without": without_late, "give": partial(give_state, where)}
+    case = Case(overlap=overlap, program=(*("without",) * 5, "give", "usual", "usual"))
+    if (overlap, where) == ("iteration", "before the step"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+            compare(case, torch.device("cpu"), habits)
     else:
-        assert same(plain, offloaded.train(8, used_now_and_then))
+        assert not compare(case, torch.device("cpu"), habits)
 
 
-@EVERY_POLICY
-def test_state_that_is_exchanged_for_a_weight_without_gradient(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """It shares buckets with others, which the first step after attaching loads and stores."""
-    plain, offloaded = (Loop(mesh, adamw, None, net=lambda: Net(width=16, layers=2)).train(2) for _ in range(2))
-    attach(offloaded.optimizer, model=offloaded.model, policy=policy_of(fields))
-    for loop in (plain, offloaded):
-        for state in loop.optimizer.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-        loop.model.blocks[1].up.weight.requires_grad_(False)
-        loop.train(2, first=2)
-    assert same(plain, offloaded)
-
-
-class Gated(Block):
-    """With a weight that is of no use at first, and shares a bucket with others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gate = nn.Parameter(torch.ones(width))
-        self.uses_gate = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x * self.gate if self.uses_gate else x
-
-
-def gated_net() -> Net:
-    net = Net(width=16, layers=2)
-    net.blocks[0] = Gated(16)
-    return net
-
-
-def give_state(loop: Loop) -> None:
-    gate = loop.model.blocks[0].gate
-    values = {name: torch.full_like(gate, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
-    loop.optimizer.state[gate] = {"step": torch.tensor(7.0), **values}
-
-
-@EVERY_POLICY
-@pytest.mark.parametrize("at", ["before the forward", "before the backward", "before the step"])
-def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, fields: dict[str, Any], at: str) -> None:
-    """By the user, at any point of a step."""
-    plain, offloaded = pair(mesh, policy_of(fields, bucket_bytes=1 << 16, passing=1 << 20), net=gated_net)
-    for loop in (plain, offloaded):
-        loop.train(5)
-        loop.model.blocks[0].uses_gate = True
-        if at == "before the forward":
-            give_state(loop)
-        loss = loop.model(loop.batch(77))
-        if at == "before the backward":
-            give_state(loop)
-        loss.backward()
-        if at == "before the step":
-            give_state(loop)
-            if loop is offloaded and fields.get("overlap") == "iteration":
-                with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
-                    loop.step()
-                return
-        loop.step()
-        loop.train(2, first=6)
-    assert same(plain, offloaded)
-
-
-@EVERY_POLICY
-def test_an_evaluation_before_the_first_step(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """It leaves the root gathered, with weights from before that step: the next forward uses them, as without us."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.backward(0)
-        look(loop)
-        loop.step()
-        loop.train(3, first=1)
-    assert same(plain, offloaded)
-
-
-def test_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    """A group that is added while a step is half done."""
-    plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        loop.backward(3)
-    with pytest.raises(RuntimeError, match="the backward has updated part of the state"):
-        offloaded.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    for loop in (plain, offloaded):
-        loop.step()
-        loop.train(2, first=4)
-    assert same(plain, offloaded)
+def test_saves_and_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
+    """Part of the state is new by then; the step may go on."""
+    plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
+    for one in (plain, loop):
+        one.train(3)
+        one.backward(3)
+    more = {"params": [nn.Parameter(torch.ones(3))]}
+    for action in (loop.optimizer.state_dict, partial(loop.optimizer.add_param_group, more)):
+        with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
+            action()
+    for one in (plain, loop):
+        one.step()
+        one.train(2, first=4)
+        one.optimizer.state_dict()
+    assert same(plain, loop)
 
 
 def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
@@ -409,13 +358,14 @@ def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh
 
 @pytest.mark.parametrize("parameters", [False, True])
 def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters: bool) -> None:
-    """zero_grad() instead of step(), and a checkpoint that goes on from there."""
+    """zero_grad() instead of step(), as GANs call it, and a checkpoint that goes on from there."""
     plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
     for one in (plain, loop):
         one.train(3)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.backward(3)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before step\(\).* cannot be skipped any more"):
+    match = r"zero_grad\(\) before step\(\).* cannot be skipped any more(.|\n)*GANs.*overlap='forward'"
+    with pytest.raises(RuntimeError, match=match):
         loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="gradients were cleared instead of stepping"):
         loop.step()
@@ -424,26 +374,6 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
-
-
-def test_two_losses_in_turn_are_refused_before_they_differ(mesh: DeviceMesh) -> None:
-    """As GANs do it: the second loss leaves gradients in the first model, which are cleared."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    loop.step()
-    loop.backward(4)  # of another optimizer's loss
-    with pytest.raises(RuntimeError, match=r"GANs.*overlap='forward'"):
-        loop.optimizer.zero_grad()
-
-
-def test_weights_written_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    """By hand, where the backward has updated."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    with torch.no_grad():
-        loop.model.head.weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"head\.weight has been written since then"):
-        loop.step()
 
 
 def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
@@ -471,16 +401,6 @@ def test_state_that_is_made_again_is_in_the_order_of_the_parameters(
         orders.append([names[param] for param in loop.optimizer.state])
     assert orders[0] == orders[1]
     assert same(*loops)
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-def test_state_that_is_written_between_backward_and_step_is_refused(mesh: DeviceMesh, parameters: bool) -> None:
-    """By hand, where the backward has updated."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, parameters=parameters)).train(3)
-    loop.backward(3)
-    next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed(.|\n)*[Uu]se\s+overlap='forward'"):
-        loop.step()
 
 
 class Towers(Net):
@@ -512,65 +432,10 @@ def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str,
 
 
 @EVERY_POLICY
-def test_a_load_between_an_exception_and_the_next_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """A step that is given up, and a checkpoint from before it."""
-    plain, offloaded = pair(mesh, policy_of(fields))
-    for loop in (plain, offloaded):
-        loop.train(3)
-        saved = copy.deepcopy(loop.optimizer.state_dict())
-        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        loop.backward(3)
-        for param in loop.model.parameters():
-            param.grad = None
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(saved)
-    assert same(plain.train(4, first=4), offloaded.train(4, first=4))
-
-
-@EVERY_POLICY
-def test_a_step_with_fewer_reductions(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """In one micro-batch a block goes unused; the next step has all of them again."""
-
-    class OnceWithout(Loop):
-        def backward(self, step: int, **options: Any) -> None:
-            for micro in range(2):
-                loss = self.model(self.batch(10 * step + micro), extra=(step, micro) != (4, 1))
-                loss.backward()
-                self.seen.append(loss.item())
-
-    plain, offloaded = (OnceWithout(mesh, adamw, policy) for policy in (None, policy_of(fields)))
-    assert same(plain.train(8), offloaded.train(8))
-
-
-def test_betas_that_are_tensors_in_a_tuple(mesh: DeviceMesh) -> None:
-    """Hyperparameters that are written in place, between backward and step."""
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        betas = (torch.tensor(0.9), torch.tensor(0.99))
-        return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
-
-    loop = Loop(mesh, make, policy_of({"overlap": "iteration"})).train(3)
-    loop.backward(3)
-    loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
-    with pytest.raises(RuntimeError, match="hyperparameters have changed"):
-        loop.step()
-
-
-@pytest.mark.parametrize("passing", [1, "auto"])
-@EVERY_POLICY
-def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields: dict[str, Any], passing: Any) -> None:
-    """Nothing looks in between: outside inference, what it has loaded is written by updates and read by autograd."""
-
-    def infer(loop: Loop, step: int) -> None:
-        loop.backward(step)
-        loop.step()
-        loop.model.eval()
-        with torch.inference_mode():
-            loop.seen.append(loop.model(loop.batch(999)).item())
-        loop.model.train()
-
-    plain, loop = pair(mesh, on_host(fields, passing=passing))
-    assert same(plain.train(6, infer), loop.train(6, infer))
+def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """Outside it, what it has loaded is written by updates and read by autograd."""
+    plain, loop = pair(mesh, on_host(fields, passing=1))
+    assert_same_each_step(plain, loop, 3)
     loop.optimizer.release_states()
     with torch.inference_mode():
         assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
@@ -591,34 +456,23 @@ class Outside(Net):
         return self.head(x).float().logsumexp(-1).mean()
 
 
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [local_shard(param).detach().clone() for param in model.parameters()]
+def shard_without_shift(module: nn.Module, **options: Any) -> nn.Module:
+    ignored = {module.shift} if isinstance(module, Outside) else None
+    return fully_shard(module, ignored_params=ignored, **options)
 
 
 @EVERY_POLICY
-def test_parameters_outside_every_group(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+def test_parameters_outside_every_group(
+    mesh: DeviceMesh, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parameter that fully_shard ignores stays on the device."""
-    results = []
-    for policy in (None, on_host(fields)):
-        torch.manual_seed(0)
-        model = Outside()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={model.shift})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
-        if policy is not None:
-            attach(optimizer, model=model, policy=policy)
-        losses = []
-        for step in range(6):
-            loss = model(torch.arange(21).view(3, 7) + step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        if policy is not None:
-            optimizer.synchronize()  # type: ignore[attr-defined]
-        results.append([*losses, *values_of(model)])
-    assert all(map(torch.equal, *results))
+    monkeypatch.setattr(overlapping, "fully_shard", shard_without_shift)
+    plain, loop = pair(mesh, on_host(fields), net=Outside)
+    for step in range(6):
+        losses = [one.train(1, first=step).seen for one in (plain, loop)]
+        loop.optimizer.synchronize()  # type: ignore[attr-defined]
+        assert losses[0] == losses[1]
+        assert all(map(torch.equal, *(map(local_shard, one.params) for one in (plain, loop)))), step
 
 
 def test_a_gradient_that_is_gone_says_so(mesh: DeviceMesh) -> None:
@@ -693,13 +547,20 @@ def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> No
     assert_same_each_step(plain, loop, 6)
     states = copy.deepcopy(states_of(loop))
     loop.backward(6)
-    with pytest.raises(RuntimeError, match="a second backward before step"):
+    with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(7)
+    for action in (loop.optimizer.step, loop.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="refused: a backward came after"):
+            action()
     loop.optimizer.zero_grad()
     set_model_state_dict(loop.model, states["model"])
     set_optimizer_state_dict(loop.model, loop.optimizer, states["optimizer"])
     loop.seen = loop.seen[:6]
     assert_same_each_step(plain, loop, 5)
+
+
+def looks_of(model: nn.Module) -> list[tuple[type, set[str]]]:
+    return [(type(one), set(vars(one))) for one in (*model.modules(), *model.parameters())]
 
 
 @EVERY_POLICY
@@ -708,20 +569,13 @@ def test_removed_in_between(mesh: DeviceMesh, fields: dict[str, Any], parameters
     """Parameters, classes and attributes are those of plain training again."""
     policy = policy_of(fields, parameters=parameters)
     plain, loop = pair(mesh, policy, prepare=lambda model: model.extra.down.weight.requires_grad_(False))
-    classes = [type(param) for param in loop.model.parameters()]
+    assert (looks_of(loop.model) != looks_of(plain.model)) >= parameters
     assert_same_each_step(plain, loop, 3)
     params = list(loop.model.parameters())
     remove_offload(loop.optimizer)
     assert all(map(lambda one, other: one is other, params, loop.model.parameters()))
-    assert [set(vars(module)) for module in loop.model.modules()] == [
-        set(vars(module)) for module in plain.model.modules()
-    ]
-    plain_classes = [type(param) for param in plain.model.parameters()]
-    assert [type(param) for param in params] == plain_classes
-    assert (classes != plain_classes) == parameters
-    assert [set(vars(param)) for param in params] == [set(vars(param)) for param in plain.model.parameters()]
-    for step in range(3, 6):
-        assert same(plain.train(1, first=step), loop.train(1, first=step))
+    assert looks_of(loop.model) == looks_of(plain.model)
+    assert_same_each_step(plain, loop, 3)
     attach(loop.optimizer, model=loop.model, policy=policy)
     assert_same_each_step(plain, loop, 3)
 
@@ -740,21 +594,27 @@ class PartOfRoot(Net):
         return self.head(self.tail(x) if extra else x).float().logsumexp(-1).mean()
 
 
+@pytest.mark.parametrize("cleared", ["", "one by one", "by the model"])
 @pytest.mark.parametrize("by_model", [False, True])
-def test_zeros_of_gradients_that_were_gone_reach_a_part_of_a_group(mesh: DeviceMesh, by_model: bool) -> None:
-    """The backward updates the group, and makes gradients of the rest of it: Adam moves that part by its momentum."""
+def test_zeros_of_gradients_that_were_gone(mesh: DeviceMesh, by_model: bool, cleared: str) -> None:
+    """They reach a part of a group that the backward has updated: Adam moves it by its momentum, unless cleared."""
 
     def zero_and_leave_out(loop: Loop, step: int) -> None:
         loop.backward(step, extra=step % 2 == 0)
         loop.optimizer.step()
         (loop.model if by_model else loop.optimizer).zero_grad(set_to_none=False)
+        if cleared and step % 3 == 0:
+            for param in loop.model.parameters() if cleared == "one by one" else ():
+                param.grad = None
+            loop.model.zero_grad()
 
     plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
     assert_same_each_step(plain, loop, 4)
-    for step in range(4, 9):
+    for step in range(4, 11):
         before = local_shard(plain.model.tail.weight).detach().clone()
         assert same(plain.train(1, zero_and_leave_out, step), loop.train(1, zero_and_leave_out, step)), step
-        assert not torch.equal(local_shard(plain.model.tail.weight), before)
+        is_left_out = bool(cleared) and step % 2 == 1 and (step - 1) % 3 == 0
+        assert torch.equal(local_shard(plain.model.tail.weight), before) == is_left_out
 
 
 def set_by_hand(clips: bool, loop: Loop, step: int) -> None:
@@ -774,34 +634,6 @@ def test_a_gradient_that_is_set_by_hand_after_the_backward(mesh: DeviceMesh, mor
     """``step()`` updates what the backward could not, once; also where that has state in the same buckets."""
     plain, loop = pair(mesh, clipping(**more), partial(torch.optim.AdamW, lr=0.02, fused=True), net=PartOfRoot)
     assert_same_each_step(plain, loop, 11, partial(set_by_hand, clips))
-
-
-@pytest.mark.parametrize("parameters", [False, True])
-@pytest.mark.parametrize("weight", ["tail.weight", "head.bias"])
-def test_a_gradient_that_is_replaced_after_its_update(mesh: DeviceMesh, weight: str, parameters: bool) -> None:
-    loop = Loop(mesh, adamw, clipping(parameters=parameters, bucket_bytes=2048), net=PartOfRoot).train(3)
-    loop.backward(3)
-    param = loop.model.get_parameter(weight)
-    param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=rf"the gradient of {weight} has been exchanged since then"):
-        loop.optimizer.step()
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_zeros_of_gradients_that_are_cleared_again(mesh: DeviceMesh, by_hand: bool) -> None:
-    """By the model, or one by one: a parameter without a gradient is left out, and not moved by its momentum."""
-
-    def zero_and_clear(loop: Loop, step: int) -> None:
-        loop.backward(step, extra=step % 3 == 0)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad(set_to_none=False)
-        if step % 2:
-            for param in loop.model.parameters() if by_hand else ():
-                param.grad = None
-            loop.model.zero_grad()
-
-    plain, loop = pair(mesh, on_host({"overlap": "iteration"}), net=PartOfRoot)
-    assert_same_each_step(plain, loop, 12, zero_and_clear)
 
 
 def test_zeros_of_gradients_that_were_gone_are_there_when_it_is_removed(mesh: DeviceMesh) -> None:
@@ -927,6 +759,54 @@ def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
             loop.step()
         assert same(*loops), at
     assert guesses_of(loops[1]).taken_back
+
+
+def write_weight(loop: Loop) -> None:
+    loop.model.head.weight.mul_(0.5)
+
+
+def write_moment(loop: Loop) -> None:
+    next(iter(loop.optimizer.state.values()))["exp_avg"].mul_(0.5)
+
+
+def write_betas(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["betas"][0].fill_(0.5)
+
+
+def exchange_gradient(name: str, loop: Loop) -> None:
+    param = loop.model.get_parameter(name)
+    param.grad = torch.ones_like(param)
+
+
+WRITES: dict[str, tuple[Any, str]] = {
+    "a weight": (write_weight, r"head\.weight has been written since then"),
+    "a moment": (write_moment, r"optimizer\.state has changed(.|\n)*[Uu]se\s+overlap='forward'"),
+    "betas": (write_betas, "hyperparameters have changed"),
+    **{
+        f"the gradient of {name}": (partial(exchange_gradient, name), f"{name} has been exchanged since then")
+        for name in ("tail.weight", "head.bias")
+    },
+}
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize(("write", "match"), WRITES.values(), ids=WRITES)
+def test_writes_between_backward_and_step_are_refused(
+    mesh: DeviceMesh, write: Any, match: str, parameters: bool
+) -> None:
+    """By hand, where the backward has updated."""
+
+    def betas_in_tensors(params: Any) -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.AdamW(params, lr=0.02, betas=betas, foreach=False, capturable=False)
+
+    policy = clipping(parameters=parameters, bucket_bytes=2048)
+    loop = Loop(mesh, betas_in_tensors, policy, net=PartOfRoot).train(3)
+    loop.backward(3)
+    with torch.no_grad():
+        write(loop)
+    with pytest.raises(RuntimeError, match=match):
+        loop.step()
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -1,20 +1,20 @@
-"""Beside the conformance suite: steps that fail before they write, writes that are lost, removal of an empty shard."""
+"""Beside the conformance suite: steps that fail before they write, writes that are lost, and what is kept alive."""
 
-from pathlib import Path
-from typing import NoReturn
+import weakref
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import AdamW
 
-from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.updates import BucketUpdates
-from fsdp_offload.torch_compat.fully_shard import sharded_data
-from tests.distributed.launch import DEVICE_TYPE, spawn
-from tests.overlapping import linear_blocks
+from tests.overlapping import linear_blocks, pair, same
 from tests.parity import attach, host_copy
 
 
@@ -27,25 +27,19 @@ def test_a_step_that_fails_before_it_writes_loses_nothing_that_is_kept(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     """The state on the device is newer than at home, and there is no other."""
-    sides = []
-    for offloaded in (False, True):
-        model = linear_blocks(mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, foreach=True)
-        if offloaded:
-            attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=2048, device_bytes=1 << 20))
-        for step in range(5):
-            model(torch.full((2, 12), 1.0 + step)).square().sum().backward()
-            if offloaded and step == 3:
-                assert any(bucket.state.dirty for bucket in engine_of(optimizer).core.buckets), "nothing is kept"
-                with monkeypatch.context() as patch:
-                    patch.setattr(*((torch, "_foreach_lerp_") if inside else (BucketUpdates, "job")), no_room)
-                    with pytest.raises(torch.OutOfMemoryError):
-                        optimizer.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        states = [state for param in model.parameters() for state in optimizer.state[param].values()]
-        sides.append(list(map(host_copy, [*model.state_dict().values(), *states])))
-    assert all(map(torch.equal, *sides))
+    make = partial(AdamW, lr=1e-2, weight_decay=0.0, foreach=True)
+    plain, loop = pair(mesh, OffloadPolicy(bucket_bytes=2048, device_bytes=1 << 20), make)
+    for one in (plain, loop):
+        one.train(3).backward(3)
+    assert any(bucket.state.dirty for bucket in engine_of(loop.optimizer).core.buckets), "nothing is kept"
+    with monkeypatch.context() as patch:
+        patch.setattr(*((torch, "_foreach_lerp_") if inside else (BucketUpdates, "job")), no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.optimizer.step()
+    for one in (plain, loop):
+        one.step()
+        one.train(1, first=4)
+    assert same(plain, loop)
 
 
 def test_a_write_that_is_lost_is_told(mesh: DeviceMesh) -> None:
@@ -84,28 +78,85 @@ def test_an_optimizer_that_sees_dtensors_updates_in_the_backward(mesh: DeviceMes
         optimizer.zero_grad()
 
 
-def train_past_removal(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
-    seen = []
-    for offloaded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8)).to(DEVICE_TYPE)
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if offloaded:
-            attach(optimizer, model=model, policy=OffloadPolicy(parameters=True))
-        for step in range(4):
-            if offloaded and step == 2:
-                remove_offload(optimizer)
-                for data in sharded_data(model):
-                    assert data.numel(), f"rank {rank} has no padding to gather, and the others wait for it"
-            model(torch.ones(2, 8, device=DEVICE_TYPE)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append(list(map(host_copy, model.state_dict().values())))
-    assert all(map(torch.equal, *seen))
+# What an update on a stream of its own reads lives until compute has waited for it; a block that is given back dies.
+# On the CPU nothing is late: these look at what is alive, and tests/gpu at bits and bytes.
 
 
-def test_an_empty_shard_is_gathered_after_removal(tmp_path: Path) -> None:
-    spawn(train_past_removal, 2, tmp_path)
+def make(
+    mesh: DeviceMesh, overlap: Any, lr: float | Tensor = 1e-2, *, parameters: bool = False
+) -> tuple[nn.Module, AdamW]:
+    model = linear_blocks(mesh, 8)
+    optimizer = AdamW(model.parameters(), lr=lr, fused=True)
+    policy = OffloadPolicy(overlap=overlap, parameters=parameters, bucket_bytes=1024, device_bytes=4096)
+    attach(optimizer, model=model, policy=policy)
+    return model, optimizer
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 8)).square().sum().backward()
+
+
+def alive(refs: list[Any]) -> int:
+    return sum(one() is not None for one in refs)
+
+
+def test_copies_of_hyperparameters_and_of_a_scale(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make(mesh, "forward", torch.tensor(1e-2))
+    refs: list[Any] = []
+    plain_start = BucketUpdates.start
+
+    def start(updates: BucketUpdates, *args: Any) -> None:
+        plain_start(updates, *args)
+        refs[:] = map(weakref.ref, updates.shared.copies)
+
+    monkeypatch.setattr(BucketUpdates, "start", start)
+    for _ in range(3):
+        backward(model)
+        assert alive(refs) == 0, "kept longer than needed"
+        optimizer.found_inf = torch.tensor(0.0)  # a GradScaler sets it for the step
+        optimizer.step()
+        optimizer.zero_grad()
+        assert refs
+        assert alive(refs) == len(refs), "their memory is free while an update may still read it"
+        del optimizer.found_inf
+
+
+def test_gradients_of_which_some_came_late(mesh: DeviceMesh) -> None:
+    model, optimizer = make(mesh, "iteration")
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    late = model[0].bias
+    late.requires_grad_(False)
+    backward(model)
+    late.requires_grad_(True)
+    late.grad = torch.zeros_like(late)
+    assert engine_of(optimizer).core.done, "the backward has updated nothing"
+    refs = [weakref.ref(param.grad) for param in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert alive(refs) == len(refs)
+    assert host_copy(late).isfinite().all()
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_blocks_that_are_released_are_gone(mesh: DeviceMesh, overlap: str, parameters: bool) -> None:
+    """Also from what updates were bound to."""
+    model, optimizer = make(mesh, overlap, parameters=parameters)
+    engine = engine_of(optimizer)
+    assert isinstance(engine, Engine)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        cache = engine.core.cache
+        blocks = [item.block for item in cache.held] + [block for pool in cache.pools for block in pool.free]
+        memory = [StorageWeakRef(block.memory.untyped_storage()) for block in blocks]
+        assert memory
+        del blocks
+        optimizer.offload_states()
+        optimizer.release_states()
+        assert all(one.expired() for one in memory)
+        optimizer.reload_states()

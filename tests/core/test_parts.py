@@ -1,5 +1,8 @@
 """The timeline, victims of the cache, sizes of buckets and the rule of the room, each by itself."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,14 +51,10 @@ def test_timeline_knows_what_comes_next(cycle: str, come: str, expected: str) ->
     assert after(*timeline_of(cycle), come) == expected
 
 
-def test_an_item_that_was_never_used_is_never_needed() -> None:
-    timeline, _ = timeline_of("ab")
-    assert timeline.distance(Item("c", 8)) == NEVER
-
-
 def test_timeline_tells_repeated_iterations_and_keeps_the_last_one_that_had_uses() -> None:
     timeline, _ = timeline_of("ab")
     uses = list(timeline.cycle)
+    assert timeline.distance(Item("c", 8)) == NEVER  # and is never used
     assert not timeline.repeats
     for use in uses:
         timeline.note(use)
@@ -75,28 +74,18 @@ def test_timeline_tells_repeated_iterations_and_keeps_the_last_one_that_had_uses
         ("2111", 1, False),
         ("21111", 1, True),
         ("1", 0, False),
+        ("-31", 1, True),  # those without a step count for nothing
     ],
 )
 def test_gradients_are_final_after_the_most_reductions_of_four_steps(steps: str, now: int, final: bool) -> None:
     reductions = Reductions()
-    for count in steps:
+    for sign, count in re.findall(r"(-?)(\d)", steps):
         for _ in range(int(count)):
             reductions.count(0)
-        reductions.end()
+        reductions.end(stepped=not sign)
     for _ in range(now):
         reductions.count(0)
     assert reductions.is_final(0) is final
-
-
-def test_reductions_without_a_step_count_for_nothing() -> None:
-    reductions = Reductions()
-    for _ in range(3):
-        reductions.count(0)
-    reductions.end(stepped=False)
-    reductions.count(0)
-    reductions.end()
-    reductions.count(0)
-    assert reductions.is_final(0)
 
 
 def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "") -> tuple[Cache, dict[str, Item]]:
@@ -213,66 +202,60 @@ def test_what_is_in_front_gets_more_blocks() -> None:
         assert (first.count, second.count) == counts, nbytes
 
 
-def settled(room: Room) -> None:
+def end(room: Room, stalled_ms: float, in_step_ms: float = 0, steady: bool = True, free_bytes: int = 1 << 40) -> bool:
+    return room.end(Reading(stalled_ms, 1000, in_step_ms=in_step_ms), steady=steady, free_bytes=lambda: free_bytes)
+
+
+def end_twice(room: Room, stalled_ms: float, **options: Any) -> bool:
+    """One reading alone is not believed."""
+    return any(end(room, stalled_ms, **options) for _ in range(2))
+
+
+@pytest.fixture
+def room() -> Room:
+    """It has settled."""
+    found = Room(100, 1000, rate=10)
     for _ in range(UNSETTLED):
-        room.end(None, steady=True, free_bytes=lambda: 1 << 40)
+        found.end(None, steady=True, free_bytes=lambda: 1 << 40)
+    return found
 
 
-def waits_again(room: Room, reading: Reading, free_bytes: int = 1 << 40) -> bool:
-    """Give ``room`` the same reading twice: one alone is not believed; returns whether it has grown or shrunk."""
-    return any(room.end(reading, steady=True, free_bytes=lambda: free_bytes) for _ in range(2))
-
-
-def test_room_grows_until_compute_does_not_wait() -> None:
-    room = Room(100, 1000, rate=10)
-    settled(room)
+def test_room_grows_until_compute_does_not_wait(room: Room) -> None:
     for _ in range(40):
-        stalled = max(0, 2600 - room.extra * 100) * 2 / 10  # with 26 blocks more, nobody waits
-        room.end(Reading(stalled, 1000), steady=True, free_bytes=lambda: 1 << 40)
+        end(room, max(0, 2600 - room.extra * 100) * 2 / 10)  # with 26 blocks more, nobody waits
     assert 25 <= room.extra <= 27
 
 
 def test_room_does_not_grow_from_iterations_that_are_not_steady() -> None:
     room = Room(100, 1000, rate=10)
-    for _ in range(20):
-        assert not room.end(Reading(500, 1000), steady=False, free_bytes=lambda: 1 << 40)
-    for _ in range(UNSETTLED - 1):
-        assert not room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
-    assert waits_again(room, Reading(500, 1000))
+    assert not any(end(room, 500, steady=False) for _ in range(20))
+    assert not any(end(room, 500) for _ in range(UNSETTLED - 1))
+    assert end_twice(room, 500)
 
 
-def test_room_does_not_grow_from_one_reading() -> None:
-    room = Room(100, 1000, rate=10)
-    settled(room)
-    for stalled_ms in (500, 5, 500, 0, 500):
-        assert not room.end(Reading(stalled_ms, 1000), steady=True, free_bytes=lambda: 1 << 40)
-    assert room.end(Reading(20, 1000), steady=True, free_bytes=lambda: 1 << 40)
+def test_room_does_not_grow_from_one_reading(room: Room) -> None:
+    assert not any(end(room, stalled_ms) for stalled_ms in (500, 5, 500, 0, 500))
+    assert end(room, 20)
     assert room.extra == 1  # as many as the better of the two readings asks for
 
 
-def test_room_does_not_grow_from_waits_in_step() -> None:
+def test_room_does_not_grow_from_waits_in_step(room: Room) -> None:
     """Updates in ``step()`` wait for all that moves: they would only be content with everything on the device."""
-    room = Room(100, 1000, rate=10)
-    settled(room)
-    assert not waits_again(room, Reading(500, 1000, in_step_ms=495))
-    assert waits_again(room, Reading(500, 1000, in_step_ms=400))
+    assert not end_twice(room, 500, in_step_ms=495)
+    assert end_twice(room, 500, in_step_ms=400)
 
 
-def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not() -> None:
-    room = Room(100, 1000, rate=10)
-    settled(room)
-    waits_again(room, Reading(500, 1000), free_bytes=1000)
+def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not(room: Room) -> None:
+    end_twice(room, 500, free_bytes=1000)
     assert room.extra == 5
     for _ in range(4):
-        room.end(Reading(0, 1000), steady=True, free_bytes=lambda: -1)
+        end(room, 0, free_bytes=-1)
     assert room.extra < 5
 
 
-def test_room_creeps_down_where_nobody_waits_but_not_below_what_was_seen_to_wait() -> None:
-    room = Room(100, 1000, rate=10)
-    settled(room)
-    assert waits_again(room, Reading(200, 1000))
+def test_room_creeps_down_where_nobody_waits_but_not_below_what_was_seen_to_wait(room: Room) -> None:
+    assert end_twice(room, 200)
     grown = room.extra
     for _ in range(200 * CALM):
-        room.end(Reading(0, 1000), steady=True, free_bytes=lambda: 1 << 40)
+        end(room, 0)
     assert 1 <= room.extra < grown

@@ -7,9 +7,11 @@ any order that the waits allow (``deferred.py``), so that a wrong order gives a 
 import inspect
 import random
 import sys
+import tomllib
 import types
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,83 +381,7 @@ def test_random_programs_have_no_race_and_every_number_is_right(first):
         Trial(seed).run()
 
 
-MUTANTS = {
-    "R1: a load does not wait for the last users of its block": ("cache", "load.wait(*block.free)", "pass"),
-    "R1: the memory of a gradient may still be read": ("loop", "self.lanes.compute.wait(mark)", "pass"),
-    "R1: a gradient is let go before its update has ended": ("loop", "self.lanes.compute.wait(*late)", "pass"),
-    "what somebody wrote at home is not gathered": (
-        "loop",
-        "            self.cache.fetch(item)\n        self._wait",
-        "            item.block or self.cache.fetch(item)\n        self._wait",
-    ),
-    "R1: an update does not wait for readers": ("loop", "lane.wait(*item.used.values())", "pass"),
-    "R1: a gather's read is not noted": ("loop", "item.used[lane.name] = lane.mark()", "lane.mark()"),
-    "R1: a store's read is not noted": (
-        *("cache", 'item.at_home = item.used["store"] = store.mark()', "item.at_home = store.mark()"),
-    ),
-    "R1: a new block may still be read by compute": (
-        "cache",
-        "Block(memory, [self.lanes.compute.mark()])",
-        "Block(memory, [])",
-    ),
-    "R1: a block is given back too early": ("cache", "self.lanes.compute.wait(*block.free)", "pass"),
-    "R2: a load does not wait for the last store": ("cache", "load.wait(item.at_home)", "pass"),
-    "R2: whoever looks does not wait": ("loop", "item.at_home.synchronize()  # R2, on the host\n", "pass\n"),
-    "R2: whoever still holds a home is not waited for": (
-        "loop",
-        "item.at_home.synchronize()  # R2, on the host, for",
-        "pass  # for",
-    ),
-    "what somebody still holds is kept and not stored": (
-        "loop",
-        "if item.dirty and not item.stays",
-        "if item.dirty and not item.kept",
-    ),
-    "R3: a gather does not wait for the update": (
-        "loop",
-        "lane.wait(item.ready, *item.beside.values())",
-        "lane.wait(*item.beside.values())",
-    ),
-    "R3: an update does not wait for the load": ("loop", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
-    "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),
-    "R4: a store does not wait for readers of its home": ("cache", "store.wait(*item.home_read.values())", "pass"),
-    "R4: what a save reads is written, beside a spare home": (
-        *("cache", "item.home, item.home_read = spare, {}", "item.home_read = {}"),
-    ),
-    "R4: whoever looks does not wait for readers": ("loop", "mark.synchronize()  # R4", "pass  # R4"),
-    "an update does not wait for its gradient": (
-        *("loop", "ready = [self._reduced_at[group] for group in bucket.groups]", "ready = []"),
-    ),
-    "an update in step() does not wait for clipping": ("loop", "ready = [self.stepping]", "ready = []"),
-    "step() does not wait for updates": (
-        "loop",
-        "self.lanes.compute.wait(item.updated, *item.beside.values())\n            if waits",
-        "pass\n            if waits",
-    ),
-    "what somebody wrote at home is not loaded": ("cache", "if item.is_fresh():", "if True:"),
-    "R1: an update does not wait until its old parameters are stored": (
-        *("guesses", 'item.used["store"] = mark  # R1', "pass  # R1"),
-    ),
-    "R1: old parameters come back while an update writes them": (
-        *("guesses", "lanes.load.wait(item.ready, *item.used.values())", "pass"),
-    ),
-    "R1: gradients are scaled while an update reads them": ("guesses", "core.wait_updated()", "pass"),
-    "R3: old parameters are stored before the last update has ended": (
-        *("guesses", "lanes.store.wait(lanes.compute.mark())", "pass"),
-    ),
-    "R3: a user reads parameters before they are back": ("guesses", "lanes.compute.wait(mark)  # R3", "pass  # R3"),
-    "what a guess changes was not at home": (
-        *("guesses", "if item.dirty:\n                    self.core.cache.put(item)", "pass"),
-    ),
-    "a place that was taken back is used": ("guesses", "core.cache.forget(self._before)", "pass"),
-    "a home stays the spare one after a take-back": (*("guesses", "            item.home = home\n", ""),),
-    "parameters do not come back": (*("guesses", "lanes.load.copy([(param, old) for old, param in pairs])", "pass"),),
-    "what is dirty is dropped without a store": (
-        "cache",
-        "        if item.dirty:\n            self.put(item)\n        item.block.free",
-        "        item.block.free",
-    ),
-}
+MUTANTS = tomllib.loads(Path(__file__).with_name("waits.toml").read_text(encoding="utf-8"))["mutant"]
 
 
 def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
@@ -479,9 +405,9 @@ def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
     return made["loop"].Core, made["guesses"].WayBack
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant["note"])
 def test_each_wait_is_needed(mutant):
-    classes = mutated(*MUTANTS[mutant])
+    classes = mutated(mutant["file"], mutant["line"], mutant["replacement"])
     for seed in range(1000):
         try:
             Trial(seed, *classes).run()

@@ -11,30 +11,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from tests.async_writers import Waits, copied, loaded, not_the_same
-from tests.overlapping import Loop, Net, adamw, same
+from tests.core.test_whole import OPTIMIZERS
+from tests.overlapping import Loop, Net, same
 
 ALL = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("overlap", "device_bytes", "spare"),
-    [
-        ("step", "auto", 0),
-        ("iteration", 6000, 0),
-        ("forward", 6000, 6000),
-        ("step", 6000, ALL),
-        ("forward", "auto", ALL),
-        ("iteration", "auto", ALL),
-    ],
-)
+policy_of = partial(OffloadPolicy, parameters=True, bucket_bytes=2048)
+ROWS = [
+    ("adamw", policy_of()),
+    ("adamw", policy_of(overlap="iteration", device_bytes=6000)),
+    ("adamw", policy_of(overlap="forward", device_bytes=6000, snapshot_bytes=6000)),
+    ("adamw", policy_of(device_bytes=6000, snapshot_bytes=ALL)),
+    ("adamw", policy_of(overlap="forward", snapshot_bytes=ALL)),
+    ("adamw", policy_of(overlap="iteration", snapshot_bytes=ALL)),
+    # As a whole; what changes its name is written at home.
+    *(("coupled", one) for one in (policy_of(parameters=False), policy_of(), policy_of(snapshot_bytes=ALL))),
+    *(("replacing", one) for one in (policy_of(parameters=False), policy_of(), policy_of(snapshot_bytes=ALL))),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy"), ROWS)
 def test_a_save_holds_what_was_there_at_the_call(
-    mesh: DeviceMesh, tmp_path: Path, waits: Waits, overlap: str, device_bytes: int, spare: int
+    mesh: DeviceMesh, tmp_path: Path, waits: Waits, kind: str, policy: OffloadPolicy
 ) -> None:
-    policy = OffloadPolicy(
-        parameters=True, overlap=overlap, device_bytes=device_bytes, bucket_bytes=2048, snapshot_bytes=spare
-    )
+    make = OPTIMIZERS[kind]
     frozen = {"prepare": lambda model: model.blocks[1].down.bias.requires_grad_(False)}
-    plain, ours = (Loop(mesh, adamw, one, net=partial(Net, 16, 2), **frozen) for one in (None, policy))
+    plain, ours = (Loop(mesh, make, one, net=partial(Net, 16, 2), **frozen) for one in (None, policy))
     stager = ArenaStager(ours.optimizer)
     for number in range(3):
         for loop in (plain, ours):
@@ -47,10 +50,11 @@ def test_a_save_holds_what_was_there_at_the_call(
         writer = waits.hold(path)
         future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
         writer.in_use = True
-        assert stager._buffer.nbytes < 4096, "only counters are copied"
+        assert not policy.parameters or stager._buffer.nbytes < 4096, "only counters are copied"
         for loop in (plain, ours):
             loop.train(2, first=5 * number + 3)
-        assert bool(waits.count) == (spare < ALL), "who has spare homes for everything waits for nobody"
+        waited = policy.snapshot_bytes < ALL or kind == "replacing"
+        assert bool(waits.count) == waited, "who has spare homes for everything waits for nobody"
         waits.let_go()
         waits.count = 0
         future.result()

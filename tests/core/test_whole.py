@@ -1,47 +1,45 @@
-"""An optimizer that is not in the table moves as a whole: its own plain step, and the bits of plain training."""
+"""An optimizer that is not in the table moves as a whole: its own plain step, and the bits of plain training.
+
+One that works element by element is an axis of the conformance suite; here others run through it, and fail in it.
+"""
 
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.torch_compat.homed import is_homed
-from tests.async_writers import Waits, copied, loaded, not_the_same
-from tests.distributed.launch import DEVICE_TYPE, spawn
-from tests.overlapping import linear_blocks
-from tests.parity import attach, host_copy, loss_of
-
-
-def own(value: Tensor) -> Tensor:
-    """This rank's part, where it is."""
-    return value.to_local() if hasattr(value, "to_local") else value
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.async_writers import not_the_same
+from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
+from tests.conformance.oracle import Loop as Run
+from tests.conformance.oracle import compare
+from tests.conformance.programs import HABITS
+from tests.distributed.launch import run_cases, spawn, this_device
+from tests.overlapping import Loop, Net, same
+from tests.parity import local, loss_of, offloaded_names
 
 
 class Own(Optimizer):
     """The beginning of a step of one's own."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "calls": 0})
+        super().__init__(params, {"lr": lr, "step": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = loss_of(closure)
         for group in self.param_groups:
-            group["calls"] += 1
+            group["step"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     self.update(param, self.state[param], group)
@@ -49,17 +47,6 @@ class Own(Optimizer):
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         param.sub_(param.grad, alpha=group["lr"])
-
-
-class Coupled(Own):
-    """Each update depends on all gradients."""
-
-    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grads = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
-        norm = sum(own(grad).square().sum() for grad in grads)
-        velocity = state.setdefault("velocity", torch.zeros_like(param))
-        velocity.mul_(0.9).add_(param.grad / (1 + norm.item()))
-        param.sub_(velocity, alpha=group["lr"])
 
 
 class Replacing(Own):
@@ -83,16 +70,19 @@ class Swapping(Own):
 
 
 class Lazy(Own):
-    """More state from the third step on, of another dtype and another shape."""
+    """More state from the third step on, of another shape, and perhaps another dtype."""
+
+    def __init__(self, params: Any, lr: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(params, lr)
+        self.dtype = dtype
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["step"] = state.get("step", 0) + 1
         if state["step"] > 1:
             state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
         if state["step"] > 2:
-            state.setdefault(
-                "wide", torch.zeros(own(param).numel() + 3, dtype=torch.float64, device=param.device)
-            ).add_(1)
+            wide = torch.zeros(local(param).numel() + 3, dtype=self.dtype, device=param.device)
+            state.setdefault("wide", wide).add_(1)
         scale = 1 + state["wide"].sum().item() if "wide" in state else 1
         param.sub_(state.get("mean", param.grad), alpha=group["lr"] / scale)
 
@@ -102,7 +92,7 @@ class Growing(Own):
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         seen = state.get("seen", torch.zeros(1, device=param.device))
-        state["seen"] = torch.cat([seen, own(param.grad).sum().reshape(1)])
+        state["seen"] = torch.cat([seen, local(param.grad).sum().reshape(1)])
         param.sub_(param.grad, alpha=group["lr"] * (1 + state["seen"].mean().abs().item()))
 
 
@@ -121,13 +111,13 @@ class Listing(Own):
 class Holding(Own):
     """Keeps its state once more, in an attribute: from the second step on as the first one made it."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
         self.last: dict[Tensor, Tensor] = {}
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
-        if group["calls"] > 1:
+        if group["step"] > 1:
             self.last.setdefault(param, state["mean"]).mul_(0.5)
         param.sub_(state["mean"], alpha=group["lr"])
 
@@ -136,7 +126,7 @@ class Factors(Own):
     """Statistics of rows and columns, and their inverse roots now and then, as Shampoo has them."""
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grad = own(param.grad).reshape(len(own(param)), -1)
+        grad = local(param.grad).reshape(len(local(param)), -1)
         if not state:
             state["step"] = torch.zeros(())
             state["rows"], state["columns"] = (torch.eye(size, device=grad.device) for size in grad.shape)
@@ -147,8 +137,8 @@ class Factors(Own):
         if state["step"] % 2 == 0 and len(grad):
             values, vectors = torch.linalg.eigh(state["rows"])
             state["root"] = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.5) @ vectors.T
-        own(param).sub_(
-            (state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(own(param)), alpha=group["lr"]
+        local(param).sub_(
+            (state["root"] @ grad @ state["columns"].diag().rsqrt().diag()).view_as(local(param)), alpha=group["lr"]
         )
 
 
@@ -160,391 +150,249 @@ class Nesting(AdamW):
         return super().step(closure)
 
 
-def trained(params: Any) -> list[Tensor]:
-    return [param for param in params if param.requires_grad]
+class Failing(Own):
+    """Fails before, or behind, the first update; notes where the state is that it sees."""
+
+    fails = ""
+    seen: ClassVar[set[int]] = set()
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if self.fails == "before":
+            raise LookupError("no such table")
+        state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
+        self.seen.add(local(state["mean"]).data_ptr())
+        param.sub_(state["mean"], alpha=group["lr"])
+        if self.fails == "behind":
+            raise LookupError("no such table")
 
 
-CLASSES: dict[str, Callable[[Any], Optimizer]] = {
-    "LBFGS": lambda params: LBFGS(trained(params), lr=0.1, max_iter=3, history_size=2),
-    "strong Wolfe": lambda params: LBFGS(trained(params), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+CLASSES: dict[str, Callable[..., Optimizer]] = {
+    "LBFGS": partial(LBFGS, max_iter=3, history_size=2),
+    "strong Wolfe": partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
     "coupled": Coupled,
     "replacing": Replacing,
     "swapping": Swapping,
     "lazy": Lazy,
+    "lazy, in fp64": partial(Lazy, dtype=torch.float64),
     "growing": Growing,
     "listing": Listing,
     "holding": Holding,
     "factors": Factors,
-    "nesting": lambda params: Nesting(params, lr=0.05, foreach=True),
+    "nesting": partial(Nesting, foreach=True),
     "SGD without state": type("Plain", (SGD,), {}),
+    "failing": Failing,
 }
-POLICIES = {
-    "state": OffloadPolicy(bucket_bytes=1024),
-    "all": OffloadPolicy(parameters=True, bucket_bytes=1024, device_bytes=3000),
-    "spare": OffloadPolicy(parameters=True, snapshot_bytes=1 << 20),
+OPTIMIZERS |= {name: Made(make, {"lr": 0.05}, frozenset({"whole"})) for name, make in CLASSES.items()}
+LOADED = [kind for kind in CLASSES if kind not in ("failing", "lazy, in fp64")]
+"""Where plain training loads state, torch casts it to the parameter's dtype: fp64 stays so here alone."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "state": {},
+    "all": {"parameters": True},
+    "spare": {"parameters": True, "save": "spare"},
 }
-
-
-class Side:
-    """A model in training; ``policy`` is ``None`` for the plain one."""
-
-    def __init__(self, mesh: DeviceMesh, make: Callable[[Any], Optimizer], policy: OffloadPolicy | None) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 6, bias=False))
-        self.model[2].bias.requires_grad_(False)
-        for block in self.model[::2]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = make(self.model.parameters())
-        self.policy, self.steps, self.seen = policy, 0, []
-        self.device_type = mesh.device_type
-
-    def attach(self) -> "Side":
-        if self.policy is not None:
-            attach(self.optimizer, model=self.model, policy=self.policy)
-            engine = engine_of(self.optimizer)
-            assert isinstance(engine, Engine)
-            assert engine.layouts.capabilities.moves_whole
-        return self
-
-    def loss(self) -> Tensor:
-        data = torch.Generator().manual_seed(self.steps)
-        x = torch.randn(4, 6, generator=data).to(self.device_type)
-        return (self.model(x) - x).square().mean()
-
-    def closure(self) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        loss.backward()
-        return loss
-
-    def step(self) -> None:
-        if isinstance(self.optimizer, LBFGS):
-            loss = self.optimizer.step(self.closure)
-        else:
-            loss = self.closure()
-            self.optimizer.step()
-        self.seen.append(loss.detach())
-        self.steps += 1
-
-    def train(self, steps: int) -> "Side":
-        for _ in range(steps):
-            self.step()
-        return self
-
-    def values(self) -> dict[str, Any]:
-        found: dict[str, Any] = {f"loss {number}": loss for number, loss in enumerate(self.seen)}
-        for name, param in self.model.named_parameters():
-            found[name] = host_copy(param.detach())
-            found |= {f"{name}.{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
-        groups = [sorted(group.items()) for group in self.optimizer.param_groups]
-        return found | {"groups": [entry for group in groups for entry in group if entry[0] != "params"]}
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, Tensor):
-        return [type(value).__name__, host_copy(value)]
-    if isinstance(value, dict):
-        return [part for key in value for part in (key, *flat(value[key]))]
-    if isinstance(value, list | tuple):
-        return [len(value), *(part for one in value for part in flat(one))]
-    return [value]
-
-
-def assert_same(plain: Side, ours: Side) -> None:
-    one, other = plain.values(), ours.values()
-    assert list(one) == list(other)
-    for name in one:
-        for a, b in zip(flat(one[name]), flat(other[name]), strict=True):
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, f"{name} after {plain.steps} steps"
-
-
-def both(mesh: DeviceMesh, kind: str, policy: str) -> tuple[Side, Side]:
-    return tuple(Side(mesh, CLASSES[kind], one).attach() for one in (None, POLICIES[policy]))  # type: ignore[return-value]
-
-
-def homes(side: Side) -> set[str]:
-    return {name for shard in engine_of(side.optimizer).plan.shards.values() for name in shard.homes}
-
-
-KINDS = pytest.mark.parametrize("kind", CLASSES)
+KINDS = pytest.mark.parametrize("kind", [*CLASSES][:-1])
+SOME = ("state", "all")
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
+
+
+def wrong(device: torch.device, kind: str, policy: str, *program: str, **more: Any) -> list[str]:
+    """What is different after steps of a program; those of LBFGS are closures."""
+    if kind in ("LBFGS", "strong Wolfe"):
+        program = tuple({"usual": "closure", "reattach": "reattach_in_between"}.get(habit, habit) for habit in program)
+    return compare(Case(optimizer=kind, model="frozen", program=program, **{**POLICIES[policy], **more}), device, OWN)
+
+
+def lone(mesh: DeviceMesh, kind: str, policy: OffloadPolicy | None = None) -> Loop:
+    return Loop(mesh, OPTIMIZERS[kind], policy, net=partial(Net, width=16, layers=2))
+
+
+STATE, ALL = OffloadPolicy(bucket_bytes=1024), OffloadPolicy(parameters=True, bucket_bytes=1024, device_bytes=3000)
+
+# What loops do beside the habits of the conformance suite -------------------------------------------------------------
+
+
+def exchange(run: Run, at: int) -> None:
+    """Parameters exchange their state."""
+    HABITS["usual"](run, at)
+    state, one, other = run.optimizer.state, run.params["extra.up.weight"], run.params["blocks.1.up.weight"]
+    state[one], state[other] = state[other], state[one]
+
+
+def fail(run: Run, where: str) -> None:
+    run.optimizer.fails = where  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="no such table"):
+        run.update()
+    run.optimizer.fails = ""  # type: ignore[attr-defined]
+
+
+def fail_before(run: Run, at: int) -> None:
+    """Nothing is lost."""
+    run.backward(at)
+    fail(run, "before")
+    run.step()
+
+
+def fail_half_way(run: Run, at: int) -> None:
+    """Refused until a load; plain training knows no way back."""
+    if is_offloaded(run.optimizer):
+        saved, seen = run.copy(), [*run.seen]
+        run.backward(at)
+        fail(run, "behind")
+        for refused in (run.update, run.optimizer.state_dict, run.remove):
+            with pytest.raises(RuntimeError, match=r"LookupError: no such table.*half updated"):
+                refused()
+        run.restore(saved)
+        run.clear()
+        run.seen = seen
+    HABITS["usual"](run, at)
+
+
+def fail_in_closure(run: Run, at: int) -> None:
+    def failing() -> Tensor:
+        raise LookupError("no data")
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no data"):
+            run.update(failing)
+        HABITS["closure"](run, at)
+
+
+def reattach_in_between(run: Run, at: int) -> None:
+    run.remove()
+    HABITS["closure"](run, at)
+    run.attach_again()
+
+
+def save_in_closure(run: Run, at: int) -> None:
+    def closure() -> Tensor:
+        run.seen += [local(value).double().sum().item() for value in run.model.state_dict().values()]
+        run.clear()
+        run.backward(at)
+        return torch.tensor(run.seen[-1])
+
+    run.update(closure)
+
+
+MORE = (exchange, fail_before, fail_half_way, fail_in_closure, reattach_in_between, save_in_closure)
+OWN = {**HABITS, **{habit.__name__: habit for habit in MORE}}
 
 
 @KINDS
 @EVERY_POLICY
 def test_bits_are_those_of_plain_training(mesh: DeviceMesh, kind: str, policy: str) -> None:
     """Also with phases between steps; after removal; and where there is state when it is attached."""
-    plain, ours = both(mesh, kind, policy)
-    for step in range(6):
-        if step > 2:
-            ours.optimizer.offload_states()
-            ours.optimizer.release_states()
-        if step == 4:
-            ours.optimizer.reload_states()
-        assert_same(plain.train(1), ours.train(1))
-        if policy == "all":
-            assert all(map(is_homed, ours.model.parameters()))
-        assert not any(bucket.state.block for bucket in engine_of(ours.optimizer).core.buckets)
-    assert engine_of(ours.optimizer).core.cache.nbytes == 0 or policy != "state"
-    remove_offload(ours.optimizer)
-    assert_same(plain, ours)
-    assert_same(plain.train(2), ours.train(2))
-    ours.attach()
-    assert_same(plain, ours)
-    assert_same(plain.train(2), ours.train(2))
+    program = (*("usual",) * 6, "reattach", "usual", "usual")
+    assert not wrong(torch.device(mesh.device_type), kind, policy, *program, phases="between")
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("LBFGS", {"d", "prev_flat_grad"}),
-        ("coupled", {"velocity"}),
-        ("replacing", {"before", "mean"}),
-        ("swapping", {"a", "b"}),
-        ("lazy", {"mean", "wide"}),
-        ("growing", {"seen"}),
-        ("factors", {"rows", "columns", "root"}),
-        ("nesting", {"exp_avg", "exp_avg_sq"}),
-    ],
-)
-def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, names: set[str]) -> None:
-    side = Side(mesh, CLASSES[kind], POLICIES["state"]).attach().train(4)
-    assert homes(side) == names
-
-
-@pytest.mark.parametrize(("kind", "names"), [("LBFGS", {"old_dirs", "old_stps"}), ("listing", {"history", "mean"})])
-def test_what_is_no_tensor_of_its_own_stays_and_is_told(mesh: DeviceMesh, kind: str, names: set[str]) -> None:
-    side = Side(mesh, CLASSES[kind], POLICIES["state"]).attach().train(5)
-    assert names <= set(side.optimizer.offload_report().left_out)
-    assert any("not made of dense tensors of its own" in note for note in side.optimizer.offload_report().notes)
-
-
-@KINDS
-@EVERY_POLICY
+@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize("policy", SOME)
 def test_save_load_and_go_on(mesh: DeviceMesh, kind: str, policy: str) -> None:
-    plain, ours = both(mesh, kind, policy)
-    saved = []
-    for side in (plain, ours):
-        empty = copy.deepcopy(side.optimizer.state_dict())
-        assert not any(key for key in empty["state"] if isinstance(key, int))
-        side.optimizer.load_state_dict(empty)
-        side.train(3)
-        saved.append(copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict())))
-        side.train(2)
-    assert_same(plain, ours)
-    for fresh in (False, True):
-        for number, side in enumerate((plain, ours) if not fresh else both(mesh, kind, policy)):
-            if fresh:
-                side.steps = 5
-            side.model.load_state_dict(copy.deepcopy(saved[number][0]))
-            side.optimizer.load_state_dict(copy.deepcopy(saved[number][1]))
-            side.seen = []
-            side.train(3)
-            saved.append(side)
-        assert_same(*saved[-2:])
+    more = {"save": "memory", "attached": "late" if kind in ("coupled", "replacing") else "first"}
+    assert not wrong(torch.device(mesh.device_type), kind, policy, *("usual",) * 7, **more)
 
 
+PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "parameters exchange state": ("coupled", ("exchange",) * 3),
+    "the first step fails": ("failing", ("fail_before", "usual", "usual")),
+    "a step fails": ("failing", ("usual", "usual", "fail_before", "usual", "usual")),
+    "the first step fails half-way": ("failing", ("fail_half_way", "usual", "usual")),
+    "a step fails half-way": ("failing", ("usual", "usual", "fail_half_way", "usual", "usual")),
+    "a closure fails": ("LBFGS", ("fail_in_closure",) * 2),
+    "a closure saves the model": ("LBFGS", ("save_in_closure",) * 3),
+}
+
+
+@pytest.mark.parametrize(("kind", "program"), PROGRAMS.values(), ids=PROGRAMS)
 @EVERY_POLICY
-def test_state_that_parameters_exchange(mesh: DeviceMesh, policy: str) -> None:
-    seen = []
-    for one in (None, POLICIES[policy]):
-        model = linear_blocks(mesh, 6)
-        optimizer = Coupled(model.parameters())
-        if one is not None:
-            attach(optimizer, model=model, policy=one)
-        for _ in range(3):
-            model(torch.ones(2, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            state, first, last = optimizer.state, model[0].weight, model[2].weight
-            state[first], state[last] = state[last], state[first]
-        values = [*model.parameters(), *(state[param]["velocity"] for param in model.parameters())]
-        seen.append([host_copy(value) for value in values])
-    assert all(map(torch.equal, *seen))
+def test_programs(mesh: DeviceMesh, kind: str, program: tuple[str, ...], policy: str) -> None:
+    assert not wrong(torch.device(mesh.device_type), kind, policy, *program)
 
 
-class Failing(Own):
-    """Fails before, or behind, the first update."""
-
-    fails = ""
-
-    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if self.fails == "before":
-            raise LookupError("no such table")
-        state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
-        param.sub_(state["mean"], alpha=group["lr"])
-        if self.fails == "behind":
-            raise LookupError("no such table")
-
-
-@EVERY_POLICY
-@pytest.mark.parametrize("steps", [0, 2])
-def test_nothing_is_lost_if_a_step_fails_before_it_writes(mesh: DeviceMesh, policy: str, steps: int) -> None:
-    sides = [Side(mesh, Failing, one).attach().train(steps) for one in (None, POLICIES[policy])]
-    for side in sides:
-        side.closure()
-        side.optimizer.fails = "before"
-        with pytest.raises(LookupError, match="no such table"):
-            side.optimizer.step()
-        side.optimizer.fails = ""
-        side.optimizer.step()
-    assert_same(*sides)
-    assert_same(*(side.train(2) for side in sides))
+# By optimizer: state that has a home, and what is not made of dense tensors of its own, which stays and is told.
+WHERE: dict[str, tuple[set[str], set[str]]] = {
+    "LBFGS": ({"d", "prev_flat_grad"}, {"old_dirs", "old_stps"}),
+    "coupled": ({"velocity"}, set()),
+    "replacing": ({"before", "mean"}, set()),
+    "swapping": ({"a", "b"}, set()),
+    "lazy": ({"mean", "wide"}, set()),
+    "growing": ({"seen"}, set()),
+    "listing": (set(), {"history", "mean"}),
+    "factors": ({"rows", "columns", "root"}, set()),
+    "nesting": ({"exp_avg", "exp_avg_sq"}, set()),
+}
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_step_that_fails_half_way_is_refused_until_a_load(mesh: DeviceMesh, policy: str, steps: int) -> None:
-    plain, ours = (Side(mesh, Failing, one).attach().train(steps) for one in (None, POLICIES[policy]))
-    saved = copy.deepcopy((ours.model.state_dict(), ours.optimizer.state_dict()))
-    ours.closure()
-    ours.optimizer.fails = "behind"
-    with pytest.raises(LookupError, match="no such table"):
-        ours.optimizer.step()
-    for refused in (ours.optimizer.step, ours.optimizer.state_dict, lambda: remove_offload(ours.optimizer)):
-        with pytest.raises(RuntimeError, match=r"LookupError: no such table.*half updated"):
-            refused()
-    ours.optimizer.fails = ""
-    ours.model.load_state_dict(saved[0])
-    ours.optimizer.load_state_dict(saved[1])
-    assert_same(plain, ours)
-    assert_same(plain.train(2), ours.train(2))
+def closure_of(loop: Loop, at: int) -> Tensor:
+    loop.optimizer.zero_grad()
+    loop.backward(at)
+    return torch.tensor(loop.seen[-1])
 
 
-@EVERY_POLICY
-def test_a_closure_that_fails_costs_nothing(mesh: DeviceMesh, policy: str) -> None:
-    def failing() -> Tensor:
-        raise LookupError("no data")
+@pytest.mark.parametrize(("kind", "homes", "left"), [(kind, *names) for kind, names in WHERE.items()], ids=WHERE)
+def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], left: set[str]) -> None:
+    loop = lone(mesh, kind, STATE)
+    for at in range(5):
+        loop.optimizer.step(partial(closure_of, loop, at))
+    report = loop.optimizer.offload_report()  # type: ignore[attr-defined]
+    assert offloaded_names(loop.optimizer) == homes
+    assert left <= set(report.left_out)
+    assert any("not made of dense tensors of its own" in note for note in report.notes) == bool(left)
 
-    plain, ours = both(mesh, "LBFGS", policy)
-    for side in (plain, ours):
-        for _ in range(2):
-            with pytest.raises(LookupError, match="no data"):
-                side.optimizer.step(failing)
-            side.train(1)
-    assert_same(plain, ours)
+
+def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
+    """Nor tensors, wherever they are, that somebody has put in the place of homes."""
+    loop = lone(mesh, "failing", STATE).train(2)
+    for state in loop.optimizer.state.values():
+        state["mean"] = state["mean"] * 2
+    exchanged = [local(state["mean"]) for state in loop.optimizer.state.values()]
+    Failing.seen.clear()
+    loop.train(1)
+    assert Failing.seen
+    assert Failing.seen.isdisjoint(one.data_ptr() for one in exchanged)
 
 
 def test_state_by_name(mesh: DeviceMesh) -> None:
-    plain, ours = both(mesh, "coupled", "all")
+    plain, loop, fresh = lone(mesh, "coupled"), lone(mesh, "coupled", ALL), lone(mesh, "coupled", ALL)
     with pytest.raises(ValueError, match="not known before its first step"):
-        get_optimizer_state_dict(ours.model, ours.optimizer, for_load=True)
-    for side in (plain, ours):
-        side.train(3)
-    one = torchs_state_dict(plain.model, plain.optimizer)
-    for other in (get_optimizer_state_dict, torchs_state_dict):
-        found = other(ours.model, ours.optimizer)
-        assert all(
-            a == b if not isinstance(a, Tensor) else torch.equal(a, b)
-            for a, b in zip(flat(one), flat(found), strict=True)
-        )
-    saved = copy.deepcopy((ours.model.state_dict(), get_optimizer_state_dict(ours.model, ours.optimizer)))
-    for side in (plain, ours):
-        side.train(2)
-    fresh = both(mesh, "coupled", "all")[1]
-    fresh.model.load_state_dict(saved[0])
-    set_optimizer_state_dict(fresh.model, fresh.optimizer, saved[1])
-    fresh.steps, fresh.seen = 3, ours.seen[:3]
-    assert_same(plain, fresh.train(2))
-    made = both(mesh, "coupled", "all")[1]
+        get_optimizer_state_dict(loop.model, loop.optimizer, for_load=True)
+    wanted = torchs_state_dict(plain.model, plain.train(3).optimizer)
+    loop.train(3)
+    for get in (get_optimizer_state_dict, torchs_state_dict):
+        state = get(loop.model, loop.optimizer)
+        assert not list(not_the_same(wanted, state))
+    fresh.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
+    set_optimizer_state_dict(fresh.model, fresh.optimizer, copy.deepcopy(state))
+    fresh.scheduler.load_state_dict(loop.scheduler.state_dict())
+    fresh.seen = [*loop.seen]
+    assert same(plain.train(2, first=3), fresh.train(2, first=3))
+    made = lone(mesh, "coupled", ALL)
     torchs_state_dict(made.model, made.optimizer)
     assert get_optimizer_state_dict(made.model, made.optimizer, for_load=True)["state"]
 
 
 def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
-    side = Side(mesh, Coupled, None)
-    policy = OffloadPolicy(overlap="iteration")
+    loop = lone(mesh, "coupled")
+    attach = partial(offload_optimizer, loop.optimizer, model=loop.model, policy=OffloadPolicy(overlap="iteration"))
     with warnings.catch_warnings(record=True, action="always") as told:
-        offload_optimizer(side.optimizer, model=side.model, policy=policy)
+        attach()
     messages = [str(one.message) for one in told]
     assert any("overlap='iteration' has no effect on Coupled" in message for message in messages)
     assert any("Coupled is not in the table of optimizers and moves as a whole" in message for message in messages)
     assert not any("NOTHING IS OFFLOADED" in message for message in messages)
-    assert offload_optimizer(side.optimizer, model=side.model, policy=policy, exist_ok=True) is side.optimizer
+    assert attach(exist_ok=True) is loop.optimizer
     with pytest.raises(ValueError, match="host_fraction"):
-        offload_optimizer(Coupled(side.model.parameters()), policy=OffloadPolicy(host_fraction=0.5))
+        offload_optimizer(OPTIMIZERS["coupled"](loop.params), policy=OffloadPolicy(host_fraction=0.5))
 
 
-ON_RANKS = ["coupled", "replacing", "swapping", "lazy", "growing", "listing", "holding", "factors", "nesting"]
-
-
-def train_on_ranks(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh(DEVICE_TYPE, (world_size,))
-    for kind in ON_RANKS:
-        for policy in ("state", "all"):
-            plain, ours = both(mesh, kind, policy)
-            assert_same(plain.train(3), ours.train(3))
-            for side in (plain, ours):
-                saved = copy.deepcopy((side.model.state_dict(), side.optimizer.state_dict()))
-                side.train(2)
-                side.model.load_state_dict(saved[0])
-                side.optimizer.load_state_dict(saved[1])
-            assert_same(plain.train(2), ours.train(2))
+def run_on_ranks(rank: int, world_size: int) -> None:
+    """All but LBFGS, whose searches are not made for shards."""
+    del rank, world_size
+    train = partial(wrong, this_device(), layout="uneven", save="memory")
+    run_cases({f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in LOADED[2:] for one in SOME})
 
 
 @pytest.mark.distributed
 def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
-    """Of 7, 5 and 6 rows; a sum over ranks is the optimizer's own affair."""
-    spawn(train_on_ranks, 2, tmp_path)
-
-
-def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
-    """Nor tensors, wherever they are, that somebody has put in the place of homes."""
-    seen: list[int] = []
-
-    class Looking(Coupled):
-        def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-            super().update(param, state, group)
-            seen.append(own(state["velocity"]).data_ptr())
-
-    side = Side(mesh, Looking, POLICIES["state"]).attach().train(2)
-    for state in side.optimizer.state.values():
-        state["velocity"] = state["velocity"] * 2
-    exchanged = {own(state["velocity"]).data_ptr() for state in side.optimizer.state.values()}
-    seen.clear()
-    side.train(1)
-    assert seen
-    assert not exchanged.intersection(seen)
-
-
-@EVERY_POLICY
-def test_a_closure_may_save_the_model(mesh: DeviceMesh, policy: str) -> None:
-    plain, ours = both(mesh, "LBFGS", policy)
-    for side in (plain, ours):
-        saved: list[Tensor] = []
-
-        def closure(side: Side = side, saved: list[Tensor] = saved) -> Tensor:
-            saved += map(host_copy, side.model.state_dict().values())
-            return side.closure()
-
-        for _ in range(3):
-            side.optimizer.step(closure)
-        side.seen = saved
-    assert_same(plain, ours)
-
-
-@pytest.mark.parametrize("kind", ["coupled", "replacing"])
-@EVERY_POLICY
-def test_a_save_holds_what_was_there_at_the_call(
-    mesh: DeviceMesh, tmp_path: Path, waits: Waits, kind: str, policy: str
-) -> None:
-    plain, ours = both(mesh, kind, policy)
-    stager = ArenaStager(ours.optimizer)
-    for side in (plain, ours):
-        side.train(2)
-    state = {
-        "model": get_model_state_dict(ours.model),
-        "optimizer": get_optimizer_state_dict(ours.model, ours.optimizer),
-    }
-    expected, writer = copied(state), waits.hold(tmp_path)
-    future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-    writer.in_use = True
-    for side in (plain, ours):
-        side.train(2)
-    assert bool(waits.count) == (policy != "spare" or kind == "replacing")  # what changes its name is written at home
-    waits.let_go()
-    future.result()
-    assert not list(not_the_same(expected, loaded(tmp_path, expected)))
-    stager.close()
-    assert_same(plain, ours)
+    """A sum over ranks is the optimizer's own affair."""
+    spawn(run_on_ranks, 2, tmp_path)

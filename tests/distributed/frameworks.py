@@ -4,19 +4,59 @@ A script trains from step 0 or from a checkpoint, offloaded or not. Whatever it 
 state at the end) has to be the same bit by bit with and without offload, on every rank.
 """
 
-from collections.abc import Iterable
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.distributed.launch import spawn, this_device
 from tests.parity import leaves, same_bits
 
 POLICY: dict[str, Any] = {"bucket_bytes": 4096, "device_bytes": 4 * 4096}
 """Plain values, as configurations have them; so little that the models have many buckets."""
 
+OVERLAPPED = {**POLICY, "overlap": "forward"}
 SAVED_AT, STEPS = 6, 12
+MICRO_BATCHES = 2
+
+
+def batch(number: int, rank: int) -> Tensor:
+    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
+
+
+def as_torchrun(rank: int, world_size: int) -> None:
+    """Set the environment; the process group is there already."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+
+
+def run_scripts(
+    rank: int, world_size: int, folder: Path, script: Callable[..., None], scripts: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Run ``script`` by each of these names with its options, in one process."""
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    for name, options in scripts.items():
+        script(rank, world_size, folder, name, **options)
+
+
+def same_scripts(
+    script: Callable[..., None],
+    folder: Path,
+    ranks: int,
+    scripts: Mapping[str, Mapping[str, Any]],
+    *,
+    like: str = "",
+    seen_since: int = 0,
+) -> None:
+    """Run scripts in fresh processes: each leaves what ``like`` has, or else the first of them."""
+    spawn(run_scripts, ranks, folder, folder, script, scripts, module=script.__module__)
+    first, *others = [like, *scripts] if like else scripts
+    for name in others:
+        assert_same(folder, first, name, ranks, seen_since=seen_since)
 
 
 def everything(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -31,10 +71,15 @@ def everything(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) ->
     return [leaf.clone().cpu() for value in values for leaf in leaves(value)]
 
 
-def record(folder: Path, name: str, rank: int, seen: Iterable[Any], tensors: list[Tensor]) -> None:
+def record(
+    folder: Path, name: str, rank: int, seen: Iterable[Any], model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> None:
     """Note what ``rank`` of the script ``name`` has seen and what is left."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # an evaluation leaves the root gathered
     numbers = torch.tensor([float(value) for value in seen], dtype=torch.float64)
-    torch.save([numbers, *tensors], folder / f"{name}-{rank}.pt")
+    torch.save([numbers, *everything(model, optimizers)], folder / f"{name}-{rank}.pt")
 
 
 def recorded(folder: Path, name: str, rank: int = 0) -> list[Tensor]:

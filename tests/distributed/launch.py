@@ -47,10 +47,11 @@ class Case(NamedTuple):
     stuck_after_s: float
 
 
-def spawn(run: Callable[..., None], world_size: int, tmp_path: Path, *args: Any) -> None:
+def spawn(run: Callable[..., None], world_size: int, tmp_path: Path, *args: Any, module: str = "") -> None:
     """``run(rank, world_size, *args)`` in ``world_size`` processes; the first exception of a rank is raised here.
 
-    Where a rank skips, as by ``pytest.importorskip``, the test is skipped.
+    Where a rank skips, as by ``pytest.importorskip``, the test is skipped. Ranks are forked from a process that has
+    imported ``module``, or else that of ``run``.
     """
     if DEVICE_TYPE != "cpu" and torch.accelerator.device_count() < world_size:
         pytest.skip(f"needs {world_size} devices, there are {torch.accelerator.device_count()}")
@@ -58,7 +59,9 @@ def spawn(run: Callable[..., None], world_size: int, tmp_path: Path, *args: Any)
     folder.mkdir()
     case = Case(run, world_size, args, folder, STUCK_AFTER_S)
     # Imports may touch the GPU, which processes forked later could not use: there, every rank imports for itself.
-    problem = nursery.run(run.__module__, run_case, case) if DEVICE_TYPE == "cpu" else run_case("forkserver", case)
+    problem = (
+        nursery.run(module or run.__module__, run_case, case) if DEVICE_TYPE == "cpu" else run_case("forkserver", case)
+    )
     skipped = sorted(folder.glob("skipped-*"))
     if len(skipped) == world_size:
         pytest.skip(skipped[0].read_text())

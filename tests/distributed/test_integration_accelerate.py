@@ -1,6 +1,5 @@
 """accelerate with FSDP2: ``prepare``, accumulation, clipping, schedules, ``save_state`` and ``load_state``."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,25 @@ import torch
 from torch import optim
 
 from fsdp_offload import is_offloaded, offload_report
-from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
-from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
+from tests.distributed.frameworks import (
+    MICRO_BATCHES,
+    OVERLAPPED,
+    POLICY,
+    SAVED_AT,
+    STEPS,
+    as_torchrun,
+    batch,
+    record,
+    same_scripts,
+)
+from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.models import Net, decay_groups
-from tests.parity import assert_at_home
+from tests.parity import assert_at_home, attach
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.distributed
 
-MICRO_BATCHES = 2
+IN_BACKWARD = {**POLICY, "overlap": "iteration"}
 SEEN_PER_STEP = MICRO_BATCHES + 1  # losses and the norm
 
 
@@ -29,8 +38,7 @@ def accelerator_for(rank: int, world_size: int, state_dict_type: str) -> Any:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the script before in this process
     GradientState._reset_state()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    as_torchrun(rank, world_size)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         state_dict_type=state_dict_type,
@@ -43,10 +51,6 @@ def accelerator_for(rank: int, world_size: int, state_dict_type: str) -> Any:
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * step + rank)).to(this_device())
 
 
 def script(
@@ -102,20 +106,7 @@ def script(
         assert ("the loop clips" in str(report)) == (policy.get("overlap") == "iteration")
         optimizer.optimizer.synchronize()
         assert_at_home(optimizer.optimizer)
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # an evaluation leaves the root gathered
-    record(folder, name, rank, seen, everything(model, [optimizer]))
-
-
-OVERLAPPED = {**POLICY, "overlap": "forward"}
-IN_BACKWARD = {**POLICY, "overlap": "iteration"}
-
-
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, options in scripts.items():
-        script(rank, world_size, folder, name, **options)
+    record(folder, name, rank, seen, model, [optimizer])
 
 
 @pytest.mark.parametrize(
@@ -130,26 +121,18 @@ def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> N
         "overlapped": {**kind, "policy": OVERLAPPED},
         "in backward": {**kind, "policy": IN_BACKWARD},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, first)
-    assert_same(tmp_path, "plain", "offloaded", 2)
-    assert_same(tmp_path, "plain", "overlapped", 2)
-    assert_same(tmp_path, "plain", "in backward", 2)
-    # Fresh processes.
+    same_scripts(script, tmp_path, 2, first)
     later = {
         "offloaded from plain": {**kind, "load": plain, "policy": POLICY},
         "plain from offloaded": {**kind, "load": offloaded},
         "overlapped from offloaded": {**kind, "load": offloaded, "policy": OVERLAPPED},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, later)
-    for name in later:
-        assert_same(tmp_path, "plain", name, 2, seen_since=SAVED_AT * SEEN_PER_STEP)
-    # Another number of ranks.
+    same_scripts(script, tmp_path, 2, later, like="plain", seen_since=SAVED_AT * SEEN_PER_STEP)
     alone = {
         "plain alone": {**kind, "load": plain},
-        "offloaded alone": {**kind, "load": offloaded, "policy": POLICY},
+        "offloaded alone": {**kind, "load": plain, "policy": POLICY},
     }
-    spawn(run_scripts, 1, tmp_path, tmp_path, alone)
-    assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+    same_scripts(script, tmp_path, 1, alone)  # another number of ranks
 
 
 def run_misuse(rank: int, world_size: int) -> None:
@@ -167,7 +150,13 @@ def run_misuse(rank: int, world_size: int) -> None:
     model, optimizer = prepare(accelerator, model, optimizer, policy=POLICY)
     with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*fsdp_offload\.integrations"):
         prepare(accelerator, model, optimizer, policy=OVERLAPPED)
+    for given in (False, True):  # attached too early
+        model = Net()
+        optimizer = attach(optim.AdamW(model.parameters()), model=model if given else None)
+        match = r"exchanged after offload_optimizer\(\).*Attach afterwards: .*fsdp_offload\.integrations"
+        with pytest.raises(RuntimeError, match=match):
+            accelerator.prepare(model, optimizer)
 
 
-def test_a_policy_in_the_wrong_place(tmp_path: Path) -> None:
+def test_a_policy_in_the_wrong_place_and_attaching_too_early(tmp_path: Path) -> None:
     spawn(run_misuse, 2, tmp_path)

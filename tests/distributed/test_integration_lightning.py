@@ -13,16 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import is_offloaded, offload_optimizer, offload_report
-from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
-from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
+from tests.distributed.frameworks import (
+    MICRO_BATCHES,
+    OVERLAPPED,
+    POLICY,
+    SAVED_AT,
+    STEPS,
+    as_torchrun,
+    batch,
+    record,
+    same_scripts,
+)
+from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.models import Net, decay_groups
 from tests.parity import assert_at_home
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.distributed
-
-OVERLAPPED = {**POLICY, "overlap": "forward"}
-MICRO_BATCHES = 2
 
 
 def shard(net: Net, mesh: DeviceMesh) -> Net:
@@ -32,25 +39,10 @@ def shard(net: Net, mesh: DeviceMesh) -> Net:
     return net
 
 
-def batch(number: int, rank: int) -> Tensor:
-    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
-
-
-class Batches(torch.utils.data.Dataset):
-    """Batches of this rank."""
-
-    def __init__(self, rank: int, number: int) -> None:
-        self.rank, self.number = rank, number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> Tensor:
-        return batch(index, self.rank)
-
-
 def module_of(*, manual: bool, rank: int) -> Any:
     from lightning.pytorch import LightningModule
+
+    batches: Any = [batch(number, rank) for number in range(MICRO_BATCHES * STEPS)]
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -88,21 +80,33 @@ def module_of(*, manual: bool, rank: int) -> Any:
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Batches(rank, MICRO_BATCHES * STEPS), batch_size=None)
+            return torch.utils.data.DataLoader(batches[: MICRO_BATCHES * STEPS], batch_size=None)
 
         def val_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Batches(rank, 2), batch_size=None)
+            return torch.utils.data.DataLoader(batches[:2], batch_size=None)
 
     return Module()
 
 
 def environment(rank: int, world_size: int) -> None:
-    """As torchrun sets it; the process group is there already."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    as_torchrun(rank, world_size)
     os.environ |= {"TORCHELASTIC_RUN_ID": "test"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+def trainer_of(
+    world_size: int, folder: Path, callbacks: list[Any], *, distributed_files: bool = True, **options: Any
+) -> Any:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(
+        data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=distributed_files
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    device = {"accelerator": "cpu" if DEVICE_TYPE == "cpu" else "gpu", "devices": world_size}
+    return Trainer(strategy=strategy, callbacks=callbacks, **quiet, **device, **options)
 
 
 def script(
@@ -117,33 +121,24 @@ def script(
     load: Path | None = None,
     again: bool = False,
 ) -> None:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import ModelParallelStrategy
 
     from fsdp_offload.integrations.lightning import OffloadCallback
 
     environment(rank, world_size)
     saving = ModelCheckpoint(folder / name, every_n_train_steps=SAVED_AT, save_top_k=-1, filename="{step}")
     offload = [] if policy is None else [OffloadCallback(policy, log_metrics=True)]
-    strategy = ModelParallelStrategy(
-        data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=not full
-    )
-    trainer = Trainer(
-        accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu",
-        devices=world_size,
-        strategy=strategy,
+    trainer = trainer_of(
+        world_size,
+        folder,
+        [saving, *offload],
+        distributed_files=not full,
         max_steps=STEPS,
         log_every_n_steps=2,
         **({} if manual else {"gradient_clip_val": 0.5, "accumulate_grad_batches": MICRO_BATCHES}),
         val_check_interval=4 * MICRO_BATCHES,
         num_sanity_val_steps=0,
-        callbacks=[saving, *offload],
         use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
     )
     module = module_of(manual=manual, rank=rank)
     trainer.fit(module, ckpt_path=None if load is None else str(load))
@@ -157,74 +152,43 @@ def script(
         report = offload_report(optimizer)
         assert_at_home(optimizer)
         assert trainer.callback_metrics["offload/memory/host_bytes"] == report.memory.host_bytes
-    finish(rank, folder, name, module.seen, module.net, optimizer)
-
-
-def finish(rank: int, folder: Path, name: str, seen: list[float], net: nn.Module, optimizer: Any) -> None:
-    for each in net.modules():
-        if hasattr(each, "reshard"):
-            each.reshard()  # an evaluation leaves the root gathered
-    record(folder, name, rank, seen, everything(net, [optimizer]))
-
-
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, options in scripts.items():
-        script(rank, world_size, folder, name, **options)
+    record(folder, name, rank, module.seen, module.net, [optimizer])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["automatic", "manual", "full"])
 def test_fit(tmp_path: Path, kind: str) -> None:
     options = {"manual": kind == "manual", "full": kind == "full"}
-    first: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"policy": POLICY}}
+    plain: dict[str, Any] = options
+    offloaded: dict[str, Any] = {**options, "policy": POLICY}
+    first = {"plain": plain, "offloaded": offloaded}
     if kind == "automatic":
-        first |= {"overlapped": {"policy": OVERLAPPED}}
-        first |= {"plain twice": {"again": True}, "offloaded twice": {"policy": POLICY, "again": True}}
-    spawn(run_scripts, 2, tmp_path, tmp_path, {name: {**given, **options} for name, given in first.items()})
-    assert_same(tmp_path, "plain", "offloaded", 2)
-    if kind == "automatic":
-        assert_same(tmp_path, "plain", "overlapped", 2)
-        assert_same(tmp_path, "plain twice", "offloaded twice", 2)
+        first["overlapped"] = {**options, "policy": OVERLAPPED}
+        twice = {"plain twice": {**plain, "again": True}, "offloaded twice": {**offloaded, "again": True}}
+        same_scripts(script, tmp_path, 2, twice)
+    same_scripts(script, tmp_path, 2, first)
     paths = {name: tmp_path / name / f"step={SAVED_AT}.ckpt" for name in ("plain", "offloaded")}
-    later: dict[str, dict[str, Any]] = {
-        "plain resumed": {"load": paths["plain"]},
-        "offloaded from plain": {"load": paths["plain"], "policy": POLICY},
-        "plain from offloaded": {"load": paths["offloaded"]},
+    later = {
+        "plain resumed": {**plain, "load": paths["plain"]},
+        "offloaded from plain": {**offloaded, "load": paths["plain"]},
+        "plain from offloaded": {**plain, "load": paths["offloaded"]},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, {name: {**given, **options} for name, given in later.items()})
-    assert_same(tmp_path, "plain resumed", "offloaded from plain", 2)
-    assert_same(tmp_path, "plain resumed", "plain from offloaded", 2)
+    same_scripts(script, tmp_path, 2, later)
     if kind == "full":
-        alone = {"plain alone": later["plain resumed"], "offloaded alone": later["offloaded from plain"]}
-        spawn(run_scripts, 1, tmp_path, tmp_path, {name: {**given, **options} for name, given in alone.items()})
-        assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+        alone = {f"{name} alone": later[name] for name in ("plain resumed", "offloaded from plain")}
+        same_scripts(script, tmp_path, 1, alone)
 
 
 def run_wrong_orders(rank: int, world_size: int, folder: Path) -> None:
     """Attached before the module is sharded, and to an optimizer that Lightning does not train with."""
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import ModelParallelStrategy
+    from fsdp_offload.integrations.lightning import OffloadCallback
 
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
     environment(rank, world_size)
 
-    from fsdp_offload.integrations.lightning import OffloadCallback
-
-    def trainer(*callbacks: Any) -> Trainer:
-        strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        return Trainer(
-            accelerator="cpu" if DEVICE_TYPE == "cpu" else "gpu",
-            devices=world_size,
-            strategy=strategy,
-            max_steps=2,
-            limit_val_batches=0,
-            enable_checkpointing=False,
-            callbacks=list(callbacks),
-            default_root_dir=folder,
-            **quiet,
-        )
+    def trainer(*callbacks: Any) -> Any:
+        few = {"max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False}
+        return trainer_of(world_size, folder, [*callbacks], **few)
 
     early = module_of(manual=False, rank=rank)
     optimizer = offload_optimizer(torch.optim.AdamW(early.net.parameters()), model=early.net)
@@ -288,25 +252,15 @@ def fabric_script(
         if load is None and step == SAVED_AT - 1:
             fabric.save(folder / name, state)
     assert is_offloaded(optimizer) == (policy is not None)
-    finish(rank, folder, name, seen, model, optimizer.optimizer)
-
-
-def run_fabric(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, options in scripts.items():
-        fabric_script(rank, world_size, folder, name, **options)
+    record(folder, name, rank, seen, model, [optimizer.optimizer])
 
 
 def test_fabric(tmp_path: Path) -> None:
-    first = {"plain": {"policy": None}, "offloaded": {"policy": POLICY}}
-    spawn(run_fabric, 2, tmp_path, tmp_path, first)
-    assert_same(tmp_path, "plain", "offloaded", 2)
+    same_scripts(fabric_script, tmp_path, 2, {"plain": {"policy": None}, "offloaded": {"policy": POLICY}})
     for ranks in (2, 1):
         later: dict[str, dict[str, Any]] = {
             f"plain from plain, {ranks}": {"policy": None, "load": tmp_path / "plain"},
             f"offloaded from plain, {ranks}": {"policy": POLICY, "load": tmp_path / "plain"},
             f"plain from offloaded, {ranks}": {"policy": None, "load": tmp_path / "offloaded"},
         }
-        spawn(run_fabric, ranks, tmp_path, tmp_path, later)
-        assert_same(tmp_path, f"plain from plain, {ranks}", f"offloaded from plain, {ranks}", ranks)
-        assert_same(tmp_path, f"plain from plain, {ranks}", f"plain from offloaded, {ranks}", ranks)
+        same_scripts(fabric_script, tmp_path, ranks, later)

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer, offload_report
-from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
-from tests.distributed.launch import run_cases, spawn, this_device
+from tests.distributed.frameworks import MICRO_BATCHES, POLICY, batch, record
+from tests.distributed.launch import run_cases, spawn
 from tests.distributed.models import Net, build, shard_even
 
 pytest.importorskip("megatron_fsdp")
 pytestmark = pytest.mark.distributed
+
+SAVED_AT, STEPS = 2, 4
 
 
 class Model:
@@ -61,10 +62,6 @@ def after(optimizer: Any) -> Any:
 WAYS: dict[str, Callable[[Any], Any]] = {"plain": plain, "before": before, "after": after}
 
 
-def batch(number: int, rank: int) -> Tensor:
-    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
-
-
 def made(way: str) -> tuple[Net, Any, Model]:
     net, model = build(shard_even), Model()
     for param in net.parameters():
@@ -74,7 +71,9 @@ def made(way: str) -> tuple[Net, Any, Model]:
     return net, optimizer, model
 
 
-def script(rank: int, folder: Path, name: str, way: str, load: str = "") -> None:
+def script(rank: int, world_size: int, folder: Path, name: str, *, way: str, load: str = "") -> None:
+    """A seed's test runs it: tests/seeds/test_megatron_4623.py."""
+    del world_size
     net, optimizer, model = made(way)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
     if load:
@@ -84,7 +83,7 @@ def script(rank: int, folder: Path, name: str, way: str, load: str = "") -> None
         scheduler.load_state_dict(torch.load(folder / f"{load}-scheduler.pt"))
     seen = []
     for step in range(SAVED_AT if load else 0, STEPS):
-        for micro in range(2):
+        for micro in range(MICRO_BATCHES):
             loss = net(batch(10 * step + micro, rank))
             seen.append(loss.item())
             loss.backward()
@@ -95,26 +94,7 @@ def script(rank: int, folder: Path, name: str, way: str, load: str = "") -> None
         if not load and step == SAVED_AT - 1:
             torch.save(scheduler.state_dict(), folder / f"{name}-scheduler.pt")
             dcp.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / name)
-    record(folder, name, rank, [*seen, len(model.calls)], everything(net, [optimizer]))
-
-
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, tuple[str, str]]) -> None:
-    del world_size
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, (way, load) in scripts.items():
-        script(rank, folder, name, way, load)
-
-
-@pytest.mark.long
-def test_training_saving_and_resuming(tmp_path: Path) -> None:
-    spawn(run_scripts, 2, tmp_path, tmp_path, {way: (way, "") for way in WAYS})
-    assert_same(tmp_path, "plain", "before", 2)
-    assert_same(tmp_path, "plain", "after", 2)
-    later = {f"{way} from {saved}": (way, saved) for saved in ("plain", "before") for way in ("plain", "before")}
-    for ranks in (2, 1):
-        spawn(run_scripts, ranks, tmp_path, tmp_path, later)
-        for name in later:
-            assert_same(tmp_path, "plain from plain", name, ranks)
+    record(folder, name, rank, [*seen, len(model.calls)], net, [optimizer])
 
 
 def first_step(way: str) -> list[str]:

@@ -8,25 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
 from fsdp_offload.checkpoint import ArenaStager
-from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record
-from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
+from tests.distributed.frameworks import (
+    MICRO_BATCHES,
+    OVERLAPPED,
+    POLICY,
+    SAVED_AT,
+    STEPS,
+    batch,
+    record,
+    same_scripts,
+)
+from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
 from tests.distributed.models import Net, build, shard_even
 
 pytest.importorskip("torchtitan.components.optimizer")
 pytestmark = pytest.mark.distributed
 
-OVERLAPPED = {**POLICY, "overlap": "forward"}
-MICRO_BATCHES = 2
 # torchtitan's own stager for the third mode refuses the CPU.
 MODES = ("disabled", "async", *(() if DEVICE_TYPE == "cpu" else ("async_with_pinned_mem",)))
-
-
-def batch(number: int, rank: int) -> Tensor:
-    return torch.randint(0, 61, (3, 7), generator=torch.Generator().manual_seed(100 * number + rank)).to(this_device())
 
 
 def container_of(parts: list[Net], policy: dict[str, Any] | None) -> Any:
@@ -112,16 +114,7 @@ def script(
             > 0
         )
         optimizer.synchronize()
-    for module in net.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # an evaluation leaves the root gathered
-    record(folder, name, rank, seen, everything(net, [optimizer]))
-
-
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, options in scripts.items():
-        script(rank, world_size, folder, name, **options)
+    record(folder, name, rank, seen, net, [optimizer])
 
 
 @pytest.mark.long
@@ -133,50 +126,14 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
         "from arena": {"policy": POLICY, "mode": "async", "from_arena": True},
         "from arena, pinned": {"policy": OVERLAPPED, "mode": "async_with_pinned_mem", "from_arena": True},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, first)
-    for name in first:
-        assert_same(tmp_path, "plain", name, 2)
+    same_scripts(script, tmp_path, 2, first)
     later: dict[str, dict[str, Any]] = {
         "offloaded from plain": {"load": "plain", "policy": POLICY},
         **{f"plain from {name}": {"load": name} for name in first if name != "plain"},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, later)
-    for name in later:
-        assert_same(tmp_path, "plain", name, 2, seen_since=SAVED_AT * (MICRO_BATCHES + 1))
+    same_scripts(script, tmp_path, 2, later, like="plain", seen_since=SAVED_AT * (MICRO_BATCHES + 1))
     alone = {"plain alone": {"load": "plain"}, "offloaded alone": {"load": "plain", "policy": POLICY}}
-    spawn(run_scripts, 1, tmp_path, tmp_path, alone)
-    assert_same(tmp_path, "plain alone", "offloaded alone", 1)
-
-
-def bfloat16_moments() -> list[str]:
-    """State that a hook makes, as torchtitan's for bf16 moments; its fused kernel for that is the GPU's alone."""
-    finals = []
-    for offload in (False, True):
-        net = build(shard_even)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, foreach=False)
-
-        def make(optimizer: Any, args: object, kwargs: object) -> None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None and not optimizer.state[param]:
-                        made = torch.zeros_like(param, dtype=torch.bfloat16)
-                        optimizer.state[param]["momentum_buffer"] = made
-
-        optimizer.register_step_pre_hook(make)
-        container = container_of([net], None)
-        container.optimizers = [optimizer]
-        if offload:
-            from fsdp_offload.integrations.torchtitan import offload_container
-
-            offload_container(container, POLICY)
-        for number in range(4):
-            container.zero_grad()
-            net(batch(number, torch.distributed.get_rank())).backward()
-            container.step()
-        finals.append(everything(net, container.optimizers))
-        if {value["momentum_buffer"].dtype for value in optimizer.state.values()} != {torch.bfloat16}:
-            return ["the state is not bfloat16"]
-    return [] if all(map(torch.equal, *finals)) else ["other bits"]
+    same_scripts(script, tmp_path, 1, alone)
 
 
 def refused() -> list[str]:
@@ -220,8 +177,8 @@ def built_anew() -> list[str]:
 def run_others(rank: int, world_size: int) -> None:
     del rank, world_size
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({"bf16 moments": bfloat16_moments, "own containers": refused, "options": options, "anew": built_anew})
+    run_cases({"own containers": refused, "options": options, "anew": built_anew})
 
 
-def test_bfloat16_moments_and_configs(tmp_path: Path) -> None:
+def test_containers_and_configs(tmp_path: Path) -> None:
     spawn(run_others, 2, tmp_path)

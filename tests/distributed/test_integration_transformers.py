@@ -1,7 +1,5 @@
 """transformers' Trainer and TRL's SFTTrainer with FSDP2: training, evaluation, ``resume_from_checkpoint``."""
 
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +7,29 @@ import pytest
 import torch
 
 from fsdp_offload import is_offloaded
-from tests.distributed.frameworks import POLICY, SAVED_AT, STEPS, assert_same, everything, record, recorded
-from tests.distributed.launch import DEVICE_TYPE, spawn
+from tests.distributed.frameworks import (
+    OVERLAPPED,
+    POLICY,
+    SAVED_AT,
+    STEPS,
+    as_torchrun,
+    assert_same,
+    record,
+    recorded,
+    same_scripts,
+)
+from tests.distributed.launch import DEVICE_TYPE
 from tests.parity import assert_at_home
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
-OVERLAPPED = {**POLICY, "overlap": "forward"}
 VOCABULARY, LENGTH = 64, 8
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, number: int) -> None:
-        self.rows = torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+def tokens(number: int) -> list[dict[str, list[int]]]:
+    rows = torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def model_of() -> Any:
@@ -66,7 +67,7 @@ def trainer_of(kind: str, policy: dict[str, Any] | None, options: dict[str, Any]
             seen.extend(logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs)
 
     given: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
-    common = {"train_dataset": Tokens(2 * 2 * 2 * STEPS), "eval_dataset": Tokens(8), "callbacks": [Note()], **given}
+    common = {"train_dataset": tokens(2 * 2 * 2 * STEPS), "eval_dataset": tokens(8), "callbacks": [Note()], **given}
     base: type = Trainer if policy is None else OffloadTrainer
     if kind == "trainer":
         return on_any_device(base)(model_of(), TrainingArguments(**options), **common)
@@ -88,8 +89,7 @@ def environment(rank: int, world_size: int) -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the script before in this process
     GradientState._reset_state()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    as_torchrun(rank, world_size)
 
 
 def options_of(folder: Path) -> dict[str, Any]:
@@ -145,16 +145,7 @@ def script(
     assert is_offloaded(trainer.optimizer) == (policy is not None)
     if policy is not None:
         assert_at_home(trainer.optimizer.optimizer)
-    for module in trainer.model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # an evaluation leaves the root gathered
-    record(folder, name, rank, seen, everything(trainer.model, [trainer.optimizer]))
-
-
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    for name, options in scripts.items():
-        script(rank, world_size, folder, name, **options)
+    record(folder, name, rank, seen, trainer.model, [trainer.optimizer])
 
 
 @pytest.mark.long
@@ -162,30 +153,25 @@ def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, dic
 def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
     if kind == "sft":
         pytest.importorskip("trl")
-    first = {"plain": {"kind": kind}, "offloaded": {"kind": kind, "policy": POLICY}}
+    plain: dict[str, Any] = {"kind": kind}
+    offloaded = {**plain, "policy": POLICY}
+    first = {"plain": plain, "offloaded": offloaded}
     if kind == "trainer":
         first["overlapped"] = {"policy": OVERLAPPED}
-        first["plain twice"] = {"again": True}
-        first["offloaded twice"] = {"again": True, "policy": POLICY}
-    spawn(run_scripts, 2, tmp_path, tmp_path, first)
-    assert len(recorded(tmp_path, "plain")[0]) >= 3 * STEPS
-    assert_same(tmp_path, "plain", "offloaded", 2)
+        twice = {"plain twice": {"again": True}, "offloaded twice": {"again": True, "policy": POLICY}}
+        same_scripts(script, tmp_path, 2, twice)
+    same_scripts(script, tmp_path, 2, first)
+    seen = len(recorded(tmp_path, "plain")[0])
+    assert seen >= 3 * STEPS
     saved = f"checkpoint-{SAVED_AT}"
-    later: dict[str, dict[str, Any]] = {
-        "offloaded from plain": {"kind": kind, "resume": tmp_path / "plain" / saved, "policy": POLICY},
-        "plain from offloaded": {"kind": kind, "resume": tmp_path / "offloaded" / saved},
+    later = {
+        "plain from offloaded": {**plain, "resume": tmp_path / "offloaded" / saved},
+        "offloaded from plain": {**offloaded, "resume": tmp_path / "plain" / saved},
     }
-    spawn(run_scripts, 2, tmp_path, tmp_path, later)
-    seen_before = len(recorded(tmp_path, "plain")[0]) - len(recorded(tmp_path, "plain from offloaded")[0])
+    same_scripts(script, tmp_path, 2, later)
+    seen_before = seen - len(recorded(tmp_path, "plain from offloaded")[0])
     assert seen_before >= 3 * SAVED_AT
-    for name in later:
-        assert_same(tmp_path, "plain", name, 2, seen_since=seen_before)
+    assert_same(tmp_path, "plain", "plain from offloaded", 2, seen_since=seen_before)
     if kind == "trainer":
-        assert_same(tmp_path, "plain", "overlapped", 2)
-        assert_same(tmp_path, "plain twice", "offloaded twice", 2)
-        alone = {
-            "plain alone": {"resume": tmp_path / "plain" / saved},
-            "offloaded alone": {"resume": tmp_path / "plain" / saved, "policy": POLICY},
-        }
-        spawn(run_scripts, 1, tmp_path, tmp_path, alone)
-        assert_same(tmp_path, "plain alone", "offloaded alone", 1)
+        alone = {f"{one} alone": {**first[one], "resume": tmp_path / "plain" / saved} for one in ("plain", "offloaded")}
+        same_scripts(script, tmp_path, 1, alone)

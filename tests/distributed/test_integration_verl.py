@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
-from tests.distributed.frameworks import POLICY, everything
+from tests.distributed.frameworks import POLICY, batch, everything
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.models import Net, build, shard_even
 
@@ -23,11 +23,6 @@ verl_functions = pytest.importorskip("verl.utils.fsdp_utils")
 pytestmark = pytest.mark.distributed
 
 RESIDENT = {**POLICY, "device_bytes": 4 * 4096 + 4000}
-
-
-def batch(number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
-    return torch.randint(0, 61, (3, 7), generator=generator).to(this_device())
 
 
 def optimizer_of(net: Net, policy: dict[str, Any] | None) -> Any:
@@ -62,7 +57,7 @@ def train(functions: Any, policy: dict[str, Any] | None, folder: Path) -> tuple[
         functions.load_fsdp_model_to_gpu(net)
         functions.load_fsdp_optimizer(optimizer, this_device())
         for micro in range(2):
-            loss = net(batch(10 * step + micro))
+            loss = net(batch(10 * step + micro, torch.distributed.get_rank()))
             seen.append(loss.item())
             loss.backward()
         seen.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5).full_tensor().item())
@@ -104,7 +99,7 @@ def reported() -> list[str]:
     net = build(shard_even)
     optimizer = optimizer_of(net, POLICY)
     for step in range(2):
-        net(batch(step)).backward()
+        net(batch(step, torch.distributed.get_rank())).backward()
         optimizer.step()
     before = offload_report(optimizer)
     with_verl.load_fsdp_optimizer(optimizer, this_device())

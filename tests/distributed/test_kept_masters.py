@@ -1,28 +1,29 @@
-"""Sharded low-precision models with masters go on from checkpoints as fp32 ones, which are sharded in the same way."""
+"""Full state dicts of sharded low-precision models with masters, which fp32 ones, sharded in the same way, tell.
+
+Their training is an axis of the conformance suite, their checkpoints are in ``test_layout_matrix.py``.
+"""
 
 import copy
 import io
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload import remove_offload
-from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
+from fsdp_offload.checkpoint import set_optimizer_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
 from tests.distributed.models import batch, build
 from tests.distributed.test_sharded_checkpoints import TINY
-from tests.parity import MakeOptimizer, Run, attach
+from tests.parity import MakeOptimizer, Run
 from tests.tiers import world_sizes
 from tests.twins import Twins, twins_of
 
@@ -62,110 +63,12 @@ def adamw(params: Iterable[nn.Parameter], **options: bool) -> optim.Optimizer:
     return optim.AdamW(params, lr=1e-2, **options)
 
 
-# Without offload -----------------------------------------------------------------------------------------------------
-
-
-def test_without_offload(tmp_path: Path) -> None:
-    spawn(run_plain, 2, tmp_path)
-
-
-def run_plain(rank: int, world_size: int) -> None:
-    del rank, world_size
-    shards = {"even": models.shard_even, "columns": models.shard_columns}
-    run_cases({f"{name}, {kind}": partial(plain, shard, kind) for name, shard in shards.items() for kind in KINDS})
-
-
-def plain(shard: models.ShardNet, kind: str) -> Iterator[str]:
-    twins = make_twins(shard, adamw, kind)
-    remove_offload(twins.low.optimizer)
-    yield from train(twins, 4)
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-SAVED_BY = {"3 ranks": (3, models.shard_even), "4 ranks, TP and FSDP": (4, models.shard_tensor_parallel)}
-LOADED_BY: dict[int, models.ShardNet] = {1: models.shard_even, 2: models.shard_columns, 4: models.shard_even}
-
-
-def twins_of_files(shard: models.ShardNet, kind: str, seed: int = 0) -> Twins:
-    """The fp32 side is offloaded as well, without masters: its files are as tested elsewhere."""
-    twins = make_twins(shard, adamw, kind, seed=seed)
-    attach(twins.full.optimizer, policy=TINY, model=twins.full.model)
-    return twins
-
-
-def state_of(run: Run, *, for_load: bool) -> dict[str, Any]:
-    optimizer = get_optimizer_state_dict(run.model, run.optimizer, for_load=for_load)
-    return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
-
-
-def saves(shard: models.ShardNet, kind: str, folder: Path) -> Iterator[str]:
-    """After two steps: ``extra`` has had no gradient, and neither side has state for it."""
-    twins = twins_of_files(shard, kind)
-    yield from train(twins, 2)
-    for run, name in zip(twins, ("full", "low"), strict=True):
-        dcp.save(state_of(run, for_load=False), checkpoint_id=folder / name)
-
-
-def loads(shard: models.ShardNet, kind: str, folder: Path) -> Iterator[str]:
-    twins = twins_of_files(shard, kind, seed=1)
-    for run, name in zip(twins, ("full", "low"), strict=True):
-        state = state_of(run, for_load=True)
-        load(state, checkpoint_id=folder / name)
-        set_model_state_dict(run.model, state["model"])
-        set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
-    twins.steps = 2
-    twins.updated = {name for name in twins.low.params if not name.startswith("extra")}
-    yield from agree(f"loaded: {problem}" for problem in twins.differences())
-    yield from train(twins, 3)
-
-
-def run_saves(rank: int, world_size: int, folder: Path) -> None:
-    del rank
-    run_cases(
-        {
-            f"{name}, {kind}": partial(saves, shard, kind, folder / name / kind)
-            for name, (ranks, shard) in SAVED_BY.items()
-            for kind in KINDS
-            if ranks == world_size
-        }
-    )
-
-
-def run_loads(rank: int, world_size: int, folder: Path) -> None:
-    del rank
-    run_cases(
-        {
-            f"{name}, {kind}": partial(loads, LOADED_BY[world_size], kind, folder / name / kind)
-            for name in SAVED_BY
-            for kind in KINDS
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if DEVICE_TYPE != "cpu" and torch.accelerator.device_count() < 4:
-        pytest.skip("needs 4 devices")
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for ranks, _ in SAVED_BY.values():
-        spawn(run_saves, ranks, folder, folder)
-    return folder
-
-
-@world_sizes(2, 1, 4)
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(world_size: int, checkpoints: Path, tmp_path: Path) -> None:
-    spawn(run_loads, world_size, tmp_path, checkpoints)
-
-
-# Full state dicts ----------------------------------------------------------------------------------------------------
-
 FULL = StateDictOptions(full_state_dict=True)
 ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def test_remainders_are_gathered(tmp_path: Path) -> None:
-    """They are int16, which neither gloo nor NCCL carries."""
+    """They are int16, which neither gloo nor NCCL carries; also where the offload has gone, and masters stay."""
     spawn(run_gathered, 2, tmp_path)
 
 
@@ -184,6 +87,7 @@ def run_gathered(rank: int, world_size: int) -> None:
         assert type(copy) is DTensor
 
     twins = make_twins(models.shard_even, adamw, "remainder")
+    remove_offload(twins.low.optimizer)
     assert not list(train(twins, 3))
     model, optimizer = twins.low.model, twins.low.optimizer
     assert bool(torch_get_optimizer_state_dict(model, optimizer, options=ON_FIRST_RANK)) == (rank == 0)

@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,23 +57,20 @@ def test_every_rank_runs(tmp_path: Path) -> None:
     assert all(runs(tmp_path, world_size) for world_size in (1, 3, 2))
 
 
-def test_a_rank_that_fails_shows_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)in fail\n.*ValueError: this rank has failed"):
-        spawn(fail, 2, tmp_path)
-    assert runs(tmp_path, 2)
+WRONGS: dict[str, tuple[Callable[..., None], str]] = {
+    "fails, and shows its traceback": (fail, r"(?s)in fail\n.*ValueError: this rank has failed"),
+    "dies": (die, "process 1 terminated with signal SIGKILL"),
+    "hangs, and shows where": (wait_for_nobody, r"(?s)rank [01] was at:.* in wait_for_nobody\n"),
+}
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="process 1 terminated with signal SIGKILL"):
-        spawn(die, 2, tmp_path)
-    assert runs(tmp_path, 2)
-
-
-def test_a_rank_that_hangs_shows_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("run", "match"), WRONGS.values(), ids=WRONGS)
+def test_a_rank_that(run: Any, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "STUCK_AFTER_S", 1.0)
-        with pytest.raises(pytest.fail.Exception, match=r"(?s)rank [01] was at:.* in wait_for_nobody\n"):
-            spawn(wait_for_nobody, 2, tmp_path)
+        if run is wait_for_nobody:
+            patch.setattr(launch, "STUCK_AFTER_S", 1.0)
+        with pytest.raises(pytest.fail.Exception, match=match):
+            spawn(run, 2, tmp_path)
     assert runs(tmp_path, 2)
 
 

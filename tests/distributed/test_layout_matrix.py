@@ -3,7 +3,8 @@
 All layouts of one world size share a start of processes: one that saves, one that loads what every layout has saved.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
+from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_device
+from tests.distributed.models import Net, build, decay_groups
+from tests.distributed.test_fused_adam import fused_adam
+from tests.distributed.test_same_files import state_of
 from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
-from tests.parity import Run, assert_at_home
+from tests.fused_adam import BF16, MASTERS
+from tests.parity import Run, assert_at_home, attach
+from tests.state_dicts import assert_same
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -60,9 +65,28 @@ def policy_of(name: str) -> OffloadPolicy:
     return replace(TINY, parameters=list(LAYOUTS).index(name) % 3 == 1)
 
 
-def state_of(run: Run, *, flat: bool, for_load: bool) -> dict[str, Any]:
-    optimizer = get_optimizer_state_dict(run.model, run.optimizer, for_load=for_load, flatten_optimizer_state_dict=flat)
-    return {"model": get_model_state_dict(run.model), "optimizer": optimizer}
+def fused(**options: Any) -> Callable[[Net], Optimizer]:
+    return lambda net: fused_adam()(decay_groups(net), lr=1e-2, **options)
+
+
+KINDS: dict[str, tuple[Callable[[Net], Optimizer], Any]] = {
+    "AdamW": (adamw, None),
+    "fp32 masters": (adamw, "fp32"),
+    "remainders": (adamw, "remainder"),
+    "FusedAdam": (fused(**MASTERS["fp32"]), None),
+    "FusedAdam, remainders": (fused(**MASTERS["remainder"], exp_avg_dtype=BF16), None),
+}
+"""An optimizer, and masters beside it; but for the first, parameters are bf16."""
+
+
+def run_of(name: str, kind: str, seed: int = 0) -> Run:
+    make, masters = KINDS[kind]
+    low = kind != "AdamW"
+    net = build(LAYOUTS[name].shard, seed=seed, prepare=lambda net: net.bfloat16() if low else None)
+    optimizer = make(net)
+    if masters is not None:
+        add_masters(optimizer, masters)
+    return Run(net, attach(optimizer, model=net, policy=policy_of(name)), this_device(), torch.float32)
 
 
 def gathered(run: Run) -> dict[str, Any]:
@@ -72,38 +96,25 @@ def gathered(run: Run) -> dict[str, Any]:
     }
 
 
-def not_equal(saved: Any, found: Any, where: str) -> Iterator[str]:
-    if isinstance(saved, dict):
-        if saved.keys() != found.keys():
-            yield f"{where} has {list(found)[:9]} instead of {list(saved)[:9]}"
-        for key in saved.keys() & found.keys():
-            yield from not_equal(saved[key], found[key], f"{where}/{key}")
-    elif isinstance(saved, list):
-        for number, (one, other) in enumerate(zip(saved, found, strict=True)):
-            yield from not_equal(one, other, f"{where}/{number}")
-    elif isinstance(saved, Tensor):
-        if saved.dtype != found.dtype or not torch.equal(saved, found):
-            yield f"{where} differs"
-    elif saved != found:
-        yield f"{where} is {found}, saved was {saved}"
-
-
 # Saving --------------------------------------------------------------------------------------------------------------
 
 
 def run_save(rank: int, world_size: int, folder: Path) -> None:
-    """A checkpoint for each layout and, gathered by torch, what it must contain."""
-    run_cases({name: partial(saves, name, shard, folder) for name, shard in layouts_of(world_size).items()})
+    """A checkpoint for each layout and kind and, gathered by torch, what it must contain."""
+    cases = itertools.product(layouts_of(world_size), KINDS)
+    run_cases({f"{name}, {kind}": partial(saves, name, kind, folder / kind) for name, kind in cases})
 
 
-def saves(name: str, shard: models.ShardNet, folder: Path) -> Iterator[str]:
-    run = new_run(shard, adamw, policy_of(name))
+def saves(name: str, kind: str, folder: Path) -> Iterator[str]:
+    run = run_of(name, kind)
     train(run, 0, 2)
-    dcp.save(state_of(run, flat=is_flat(name), for_load=False), checkpoint_id=folder / name)
+    dcp.save(state_of(run, flat=is_flat(name)), checkpoint_id=folder / name)
     full = gathered(run)
     if dist.get_rank() == 0:
         torch.save(full, folder / f"{name}.pt")
-        yield from (f"{fqn} has no moments" for fqn, state in full["optimizer"]["state"].items() if len(state) != 3)
+        expected = {"exp_avg", "exp_avg_sq"} | ({"master_param"} if kind != "AdamW" else set())
+        states = full["optimizer"]["state"].items()
+        yield from (f"{fqn} has {[*state]}" for fqn, state in states if state.keys() - {"step"} != expected)
 
 
 @pytest.fixture(scope="module")
@@ -119,32 +130,31 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-def loads(name: str, shard: models.ShardNet, saved_by: str, folder: Path) -> Iterator[str]:
-    """Into a fresh process that has other parameters and no state."""
-    run = new_run(shard, adamw, policy_of(name), seed=1)
+def loads(name: str, saved_by: str, kind: str, folder: Path) -> Iterator[str]:
+    """Into a fresh process that has other parameters and no state; it trains on."""
+    run = run_of(name, kind, seed=1)
     state = state_of(run, flat=is_flat(saved_by), for_load=True)
     dcp.load(state, checkpoint_id=folder / saved_by)
     set_model_state_dict(run.model, state["model"])
     set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
     found = gathered(run)
     if dist.get_rank() == 0:
-        yield from not_equal(torch.load(folder / f"{saved_by}.pt", weights_only=False), found, "")
+        assert_same(torch.load(folder / f"{saved_by}.pt", weights_only=False), found)
     assert_at_home(run.optimizer)
+    train(run, 2, 3)
+    yield from ()
 
 
 def run_load(rank: int, world_size: int, folder: Path, every: int) -> None:
     del rank
-    pairs = [(name, saved_by) for name in layouts_of(world_size) for saved_by in LAYOUTS]
+    cases = itertools.product(layouts_of(world_size), LAYOUTS, KINDS)
     run_cases(
-        {
-            f"{saved_by} to {name}": partial(loads, name, layouts_of(world_size)[name], saved_by, folder)
-            for name, saved_by in pairs
-        },
+        {f"{one} from {other}, {kind}": partial(loads, one, other, kind, folder / kind) for one, other, kind in cases},
         every,
     )
 
 
-@some_cases(dict.fromkeys(WORLD_SIZES, 7))
+@some_cases(dict.fromkeys(WORLD_SIZES, 9))
 def test_every_layout_is_loaded_by(world_size: int, every: int, checkpoints: Path, tmp_path: Path) -> None:
     spawn(run_load, world_size, tmp_path, checkpoints, every)
 
@@ -152,30 +162,25 @@ def test_every_layout_is_loaded_by(world_size: int, every: int, checkpoints: Pat
 # State that not every rank can tell --------------------------------------------------------------------------------
 
 
-def lacks_a_parameter(folder: Path) -> Iterator[str]:
+def run_lacking(rank: int, world_size: int, folder: Path) -> None:
     """The checkpoint has no state for ``small``, whose shard is empty on some ranks: no rank may have some then."""
-    run = new_run(models.shard_even, momentum, TINY)
+    del rank, world_size
+
+    def momentum(net: Net) -> Optimizer:
+        """Without a counter, which would say on every rank whether it was loaded."""
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    run, resumed = (new_run(models.shard_even, momentum, TINY, seed=seed) for seed in (0, 1))
     train(run, 0, 1)
-    state = state_of(run, flat=False, for_load=False)
+    state = state_of(run, flat=False)
     for name in ("small.weight", "small.bias"):
         del state["optimizer"]["state"][name]
     dcp.save(state, checkpoint_id=folder)
-    resumed = new_run(models.shard_even, momentum, TINY, seed=1)
     state = state_of(resumed, flat=False, for_load=True)
     load(state, checkpoint_id=folder, planner=LoadPlanner(allow_missing=["optimizer.state.small.*"]))
     set_optimizer_state_dict(resumed.model, resumed.optimizer, state["optimizer"])
     found = get_optimizer_state_dict(resumed.model, resumed.optimizer)["state"]
-    yield from (f"{name} has state" for name in found if name.startswith("small"))
-
-
-def momentum(net: models.Net) -> Optimizer:
-    """Without a counter, which would say on every rank whether it was loaded."""
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-def run_lacking(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    run_cases({"a parameter": partial(lacks_a_parameter, folder)})
+    assert not agree(f"{name} has state" for name in found if name.startswith("small"))
 
 
 def test_ranks_agree_on_what_was_not_loaded(tmp_path: Path) -> None:

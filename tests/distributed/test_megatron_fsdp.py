@@ -7,12 +7,12 @@ megatron-core is installed they are run here as well.
 import json
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
@@ -20,13 +20,11 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import (
     Experts,
     get_optimizer_state_dict,
-    load,
     save,
-    set_optimizer_state_dict,
     with_parameter_chunks,
 )
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.checkpoint_tools.offline import rewritten
+from tests.async_writers import read_checkpoint
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import (
     GDN_DIMS,
@@ -145,7 +143,7 @@ def run_against_the_fixture(rank: int, world_size: int, dp: int, tp: int) -> Non
             if not torch.equal(one, same):
                 yield "load_state_dict of Megatron's dict gave other state"
 
-    run_cases({kind: lambda k=kind: compare(k) for kind in KINDS})
+    run_cases({kind: partial(compare, kind) for kind in KINDS})
 
 
 def test_experts_have_the_numbers_that_megatron_gives_them() -> None:
@@ -196,7 +194,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
             save({"w": unknown}, checkpoint_id=folder / name)
     save(with_parameter_chunks(model, {"average.w": average}), checkpoint_id=folder / "carried")
-    assert torch.equal(read_one(folder / "carried", "average.w", whole.shape), whole)
+    assert torch.equal(read_checkpoint(folder / "carried")["average.w"], whole)
 
     sibling = FC1.replace("fc1", "fc2")
     fused = {FC1: value, sibling: model_state(model)[sibling]}
@@ -205,7 +203,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     gates = [part.chunk(2) for part in whole.chunk(2)]
     for number, half in enumerate("wv"):
         expected = torch.cat([gate[number] for gate in gates])
-        assert torch.equal(read_one(folder / "split", f"{FC1}_{half}", expected.shape), expected)
+        assert torch.equal(read_checkpoint(folder / "split")[f"{FC1}_{half}"], expected)
 
     plain = Module()
     plain.w = torch.nn.Parameter(value)  # a parameter without a slice: its mesh has an order all the same
@@ -214,40 +212,7 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     plain.w.grad = average
     optimizer.step()
     save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
-    assert torch.equal(read_one(folder / "state", "state.w.exp_avg", whole.shape), whole)
-
-
-def read_one(folder: Path, key: str, shape: torch.Size) -> torch.Tensor:
-    """The whole tensor, in this process."""
-    found = {key: torch.full(shape, -1.0)}
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return found[key]
-
-
-# Round trips ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_goes_through_other_sizes_and_slices(tmp_path: Path) -> None:
-    """dp 4 → 2 → 3, split on disk: model, moments, counters and groups are what they were, bit by bit."""
-    sizes = [(4, "in mid-row"), (2, "uneven"), (3, "empty first"), (4, "one has all")]
-    for number, (dp, kind) in enumerate(sizes):
-        spawn(run_leg, dp, tmp_path, tmp_path, number, kind)
-
-
-def run_leg(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
-    del rank
-    layout = Layout(mesh(world_size, 1, names=("dp", "tp")), kind)
-    model, optimizer = offloaded(layout, zeros=number > 0)
-    if number:
-        values, optim = live(model, optimizer, for_load=True)
-        parts, part_optim = split(layout, model, values, optim)
-        load({"model": parts, "optimizer": part_optim}, checkpoint_id=folder / str(number - 1))
-        _, optim = merge(layout, parts, part_optim)
-        set_optimizer_state_dict(model, optimizer, optim)
-    problems = [*wrong_values(layout, model, optimizer)]
-    assert not problems, problems
-    parts, part_optim = split(layout, model, *live(model, optimizer))
-    save({"model": parts, "optimizer": part_optim}, checkpoint_id=folder / str(number))
+    assert torch.equal(read_checkpoint(folder / "state")["state.w.exp_avg"], whole)
 
 
 def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -266,32 +231,6 @@ def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer
         yield f"lr is {optimizer.param_groups[0]['lr']}"
 
 
-@pytest.mark.long
-def test_a_checkpoint_that_is_split_on_disk_goes_through_other_sizes(tmp_path: Path) -> None:
-    """dp 4 → 2 → 3: saved fused, split on disk, and loaded in parts."""
-    rules = [*preset("megatron-swiglu"), *preset("megatron-gdn")]
-    sizes = {"tp_size": 1, **GDN_DIMS}
-    legs = [(4, "in mid-row"), (2, "uneven"), (3, "empty first")]
-    for number, (dp, kind) in enumerate(legs):
-        spawn(run_offline_leg, dp, tmp_path, tmp_path, number, kind)
-        rewritten("split", tmp_path / f"fused {number}", tmp_path / f"parts {number}", *rules, values=sizes)
-
-
-def run_offline_leg(rank: int, world_size: int, folder: Path, number: int, kind: str) -> None:
-    del rank
-    layout = Layout(mesh(world_size, 1, names=("dp", "tp")), kind)
-    model, optimizer = offloaded(layout, zeros=number > 0)
-    if number:
-        values, optim = split(layout, model, *live(model, optimizer, for_load=True))
-        load({"model": values, "optimizer": optim}, checkpoint_id=folder / f"parts {number - 1}")
-        set_optimizer_state_dict(model, optimizer, merge(layout, values, optim)[1])
-    problems = [*wrong_values(layout, model, optimizer)]
-    assert not problems, problems
-    values, optim = live(model, optimizer)
-    fused = {"model": with_parameter_chunks(model, values), "optimizer": optim}
-    save(fused, checkpoint_id=folder / f"fused {number}")
-
-
 # With the package ----------------------------------------------------------------------------------------------------
 
 
@@ -299,65 +238,30 @@ def run_offline_leg(rank: int, world_size: int, folder: Path, number: int, kind:
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_megatrons_own_code_beside_ours(dp: int, tp: int, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="what it gave is in the fixture, which is compared without it")
-    spawn(run_beside, dp * tp, tmp_path, tmp_path, dp, tp)
+    spawn(run_beside, dp * tp, tmp_path, dp, tp)
 
 
-def run_beside(rank: int, world_size: int, folder: Path, dp: int, tp: int) -> None:
+def run_beside(rank: int, world_size: int, dp: int, tp: int) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
+
     warnings.filterwarnings("ignore")
     assert world_size == dp * tp
 
     def compare(kind: str) -> Iterator[str]:
-        ours, theirs = both(megatron_layout(dp, tp, kind))
+        layout = megatron_layout(dp, tp, kind)
+        their_model, *their_state = megatron_state(layout)
+        theirs = split_by_megatron(their_model, *their_state)
+        model, optimizer = offloaded(layout, make_fsdp_dtensor)
+        ours = live(model, optimizer)
+        if hasattr(handlers, "handle_gdn_in_state_dict"):
+            ours = split(layout, model, *ours)
+        else:  # 0.16.1: what it does not split stays fused
+            ours = split_state_dict(*ours, preset("megatron-swiglu"), values={"tp_size": layout.tp}, model=model)
         found = [described({"model": values, "optimizer": optim}) for values, optim in (ours, theirs)]
-        yield from different(found[0], found[1], (rank,))
-        for saver, loader, name in ((ours, theirs, "ours"), (theirs, ours, "theirs")):
-            dcp.save(nested(*saver), checkpoint_id=folder / f"{kind} {name}")
-            yield from loaded(loader, folder / f"{kind} {name}")
+        yield from different(*found, (rank,))
 
-    run_cases({kind: lambda k=kind: compare(k) for kind in KINDS})
-
-
-def both(layout: Layout) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """What we make of a model and its offloaded optimizer, and what Megatron makes of one without us."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
-    from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
-
-    their_model, *their_state = megatron_state(layout)
-    theirs = split_by_megatron(their_model, *their_state)
-    model, optimizer = offloaded(layout, make_fsdp_dtensor)
-    if hasattr(handlers, "handle_gdn_in_state_dict"):
-        return split(layout, model, *live(model, optimizer)), theirs
-    return without_gdn(layout, model, optimizer), theirs  # 0.16.1: what it does not split stays fused
-
-
-def loaded(loader: tuple[Any, Any], path: Path) -> Iterator[str]:
-    """What is wrong after a load with DCP alone, as Megatron does it, into what held the same before."""
-    expected = described(nested(*loader))
-    for value in tensors(loader):
-        value.zero_()
-    dcp.load(nested(*loader), checkpoint_id=path)
-    yield from different(described(nested(*loader)), expected, (path.name,))
-
-
-def without_gdn(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    values = {"tp_size": layout.tp}
-    return split_state_dict(*live(model, optimizer), preset("megatron-swiglu"), values=values, model=model)
-
-
-def nested(values: Any, optim: Any) -> dict[str, Any]:
-    return {"model": values, "optimizer": {"state": optim["state"]}}
-
-
-def tensors(both: tuple[Any, Any]) -> Iterator[torch.Tensor]:
-    for value in both[0].values():
-        yield memory(value)
-    for state in both[1]["state"].values():
-        yield from (memory(state[key]) for key in MOMENTS)
-
-
-def memory(value: torch.Tensor) -> torch.Tensor:
-    local = local_shard(value)
-    return getattr(local, "local", local).detach()
+    run_cases({kind: partial(compare, kind) for kind in KINDS})
 
 
 def test_megatron_numbers_experts_as_the_fixture_says() -> None:

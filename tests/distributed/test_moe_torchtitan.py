@@ -30,9 +30,10 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, offload_report
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
+from tests.async_writers import read_checkpoint
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.test_same_files import digests, metadata_differences, metadata_of
-from tests.parity import leaves, local, same_bits
+from tests.parity import leaves, local, same_bits, same_value
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -155,14 +156,6 @@ class Training:
         utils.load_flat_optim_state_dict(self.optimizer, state)
 
 
-def checkpoint(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, unsharded."""
-    entries = metadata_of(folder).state_dict_metadata.items()
-    state = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in entries if hasattr(e, "size")}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state
-
-
 def differences(plain: Training, offloaded: Training, steps: range, folder: Path, *, clips: bool) -> Iterator[str]:
     """Train and save both, and compare losses, what lies on this rank, and files."""
     one, other = (run.train(steps, clips=clips) for run in (plain, offloaded))
@@ -199,8 +192,8 @@ def resumed(folder: Path, steps: int, policy: str, family: str) -> Iterator[str]
             for run in pair:
                 run.load(before)
             dcp.save(pair[1].state(), checkpoint_id=at / "loaded")
-            saved, loaded = checkpoint(before), checkpoint(at / "loaded")
-            yield from (f"ep {ep}: {key} changed" for key in saved if not torch.equal(saved[key], loaded[key]))
+            saved, loaded = read_checkpoint(before), read_checkpoint(at / "loaded")
+            yield from (f"ep {ep}: {key} changed" for key in saved if not same_value(saved[key], loaded[key]))
         yield from differences(*pair, range(steps * number, steps * (number + 1)), at, clips=False)
 
 

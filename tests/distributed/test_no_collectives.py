@@ -5,8 +5,9 @@ Ranks are alone, in a process group of our own that raises: also an attempt that
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import optim
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -38,27 +38,19 @@ class Subject:
 
     net: Net
     optimizer: Optimizer
-    fresh: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fresh = attach(optim.AdamW(decay_groups(self.net)), model=self.net, policy=TINY)
-
-    @property
-    def params(self) -> list[DTensor]:
-        return [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
-
-    def get(self, *, fresh: bool = False, **options: Any) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.net, self.fresh if fresh else self.optimizer, **options)
-
-    def set(self, state: dict[str, Any], *, fresh: bool = False, **options: Any) -> None:
-        set_optimizer_state_dict(self.net, self.fresh if fresh else self.optimizer, state, **options)
+        self.params = [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
+        fresh = attach(optim.AdamW(decay_groups(self.net)), model=self.net, policy=TINY)
+        self.get, self.get_fresh = (partial(get_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
+        self.set, self.set_fresh = (partial(set_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
 
     def load_in_place(self) -> None:
-        state = self.get(fresh=True, for_load=True)
+        state = self.get_fresh(for_load=True)
         for values in state["state"].values():
             for value in values.values():
                 local(value).fill_(1)
-        self.set(state, fresh=True)
+        self.set_fresh(state)
 
 
 FLAT = {"flatten_optimizer_state_dict": True}
@@ -73,14 +65,14 @@ ACTIONS: dict[str, Callable[[Subject], Any]] = {
     "chunk list": lambda it: [with_chunks(param).__create_chunk_list__() for param in it.params],
     "get": lambda it: it.get(),
     "get, flattened": lambda it: it.get(**FLAT),
-    "get, fresh": lambda it: it.get(fresh=True),
+    "get, fresh": lambda it: it.get_fresh(),
     "get for a load": lambda it: it.get(for_load=True),
     "get for a load, flattened": lambda it: it.get(for_load=True, **FLAT),
-    "get for a load, fresh": lambda it: it.get(fresh=True, for_load=True),
+    "get for a load, fresh": lambda it: it.get_fresh(for_load=True),
     "set": lambda it: it.set(it.get()),
     "set, flattened": lambda it: it.set(it.get(**FLAT)),
     "set, not strict": lambda it: it.set(it.get(**FLAT), strict=False),
-    "set into a fresh one": lambda it: it.set(it.get(**FLAT), fresh=True),
+    "set into a fresh one": lambda it: it.set_fresh(it.get(**FLAT)),
     "set what was loaded in place": lambda it: it.load_in_place(),
 }
 
@@ -144,17 +136,23 @@ def refusing() -> Iterator[list[str]]:
         RefusingGroup.refuses = None
 
 
-def run_refusing(rank: int, world_size: int, folder: Path) -> None:
-    """Ranks that are alone: nothing ever arrives from the others."""
+@contextmanager
+def alone(rank: int, world_size: int, folder: Path) -> Iterator[None]:
+    """In a process group in which nothing ever arrives from the others."""
     dist.destroy_process_group()
     devices = ["cpu", "cuda"]
-    dist.Backend.register_backend("refusing", lambda _, rank, size, __: RefusingGroup(rank, size), devices=devices)
+    dist.Backend.register_backend("refusing", lambda _, number, size, __: RefusingGroup(number, size), devices=devices)
     dist.init_process_group("refusing", store=dist.HashStore(), rank=rank, world_size=world_size)
-    problems = list(refuses_what_people_use())
-    for name, shard in LAYOUTS.items():
-        problems += [f"{name}: {problem}" for problem in gets_along_without_the_others(shard)]
+    yield
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=rank, world_size=world_size)
+
+
+def run_refusing(rank: int, world_size: int, folder: Path) -> None:
+    with alone(rank, world_size, folder):
+        problems = list(refuses_what_people_use())
+        for name, shard in LAYOUTS.items():
+            problems += [f"{name}: {problem}" for problem in gets_along_without_the_others(shard)]
     found = agree(problems)
     assert not found, "\n".join(found)
 
@@ -172,13 +170,10 @@ def refuses_what_people_use() -> Iterator[str]:
         "forward": lambda: look_at(net),
     }
     for name, attempt in attempts.items():
-        with refusing() as refused:
-            try:
-                attempt()
-            except Exception:  # noqa: BLE001  # torch wraps what a group raises in errors of its own
-                if len(refused) == 1:
-                    continue
-        yield f"{name} was not refused"
+        with refusing() as refused, suppress(Exception):  # torch wraps what a group raises in errors of its own
+            attempt()
+        if len(refused) != 1:
+            yield f"{name} was not refused"
 
 
 def gets_along_without_the_others(shard: models.ShardNet) -> Iterator[str]:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.core.engine import Engine, engine_of
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
@@ -61,27 +60,6 @@ def gradients_without_room(overlap: Any) -> list[str]:
     return problems if same(plain, ours) else [*problems, "other bits"]
 
 
-def away_in_a_checkpoint() -> list[str]:
-    """Saved by ranks whose state is away, on its way or there, and loaded likewise."""
-    phases = ("offload_states", "release_states", "reload_states")
-    device_mesh, policy = mesh(dist.get_world_size()), OffloadPolicy(**SMALL)
-    expected, loop = (Loop(device_mesh, adamw, policy).train(steps) for steps in (6, 3))
-    for name in phases[: dist.get_rank() + 1]:
-        getattr(loop.optimizer, name)()
-    model = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    saved = get_optimizer_state_dict(loop.model, loop.optimizer)
-    kept = {name: {key: one.clone() for key, one in state.items()} for name, state in saved["state"].items()}
-    scheduler = loop.scheduler.state_dict()
-    loop.train(2, first=10)
-    for name in phases[: (dist.get_rank() + 2) % 3]:
-        getattr(loop.optimizer, name)()
-    loop.model.load_state_dict(model)
-    set_optimizer_state_dict(loop.model, loop.optimizer, {**saved, "state": kept})
-    loop.scheduler.load_state_dict(scheduler)
-    del loop.seen[3:]
-    return [] if same(expected, loop.train(3, first=3)) else ["other bits"]
-
-
 def updated_on_the_cpu() -> list[str]:
     """The same parameters on every rank, however uneven and empty their shards are."""
     net = build(models.shard_even)
@@ -105,7 +83,6 @@ def run_all(rank: int, world_size: int) -> None:
         )
     }
     cases["gradients without room"] = partial(gradients_without_room, "iteration")
-    cases["away in a checkpoint"] = away_in_a_checkpoint
     cases["updated on the CPU"] = updated_on_the_cpu
     run_cases(cases)
 

@@ -1,4 +1,4 @@
-"""Saving and loading offloaded state as people do it: torch's state-dict functions, DCP, torch.save.
+"""Saving and loading offloaded state as people do it, and what it is: torch's state-dict functions, torch.save.
 
 What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,13 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from tests.distributed import models
-from tests.distributed.launch import agree, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
-from tests.parity import Pair, Run, assert_at_home, attach, differences
+from tests.parity import Pair, Run, assert_at_home, attach, differences, local, params_of
 from tests.tiers import some_cases
 
 pytestmark = pytest.mark.distributed
@@ -91,26 +91,6 @@ def resume_full(source: Run, target: Run, folder: Path) -> None:
     set_optimizer_state_dict(target.model, target.optimizer, saved, options=sent)
 
 
-def resume_dcp(source: Run, target: Run, folder: Path, options: StateDictOptions | None = None) -> None:
-    dcp_save(source, folder, options)
-    dcp_load(target, folder, options)
-
-
-def dcp_save(run: Run, folder: Path, options: StateDictOptions | None = None) -> None:
-    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=options)
-    dcp.save({"model": get_model_state_dict(run.model), "optimizer": optimizer}, checkpoint_id=folder)
-
-
-def dcp_load(run: Run, folder: Path, options: StateDictOptions | None = None) -> None:
-    saved = {
-        "model": get_model_state_dict(run.model),
-        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=options),
-    }
-    dcp.load(saved, checkpoint_id=folder)
-    set_model_state_dict(run.model, saved["model"])
-    set_optimizer_state_dict(run.model, run.optimizer, saved["optimizer"], options=options)
-
-
 def resume_torch_save(source: Run, target: Run, folder: Path) -> None:
     """Each rank its own file, with the state dicts of model and optimizer as they are."""
     folder.mkdir(exist_ok=True)
@@ -143,8 +123,6 @@ WAYS: dict[str, Resume] = {
     "in memory": resume_in_memory,
     "in memory, flat": partial(resume_in_memory, options=FLAT),
     "full": resume_full,
-    "dcp": resume_dcp,
-    "dcp, flat": partial(resume_dcp, options=FLAT),
     "torch.save": resume_torch_save,
     "state_dict": resume_state_dict,
 }
@@ -191,15 +169,19 @@ def tidy_groups(optimizer: Optimizer) -> None:
 
 
 def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
-    """What the conformance suite, which saves by torch's functions and ``dcp`` alone, does not go through."""
+    """What the conformance suite, which saves by torch's functions and ``dcp`` alone, does not go through.
+
+    Files of ``dcp``, also to and from plain training, are in ``test_same_files.py``.
+    """
     ways: dict[str, dict[str, Any]] = {
         "offloaded to offloaded, in use": {"target_steps": 2},
         "offloaded to plain": {"target_policy": None},
         "plain to offloaded": {"source_policy": None},
     }
     found = {f"{name}, {how}": partial(resumes, way, **ways[how]) for name, way in WAYS.items() for how in ways}
-    found["dcp, Shard(1)"] = partial(resumes, resume_dcp, shard=models.shard_columns)
-    found["dcp, to some kept"] = partial(resumes, resume_dcp, target_policy=SOME_KEPT)
+    found["in memory, Shard(1)"] = partial(resumes, resume_in_memory, shard=models.shard_columns)
+    found["in memory, to some kept"] = partial(resumes, resume_in_memory, target_policy=SOME_KEPT)
+    found["full, TP"] = partial(resumes, resume_full, shard=models.shard_tensor_parallel)
     found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
     return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
 
@@ -214,22 +196,93 @@ def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_pa
     spawn(run_resume, world_size, tmp_path, tmp_path, every)
 
 
-def run_resume_several_dims(rank: int, world_size: int, folder: Path, every: int) -> None:
+# What users find in optimizer.state ----------------------------------------------------------------------------------
+
+
+def state_is_sharded_like_parameters(shard: models.ShardNet) -> Iterator[str]:
+    run = new_run(shard, adamw, TINY)
+    train(run, 0, 2)
+    for name, param in run.model.named_parameters():
+        state = run.optimizer.state[param]
+        if list(state) != ["step", "exp_avg", "exp_avg_sq"]:
+            yield f"{name} has {list(state)}"
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield from not_like(param, state[key], f"{name}, {key}")
+        if state["step"].item() != 2:
+            yield f"{name} has been updated {state['step'].item()} times"
+
+
+def not_like(param: Tensor, value: Any, what: str) -> Iterator[str]:
+    if not isinstance(value, DTensor):
+        yield f"{what} is a {type(value).__name__}"
+        return
+    if value.device_mesh != param.device_mesh or value.placements != param.placements:
+        yield f"{what} is placed {value.placements} on {value.device_mesh}"
+    if value.shape != param.shape or local(value).shape != local(param).shape:
+        yield f"{what} has shapes {value.shape} and {local(value).shape}"
+    if local(value).device.type != "cpu" or value.device_mesh.device_type != DEVICE_TYPE:
+        yield f"{what} is on {local(value).device} under {value.device_mesh}"
+    if local(value).untyped_storage().nbytes() != local(value).numel() * 4 or local(value).storage_offset():
+        yield f"{what} has a storage of {local(value).untyped_storage().nbytes()} bytes"
+
+
+def muon(net: Net) -> optim.Optimizer:
+    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
+
+
+def keys_are_the_same_on_every_rank(make: MakeOptimizer) -> Iterator[str]:
+    """A full state dict is gathered tensor by tensor in this order: ranks that disagree wait for each other forever.
+
+    What stays on the device differs between ranks: the last shards are shorter or empty.
+    """
+    run = new_run(models.shard_even, make, SOME_KEPT)
+    train(run, 0, 1)
+    names = {param: name for name, param in run.params.items()}
+    mine = [(names[param], list(state)) for param, state in run.optimizer.state.items()]
+    if sorted(name for name, _ in mine) != sorted(names[param] for param in params_of(run.optimizer)):
+        yield f"there is state for {mine}"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if everyone[0] != mine:
+        yield f"keys are {[name for name, _ in mine]}, on rank 0 {[name for name, _ in everyone[0]]}"
+
+
+def fused_sgd(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+def fused_sgd_works() -> Iterator[str]:
+    """Without offload torch has no sharding rule for this kernel; offloaded it runs on locals, as on plain tensors."""
+    run = new_run(models.shard_even, lambda net: fused_sgd(net.parameters()), TINY)
+    plain = [torch.nn.Parameter(local(param).detach().clone()) for param in run.model.parameters()]
+    reference = fused_sgd([param for param in plain if param.numel()])
+    for step in range(3):
+        run.model(batch(step * 8 + run.model.data_rank)).backward()
+        for param, twin in zip(run.model.parameters(), plain, strict=True):
+            twin.grad = local(param.grad).clone()
+        for optimizer in (run.optimizer, reference):
+            optimizer.step()
+        run.model.zero_grad()
+    for (name, param), twin in zip(run.model.named_parameters(), plain, strict=True):
+        if not torch.equal(local(param), twin):
+            yield f"{name} differs"
+
+
+STATE_CASES = {
+    "state, one dim": partial(state_is_sharded_like_parameters, models.shard_even),
+    "state, Shard(1)": partial(state_is_sharded_like_parameters, models.shard_columns),
+    "state, HSDP": partial(state_is_sharded_like_parameters, models.shard_hybrid),
+    "state, TP": partial(state_is_sharded_like_parameters, models.shard_tensor_parallel),
+    "same keys, some kept": partial(keys_are_the_same_on_every_rank, adamw),
+    "same keys, Muon, some kept": partial(keys_are_the_same_on_every_rank, muon),
+    "fused SGD": fused_sgd_works,
+}
+
+
+def run_state(rank: int, world_size: int) -> None:
     del rank, world_size
-    run_cases(
-        {
-            "dcp, uneven": partial(resumes, resume_dcp, folder / "uneven"),
-            "full, uneven": partial(resumes, resume_full, folder / "full"),
-            "torch.save, uneven": partial(resumes, resume_torch_save, folder / "files"),
-            "dcp, HSDP": partial(resumes, resume_dcp, folder / "hsdp", shard=models.shard_hybrid),
-            "dcp, TP": partial(resumes, resume_dcp, folder / "tp", shard=models.shard_tensor_parallel),
-            "full, TP": partial(resumes, resume_full, folder / "tp_full", shard=models.shard_tensor_parallel),
-        },
-        every,
-    )
+    run_cases(STATE_CASES)
 
 
-@pytest.mark.long
-@some_cases({4: 3})
-def test_training_resumes_with_uneven_shards_and_several_mesh_dims(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_resume_several_dims, world_size, tmp_path, tmp_path, every)
+def test_state_is_sharded_like_the_parameters(tmp_path: Path) -> None:
+    spawn(run_state, 4, tmp_path)

@@ -1,5 +1,9 @@
-"""What cannot be right with a sharded model is an error that says what to do, and leaves everything as it was."""
+"""What cannot be right with a sharded model is an error that says what to do, and leaves everything as it was.
 
+Attaching in a wrong order, or to an optimizer that the framework builds anew, is told; attaching itself only warns.
+"""
+
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer
+from fsdp_offload import OffloadedOptimizer, offload_optimizer
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
 from tests.distributed.models import Net, batch, build
@@ -57,14 +62,73 @@ def optimizer_built_before_sharding() -> Iterator[str]:
         yield "the optimizer is offloaded nevertheless"
 
 
-def sharded_after_attaching(shard: Callable[[Net], Any]) -> Iterator[str]:
-    torch.manual_seed(0)
-    net = Net().to(this_device())
-    optimizer = attach(optim.AdamW(net.parameters()), model=net)
-    shard(net)
-    yield from refused(lambda: net(batch(0)), RuntimeError, "no longer the model's", "fully_shard")
+UNSHARDED = ("None of the optimizer's parameters is a DTensor, and there are 2 ranks", "call fully_shard")
+
+
+def advice_of(optimizer: Optimizer, model: nn.Module | None) -> list[str]:
+    """What attaching says, without what it says of the CPU."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        offload_optimizer(optimizer, model=model)
+    return [str(one.message) for one in seen if "nothing to gain" not in str(one.message)]
+
+
+def one_step(net: nn.Module, optimizer: Optimizer) -> None:
     net(batch(0)).backward()
-    yield from refused(optimizer.step, RuntimeError, "no longer the model's", "fully_shard")
+    optimizer.step()
+
+
+def plain_net() -> Net:
+    torch.manual_seed(0)
+    return Net().to(this_device())
+
+
+def sharded_after_attaching(shard: Callable[[Net], Any], *, with_model: bool = True) -> Iterator[str]:
+    """DDP is unsharded on purpose. The first forward knows that this is not, or else the first step."""
+    net = plain_net()
+    optimizer = optim.AdamW(net.parameters())
+    advice = advice_of(optimizer, net if with_model else None)
+    if len(advice) != 1 or not all(part in advice[0] for part in UNSHARDED):
+        yield f"advice {advice}"
+    shard(net)
+    if with_model:
+        yield from refused(lambda: net(batch(0)), RuntimeError, "no longer the model's", "fully_shard")
+        net(batch(0)).backward()
+        yield from refused(optimizer.step, RuntimeError, "no longer the model's", "fully_shard")
+    else:
+        with pytest.warns(UserWarning, match="never found one.*call fully_shard"):
+            one_step(net, optimizer)
+
+
+def in_the_right_order(*, ddp: bool) -> Iterator[str]:
+    net = DistributedDataParallel(plain_net()) if ddp else build(models.shard_even)
+    optimizer = optim.AdamW(net.parameters())
+    advice = advice_of(optimizer, net)
+    if len(advice) != ddp or not all(UNSHARDED[0] in one for one in advice):
+        yield f"advice {advice}"
+    one_step(net, optimizer)
+
+
+def built_anew() -> Iterator[str]:
+    """Whoever steps is not the one that was attached."""
+    net = build(models.shard_even)
+    attached = attach(optim.AdamW(net.parameters()), model=net)
+    other = optim.SGD([net.head.weight], lr=0.1)
+    match = r"SGD.step\(\) updated the parameters of the AdamW.*NOTHING IS OFFLOADED.*Attach to"
+    with pytest.warns(UserWarning, match=match):
+        one_step(net, other)
+    other.step()  # once is enough
+    yield from () if isinstance(attached, OffloadedOptimizer) else ["it is not attached"]
+
+
+def other_parameters() -> Iterator[str]:
+    """Two optimizers, as GANs have them; and one that follows another that has stepped."""
+    net = build(models.shard_even)
+    attached = attach(optim.AdamW(net.blocks.parameters()), model=net)
+    one_step(net, optim.SGD(net.head.parameters(), lr=0.1))
+    attached.step()
+    optim.SGD(net.parameters(), lr=0.1).step()
+    yield from ()
 
 
 def shard_one_block(net: Net) -> None:
@@ -138,6 +202,13 @@ CASES = {
     "attached before fully_shard": partial(sharded_after_attaching, models.shard_even),
     "attached before fully_shard of a part": partial(sharded_after_attaching, shard_one_block),
     **({} if DEVICE_TYPE == "cpu" else {"no model given": partial(cpu_offload_policy, with_model=False)}),
+    "attached before fully_shard, without a model": partial(
+        sharded_after_attaching, models.shard_even, with_model=False
+    ),
+    "attached behind it": partial(in_the_right_order, ddp=False),
+    "DDP": partial(in_the_right_order, ddp=True),
+    "built anew": built_anew,
+    "other parameters": other_parameters,
     "parameters of another model": parameters_of_another_model,
     "Adafactor": adafactor,
     "replicated gradient": replicated_gradient,

@@ -8,8 +8,9 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from fsdp_offload import (
 )
 from tests.cpu.test_megatron_chain import Loop, assert_same
 from tests.cpu.test_megatron_chain import train as train_both
-from tests.distributed import test_distributed_optimizer as megatron
+from tests.distributed import megatron_optimizer as megatron
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.test_fused_adam import fused_adam
 from tests.fused_adam import BF16, FP32, MASTERS, Twins, same_state_dicts
@@ -62,24 +63,33 @@ def copy_masters_and_release(chain: Any) -> None:
 
 def run_case(rank: int, world_size: int, name: str, release: Any = release_states) -> None:
     del rank, world_size
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if megatron.ON_GPU:
+        import transformer_engine.pytorch  # noqa: F401  # before megatron-core, which looks for it
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
-    with mock.patch.multiple(megatron, STEPS=4, release_states=release):
+    with mock.patch.object(megatron, "release_states", release):
         problems = megatron.compare(name)
     parallel_state.destroy_model_parallel()
     assert not problems, problems
 
 
+def cases() -> Iterator[Any]:
+    """On two ranks; the quick tier leaves out overlapped communication, and one rank."""
+    for name, ranks in itertools.product(megatron.CASES, (2, 1)):
+        yield pytest.param(name, ranks, marks=pytest.mark.long if "overlapped" in name or ranks == 1 else ())
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("state", ["mains", "remainders", "masters", "bf16 moments"])
-def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("state", "ranks"), [*cases()])
+def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: str, ranks: int, tmp_path: Path) -> None:
     """Losses, norms, parameters, state and what Megatron saves; loads of that, also while state and masters are away.
 
     ``mains``: fp32 masters that are the inner optimizer's parameters. The others are precision-aware: ``masters`` has
     fp32 masters as state of FusedAdam, and ``remainders`` what they have more than their bf16 parameters.
     """
-    spawn(run_case, 2, tmp_path, state)
+    spawn(run_case, ranks, tmp_path, state)
 
 
 # FusedAdam -----------------------------------------------------------------------------------------------------------

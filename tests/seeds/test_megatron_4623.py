@@ -4,11 +4,11 @@ Parameters are those of ``megatron_model.py``: DTensors of which each rank has a
 """
 
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,10 +28,10 @@ from fsdp_offload.checkpoint import (
 )
 from tests.distributed import test_integration_megatron_fsdp as framework
 from tests.distributed import test_megatron_fsdp as megatron
-from tests.distributed.frameworks import assert_same
+from tests.distributed.frameworks import same_scripts
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import ENDS, MOMENTS, SHAPES, Layout, Module, build, model_state, optimizer_name
-from tests.distributed.test_no_collectives import RefusingGroup, refusing
+from tests.distributed.test_no_collectives import alone, refusing
 from tests.distributed.test_same_files import digests
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import attach, local
@@ -194,10 +194,8 @@ def test_a_master_param_that_repeats_the_parameter_is_neither_saved_nor_needed(t
 
 def run_refusing(rank: int, world_size: int, folder: Path) -> None:
     """Ranks that never hear of each other: whatever is called of the process group raises."""
-    dist.destroy_process_group()
-    dist.Backend.register_backend("refusing", lambda _, number, size, __: RefusingGroup(number, size), devices=["cpu"])
-    dist.init_process_group("refusing", store=dist.HashStore(), rank=rank, world_size=world_size)
-    for kind in ENDS:
+
+    def case(kind: str) -> None:
         layout = layout_of(kind, tp=2)
         with refusing() as refused:
             model, optimizer = megatron.offloaded(layout)
@@ -215,8 +213,10 @@ def run_refusing(rank: int, world_size: int, folder: Path) -> None:
             set_optimizer_state_dict(other, loader, saved)
         assert not refused, (kind, refused)
         assert all(map(torch.equal, megatron.moments(optimizer), megatron.moments(loader)))
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'end'}", rank=rank, world_size=world_size)
+
+    with alone(rank, world_size, folder):
+        for kind in ENDS:
+            case(kind)
 
 
 def test_chunks_and_splits_and_state_dicts_come_without_a_collective(tmp_path: Path) -> None:
@@ -229,13 +229,13 @@ def test_swiglu_and_gdn_are_split_by_what_parameters_know_as_megatron_splits_the
 
 
 def run_back(rank: int, world_size: int, folder: Path) -> None:
-    def case(kind: str) -> Iterator[str]:
-        """Save split, load into a fresh optimizer, merge: state is in the memory that it has had before the load."""
-        layout = layout_of(kind)
-        path = folder / kind
+    def case(kind: str, other: str) -> Iterator[str]:
+        """Save split, load into other slices, merge: state is in the memory that it has had before the load."""
+        layout, path = layout_of(kind), folder / kind
         model, optimizer = megatron.offloaded(layout)
         parts, part_optim = megatron.split(layout, model, *megatron.live(model, optimizer))
         save({"model": parts, "optimizer": part_optim}, checkpoint_id=path)
+        layout = layout_of(other)
         model, optimizer = megatron.offloaded(layout, zeros=True)
         values, optim = megatron.live(model, optimizer, for_load=True)
         parts, part_optim = megatron.split(layout, model, values, optim)
@@ -266,7 +266,8 @@ def run_back(rank: int, world_size: int, folder: Path) -> None:
             if not torch.equal(one, same):
                 yield "flat state was loaded otherwise"
 
-    run_cases({**{kind: partial(case, kind) for kind in ("uneven", "in mid-row", "one has all")}, "flat": flat})
+    others = itertools.pairwise(("uneven", "in mid-row", "empty first", "one has all", "uneven"))
+    run_cases({**{f"{one} to {other}": partial(case, one, other) for one, other in others}, "flat": flat})
 
 
 def flat_of(value: DTensor, part: Tensor) -> DTensor:
@@ -281,16 +282,10 @@ def test_loaded_dtensors_become_local_state_again(tmp_path: Path) -> None:
 # Megatron-FSDP's own optimizer ---------------------------------------------------------------------------------------
 
 
-def run_scripts(rank: int, world_size: int, folder: Path, scripts: dict[str, tuple[str, str]]) -> None:
-    with mock.patch.multiple(framework, SAVED_AT=2, STEPS=4):
-        framework.run_scripts(rank, world_size, folder, scripts)
-
-
 def test_megatron_fsdps_training_save_and_load_with_and_without_offload(tmp_path: Path) -> None:
     """Its ``fully_shard_optimizer``; each loads what the other has saved, and goes on with the same losses and bits."""
-    spawn(run_scripts, 2, tmp_path, tmp_path, {"plain": ("plain", ""), "ours": ("after", "")})
-    assert_same(tmp_path, "plain", "ours", 2)
-    later = {f"{way} from {saved}": (way, saved) for way in ("plain", "after") for saved in ("plain", "ours")}
-    spawn(run_scripts, 2, tmp_path, tmp_path, later)
-    for name in later:
-        assert_same(tmp_path, "plain from plain", name, 2)
+    same_scripts(framework.script, tmp_path, 2, {way: {"way": way} for way in framework.WAYS})
+    ways = list(itertools.product(framework.WAYS, ("plain", "before", "after")))
+    for ranks in (2, 1):
+        later = {f"{way} from {saved}": {"way": way, "load": saved} for way, saved in ways}
+        same_scripts(framework.script, tmp_path, ranks, later)
