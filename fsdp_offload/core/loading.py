@@ -130,7 +130,16 @@ def _of_whole(engine: Engine, param: Tensor, saved: UserState) -> UserState:
     for key in homes.keys() & saved.keys():
         place = f"{engine.names.get(param, 'a parameter')}, {key!r}"
         _check_sharding(place, homes[key], saved[key])
-    return saved
+    return {key: _cast(param, key, value) for key, value in saved.items()}
+
+
+def _cast(param: Tensor, key: object, value: Any) -> Any:
+    """What ``Optimizer.load_state_dict`` makes of a value beside its device: tensors get the dtype of the parameter."""
+    if isinstance(value, Tensor):
+        return value.to(param.dtype) if key != "step" and param.is_floating_point() else value
+    if isinstance(value, dict):
+        return {inner: _cast(param, inner, one) for inner, one in value.items()}
+    return type(value)(_cast(param, None, one) for one in value) if isinstance(value, list | tuple) else value
 
 
 def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
