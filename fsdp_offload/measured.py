@@ -125,9 +125,7 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
         return None, None
     step = StepRecord(**asdict(moved))
     if engine.host is not None:
-        host = engine.host.last_times()
-        step = replace(step, host_updated_bytes=host.state_bytes, host_update_ms=host.update_ms)
-        step = replace(step, host_waited_ms=host.waited_ms)
+        step = replace(step, **engine.host.last_times())
     last = None if watch is None else watch.last()
     if last is None:
         return step, None

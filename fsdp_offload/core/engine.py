@@ -30,7 +30,7 @@ from .contents import Contents
 from .early import Early
 from .guesses import Guesses
 from .items import Item
-from .lanes import HostLane, Lanes
+from .lanes import Lanes
 from .lending import SpareHomes
 from .loop import Core
 from .phases import Phases
@@ -84,8 +84,7 @@ class Engine(Contents):
         self._updates = BucketUpdates(
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
         )
-        if host is not None:
-            self._updates.host = HostLane(host, self.plan.host_shards)
+        self._updates.host = host
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.guesses = Guesses(self, capabilities, self._updates)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
-from fsdp_offload.cpu_update.mirror import MirroredPart
+from fsdp_offload.cpu_update.mirror import Mirror
 from fsdp_offload.device.lanes import TurnsLane
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, Loop, policy_of, same
@@ -32,7 +32,9 @@ def fused_adamw(params: Any) -> Optimizer:
 
 def weights_down_bytes(optimizer: Optimizer) -> int:
     """Of parameters that came down in the last step."""
-    return int(engine_of(optimizer).host.last_times().weights_down_bytes)
+    host = engine_of(optimizer).host
+    host.wait_quietly()
+    return sum(job.weights_down_bytes for job in host._jobs.values())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ def written(mesh: DeviceMesh, policy: OffloadPolicy | None, how: str, *, sharded
 
 def test_without_the_comparison_writes_are_lost(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite can fail."""
-    monkeypatch.setattr(MirroredPart, "compare", lambda self, changed, hasher: changed.fill_(False))
+    monkeypatch.setattr(Mirror, "compare", lambda self, changed, hasher: changed.fill_(False))
     with pytest.raises(AssertionError):
         test_every_write_is_followed(mesh, "data", sharded=True)
 
