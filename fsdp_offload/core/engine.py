@@ -358,7 +358,7 @@ class Engine(Contents):
 
     def _free_at_peak(self) -> int:
         # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
-        return self._link.room_beside(self._link.taken_bytes().peak)
+        return self._link.room_beside(self._link.taken_bytes("peak"))
 
     # In the backward --------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Engine(Contents):
         if self.device.type == "cpu":
             return True
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
-        room_bytes = self._link.room_beside(self._link.taken_bytes().now)
+        room_bytes = self._link.room_beside(self._link.taken_bytes("current"))
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:

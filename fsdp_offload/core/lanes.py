@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_update.updates import CpuMark
-from ..device.lanes import EventMark, Mark, stream_mark, wait_on
+from ..device.lanes import EventMark, Mark
 from ..device.lanes import Lane as DeviceLane
 from ..device.link import DeviceLink
 
@@ -51,13 +51,11 @@ class Lane(Protocol):
 
 
 class StreamLane:
-    """A lane of the device; with ``stream``, a stream of torch's."""
+    """A lane of the device."""
 
-    def __init__(
-        self, name: str, lane: DeviceLane, in_use: AbstractContextManager[object], stream: torch.Stream | None = None
-    ) -> None:
+    def __init__(self, name: str, lane: DeviceLane, in_use: AbstractContextManager[object]) -> None:
         """``in_use``: a lock, since threads share the lanes of a device, and a copy changes a lane's stream."""
-        self.name, self._lane, self._in_use, self._stream = name, lane, in_use, stream
+        self.name, self._lane, self._in_use = name, lane, in_use
 
     def wait(self, *marks: Mark | None) -> None:
         """Let what follows here start only after ``marks``."""
@@ -65,12 +63,12 @@ class StreamLane:
             known = mark.resolved() if isinstance(mark, CpuMark) else mark
             if known is not None:
                 with self._in_use:
-                    wait_on(self._stream, self._lane, known)
+                    self._lane.wait(known)
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy, in turns."""
         with self._in_use:
-            self._lane.copy_pieces(self._lane.cut(pairs))
+            self._lane.copy(pairs)
 
     def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Run an update here."""
@@ -83,7 +81,7 @@ class StreamLane:
     def mark(self) -> Mark:
         """Return the current end of this lane."""
         with self._in_use:
-            return stream_mark(self._stream, self._lane)
+            return self._lane.mark()
 
 
 class Lanes:
@@ -101,9 +99,9 @@ class Lanes:
     compute: Lane
 
     def __init__(self, link: DeviceLink, *, serial: bool) -> None:
-        lanes = link.lanes(serial=serial, beside_compute=True)
+        lanes = link.lanes(serial=serial)
         self._one = serial or link.device.type == "cpu"
-        self._compute, self._in_use = lanes["C"], link.in_use
+        self._device, self._in_use = link.device, link.in_use
         self.load, self.store, self.update, self.compute = (
             StreamLane(name, lanes[key], link.in_use)
             for name, key in (("load", "L"), ("store", "S"), ("update", "U"), ("compute", "C"))
@@ -113,7 +111,7 @@ class Lanes:
         """Return the lane of a stream of torch's; ``None`` is the current one."""
         if stream is None or self._one:
             return self.compute
-        return StreamLane(f"stream {stream.stream_id}", self._compute, self._in_use, stream)
+        return StreamLane(f"stream {stream.stream_id}", DeviceLane(self._device, stream), self._in_use)
 
     def event(self, event: object) -> Mark:
         """Return a mark for an event of torch's; without one, the point that compute has reached."""

@@ -184,8 +184,7 @@ class ParkedParameters:
                 raise
             # What the current stream gets may still be in use by what was issued to it before; so may the region.
             lanes["L"].wait(lanes["C"].mark())
-            for host, own in pieces(self._region, self._places):
-                lanes["L"].copy(own, host)
+            lanes["L"].copy([(own, host) for host, own in pieces(self._region, self._places)])
             self._copied = lanes["L"].mark()
         self._where = _Where.COMING
 
@@ -209,8 +208,7 @@ class ParkedParameters:
         with link.in_use:
             lanes = link.lanes(serial=False)
             lanes["S"].wait(lanes["C"].mark())  # the last update, and whoever has written to them
-            for host, own in pieces(self._region, self._places):
-                lanes["S"].copy(host, own)
+            lanes["S"].copy(list(pieces(self._region, self._places)))
             self._copied = lanes["S"].mark()
         self._copied_versions = self._versions()
 

@@ -154,8 +154,7 @@ def _store(region: Region, places: Sequence[Place]) -> None:
     for link, on_device in by_device:
         with link.in_use:
             lane = link.lanes(serial=False)["S"]
-            for host, device in pieces(region, on_device):
-                lane.copy(host, device)
+            lane.copy(list(pieces(region, on_device)))
             stored.append(lane.mark())
     for mark in stored:
         mark.synchronize()
@@ -183,8 +182,7 @@ def _load(region: Region, sleep: _Sleep) -> None:
                 lanes["L"].wait(lanes["C"].mark())
                 for place in places:
                     place.storage.resize_(place.nbytes)
-                    for host, device in pieces(region, [place]):
-                        lanes["L"].copy(device, host)
+                    lanes["L"].copy([(device, host) for host, device in pieces(region, [place])])
                 lanes["C"].wait(lanes["L"].mark())
     except BaseException:  # most likely, somebody else still has the memory
         for link, _ in by_device:

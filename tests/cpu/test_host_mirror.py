@@ -16,7 +16,7 @@ from fsdp_offload import OffloadPolicy, offload_model, reload_model
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update.mirror import Mirror
-from fsdp_offload.device.lanes import TurnsLane
+from fsdp_offload.device.lanes import TurnsLane, pieces_of
 from tests import host_worker_gate
 from tests.overlapping import POLICIES, Loop, policy_of, same
 from tests.parity import SMALL, Net, Run, Zoo, attach, make_pair, train_step
@@ -245,8 +245,8 @@ def test_loads_and_stores_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -
     sources = [torch.arange(size, dtype=torch.int16).to(torch.uint8) for size in (60, 340, 100, 0, 7)]
     targets = [torch.zeros_like(source) for source in sources]
     lane = Turns(100)
-    for target, source in zip(targets, sources, strict=True):
-        lane.copy(target, source)
+    for pair in zip(targets, sources, strict=True):
+        lane.copy([pair])
     assert lane.turns == [60, 100, 100, 100, 40, 100]
     assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
 
@@ -257,12 +257,12 @@ def test_pieces_fill_as_few_turns_as_possible_about_equally(monkeypatch: pytest.
     target = torch.zeros_like(source)
     cuts = [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
     lane = Turns(4096)
-    pieces = lane.cut([(target[begin:end], source[begin:end]) for begin, end in cuts])
-    assert [one.numel() for one, _ in pieces] == [300, 3284, 3584, 1832, 1000]
-    lane.copy_pieces(pieces)
+    copies = [(target[begin:end], source[begin:end]) for begin, end in cuts]
+    assert [one.numel() for one, _ in pieces_of(copies, 4096)] == [300, 3284, 3584, 1832, 1000]
+    lane.copy(copies)
     assert lane.turns == [3584, 3584]
     assert torch.equal(target, source)
-    assert lane.cut([]) == []
+    assert pieces_of([], 4096) == []
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -503,13 +503,13 @@ def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.join()
         return found[0]
 
-    copy_ = type(lanes.load._lane).copy_pieces
+    copy_ = type(lanes.load._lane).copy
 
     def noting(self: Any, pieces: Any) -> None:
         held.append(not free(engine_of(optimizer)._link.in_use))
         copy_(self, pieces)
 
-    monkeypatch.setattr(type(lanes.load._lane), "copy_pieces", noting)
+    monkeypatch.setattr(type(lanes.load._lane), "copy", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held

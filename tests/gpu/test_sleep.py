@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
-from fsdp_offload.device.lanes import StreamLane
+from fsdp_offload.device.lanes import Lane
 from tests.forks import resident_bytes
 from tests.overlapping import Loop, Net, adamw
 
@@ -265,7 +265,7 @@ def test_other_bits_if_the_current_stream_does_not_wait(device, monkeypatch):
     offload_model(model)
     fill_with_sevens(device)
     slow_loads(monkeypatch)
-    monkeypatch.setattr(StreamLane, "wait", lambda self, mark: None)
+    monkeypatch.setattr(Lane, "wait", lambda self, mark: None)
     reload_model(model)
     assert not torch.equal(model[0].detach(), expected)
 

@@ -151,7 +151,7 @@ copied, loaded = torch.Event(device, enable_timing=True), torch.Event(device, en
 torch.cuda._sleep(40_000_000)
 loads.wait(lanes["C"].mark())
 for _ in range(10):
-    loads.copy(target, host)
+    loads.copy([(target, host)])
 with loads.running():
     loaded.record()
 torch.cuda._sleep(20_000_000)  # about 10 ms of the 45 that the loads take
