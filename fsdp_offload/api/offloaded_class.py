@@ -4,6 +4,7 @@ import inspect
 import types
 import weakref
 from abc import ABCMeta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,18 +71,21 @@ def _can_become(cls: type[Optimizer], other: type[Optimizer]) -> bool:
     return True
 
 
-def attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None) -> None:
+def attach(
+    optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None, wrappers: Sequence[object]
+) -> Attachment:
     """Make ``optimizer`` an instance of its offloaded class, with ``states`` for its state."""
     plain_step = type(optimizer).step
     optimizer.__class__ = offloaded_class(type(optimizer))
     optimizer.state = states
-    optimizer.__dict__[ENGINE_ATTRIBUTE] = Attachment(
+    attachment = optimizer.__dict__[ENGINE_ATTRIBUTE] = Attachment(
         engine,
         None if model is None else weakref.ref(model),
-        redirect_captured_step(optimizer, plain_step, type(optimizer).step),
+        redirect_captured_step(optimizer, plain_step, type(optimizer).step, wrappers),
         optimizer.register_step_pre_hook(_refuse_bypass),
     )
     offloaded.add(optimizer)
+    return attachment
 
 
 def detach(optimizer: Optimizer, attachment: Attachment) -> None:

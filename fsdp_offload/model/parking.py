@@ -106,7 +106,7 @@ class ParkedParameters:
         limit_bytes: host memory that may be taken.
     """
 
-    def __init__(self, params: Sequence[Tensor], limit_bytes: int | None) -> None:
+    def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
         self.params = list(params)
         self._limit_bytes = limit_bytes
         self._places: list[Place] = []
