@@ -17,7 +17,7 @@ LIMITS = {
     "fsdp_offload/cpu_update": 1_100,
     "fsdp_offload/device": 760,
     "fsdp_offload/integrations": 420,  # torchtitan 0.3 wants a config class
-    "fsdp_offload/model": 700,
+    "fsdp_offload/model": 640,
     "fsdp_offload/optimizers": 2_360,  # 280 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_490,  # on its way to 1,400
     "fsdp_offload/planning": 290,

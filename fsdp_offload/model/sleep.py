@@ -13,15 +13,13 @@ The arena is one pinned region for each model. It is kept from one sleep to the 
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..device.arena import Region
-from ..device.link import DeviceLink, device_link
+from ..device.link import device_link
 from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import (
     drop_gathered_gradients,
@@ -31,8 +29,8 @@ from ..torch_compat.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from .asleep import fall_asleep, is_asleep
-from .parking import Place, Storage, lay_out, new_region, pieces
+from ..torch_compat.guard import Guard
+from .parking import Parking, Storage, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +80,25 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     found = [*_own_tensors(model), *(_gradients_of(model) if gradients == "offload" else ())]
     storages, left = _storages_of(found, at_home=uses_cpu_offload_policy(model))
     _tell(model, left)
-    places = lay_out(storages)
-    if places:
-        _store(_region_for(model, places), places)
+    moved_bytes = sum(storage.nbytes() for storage in storages)
+    if storages:
+        parking = _parkings.setdefault(model, Parking(_NO_ROOM))
+        parking.make_room(storages)
+        for device in dict.fromkeys(storage.device for storage in storages):
+            # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+            device_link(device).synchronize()
+        for _, stored in parking.store():
+            stored.synchronize()
     if gradients == "drop":
         _drop_gradients(model)
-    if places:
-        _free(model, places, [*(tensor for _, tensor in found), *sharded_data(model)])
-    return sum(place.nbytes for place in places)
+    if storages:
+        away = set(map(_key, storages))
+        tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
+        asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
+        _parkings[model].free()
+        modules: list[Any] = [model, *fsdp_modules(model)]
+        model.__dict__[_SLEEP] = _Sleep(asleep, modules)
+    return moved_bytes
 
 
 def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
@@ -109,20 +118,48 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
     """
     sleep = _sleep_of(model)
     if sleep is not None:
-        _load(_regions[model], sleep)
+        _load(_parkings[model], sleep)
         del model.__dict__[_SLEEP]
     if free_host_memory:
-        _regions.pop(model, None)  # a region waits for the device before it lets go of its pages
+        _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
 
 
-@dataclass(eq=False)
 class _Sleep:
-    """State of a sleeping model: what it is to get back, and who refuses to be used until then."""
+    """Tensors whose memory is away: whoever computes with one, saves it, or calls one of the modules, is told so.
 
-    places: Sequence[Place]
-    tensors: Sequence[Tensor]
-    modules: Iterable[nn.Module]
-    wake_up: Callable[[], None]
+    torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process on the CPU
+    and makes a CUDA context unusable, and ``torch.save`` writes a file that lacks the bytes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+        self._tensors, self._modules = tensors, modules
+        self.begin()
+
+    def begin(self) -> None:
+        """Refuse from now on."""
+        self._take_off = _GUARD.put_on(self._tensors)
+        # Before fully_shard's own hook, which would be left half way by an error within it.
+        modules = dict.fromkeys(self._modules)
+        self._hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
+
+    def end(self) -> None:
+        """Refuse nothing any more."""
+        self._take_off()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _refuse_call(module: nn.Module, args: object) -> None:
+    del args
+    _GUARD.refuse(f"{type(module).__name__}.forward()")
+
+
+# Gradients are refused as well: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
+_GUARD = Guard(
+    "Asleep",
+    "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
+    lets_gradients=False,
+)
 
 
 _NO_ROOM = (
@@ -133,7 +170,7 @@ _NO_ROOM = (
 _SLEEP = "_fsdp_offload_sleep"
 """A model's attribute while it is asleep. Not a table: what its tensors refer to may refer to the model."""
 
-_regions: "weakref.WeakKeyDictionary[nn.Module, Region]" = weakref.WeakKeyDictionary()
+_parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -141,77 +178,14 @@ def _sleep_of(model: nn.Module) -> _Sleep | None:
     return model.__dict__.get(_SLEEP)
 
 
-# Moving -------------------------------------------------------------------------------------------------------------
-
-
-def _store(region: Region, places: Sequence[Place]) -> None:
-    """Copy into the arena, and wait for that; the tensors stay as they are."""
-    by_device = _by_device(places)
-    for link, _ in by_device:
-        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-        link.synchronize()
-    stored = []
-    for link, on_device in by_device:
-        with link.in_use:
-            lane = link.lanes(serial=False)["S"]
-            lane.copy(list(pieces(region, on_device)))
-            stored.append(lane.mark())
-    for mark in stored:
-        mark.synchronize()
-
-
-def _free(model: nn.Module, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
-    """Give back the device's memory; from now on those of ``tensors`` that lived there refuse to be used."""
-    away = {_key(place.storage) for place in places}
-    asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
-    modules: list[Any] = [model, *fsdp_modules(model)]
-    for place in places:
-        place.storage.resize_(0)
-    model.__dict__[_SLEEP] = _Sleep(places, asleep, modules, fall_asleep(asleep, modules))
-
-
-def _load(region: Region, sleep: _Sleep) -> None:
+def _load(parking: Parking, sleep: _Sleep) -> None:
     """Allocate and copy, in the order of the current stream. After an error everything is asleep as before."""
-    sleep.wake_up()
-    by_device = _by_device(sleep.places)
+    sleep.end()
     try:
-        for link, places in by_device:
-            with link.in_use:
-                lanes = link.lanes(serial=False)
-                # What the current stream gets may still be in use by what was issued to it before.
-                lanes["L"].wait(lanes["C"].mark())
-                for place in places:
-                    place.storage.resize_(place.nbytes)
-                    lanes["L"].copy([(device, host) for host, device in pieces(region, [place])])
-                lanes["C"].wait(lanes["L"].mark())
-    except BaseException:  # most likely, somebody else still has the memory
-        for link, _ in by_device:
-            link.synchronize()
-        for place in sleep.places:
-            place.storage.resize_(0)
-        sleep.wake_up = fall_asleep(sleep.tensors, sleep.modules)
+        wait_for(parking.load())
+    except BaseException:
+        sleep.begin()
         raise
-
-
-def _by_device(places: Sequence[Place]) -> list[tuple[DeviceLink, list[Place]]]:
-    devices: dict[torch.device, list[Place]] = {}
-    for place in places:
-        devices.setdefault(place.storage.device, []).append(place)
-    return [(device_link(device), on_device) for device, on_device in devices.items()]
-
-
-# The arena ----------------------------------------------------------------------------------------------------------
-
-
-def _region_for(model: nn.Module, places: Sequence[Place]) -> Region:
-    """The one of the last sleep, if it is large enough."""
-    nbytes = places[-1].offset + places[-1].nbytes
-    region = _regions.get(model)
-    if region is None or region.nbytes < nbytes:
-        region = None
-        _regions.pop(model, None)  # before the next is taken: there may not be room for both
-        region = _regions[model] = new_region(nbytes, places[0].storage.device, _NO_ROOM)
-    return region
 
 
 # What a model consists of -------------------------------------------------------------------------------------------
@@ -225,7 +199,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, param in model.named_parameters():
         # A part of the model, or another model with which it shares parameters, may be asleep already.
-        if not is_asleep(param) and param.grad is not None:
+        if not _GUARD.guards(param) and param.grad is not None:
             yield f"{name}.grad", param.grad
     for grad in gathered_gradients(model):
         yield "a gradient that is not reduced yet", grad
@@ -233,7 +207,7 @@ def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _drop_gradients(model: nn.Module) -> None:
     for param in model.parameters():
-        if not is_asleep(param):
+        if not _GUARD.guards(param):
             param.grad = None
     drop_gathered_gradients(model)
 
