@@ -37,7 +37,7 @@ class Mirror:
         self.uploaded: Mark | None = None
         self._on_host: dict[tuple[int, int], BoundRange] = {}
         self._weights = [_mirrored(bound) for bound in ranges]
-        self._layouts = [(bound.param.shape, bound.param.stride()) for bound in ranges]
+        self._key = _key(ranges)
         self._chosen: Sequence[int] = ()
         self._params: list[Tensor] = []  # on the device; behind them on the host, and both in pieces for the way up
         self._own: list[Tensor] = []
@@ -47,11 +47,7 @@ class Mirror:
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
         """Return whether ``ranges`` are bound to the same memory, and in the same order of elements."""
-        return len(ranges) == len(self.ranges) and all(
-            (one is other or (one.shard is other.shard and one.address == other.address and one.start == other.start))
-            and (other.param.shape, other.param.stride()) == layout
-            for one, other, layout in zip(self.ranges, ranges, self._layouts, strict=True)
-        )
+        return _key(ranges) == self._key
 
     def on_host(self, index: int, side: int) -> BoundRange:
         """A range bound to the mirror, and to its state in the place ``side``."""
@@ -71,11 +67,9 @@ class Mirror:
         self._params = [self.ranges[index].param.data for index in indices]  # ``data``: main counts these writes
         self.nbytes = sum(weights.nbytes for weights in self._own)
         pairs = list(zip(self._params, self._own, strict=True))
-        flat = [
-            (_flat(param), _flat(own)) for param, own in pairs if _is_dense(param) and param.stride() == own.stride()
-        ]
-        # What has to be rearranged on its way is copied in one piece, which waits for it, and comes down each time.
-        others = [pair for pair in pairs if not (_is_dense(pair[0]) and pair[0].stride() == pair[1].stride())]
+        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
+        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
+        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
         self._up = [*pieces_of(flat, PIECE_BYTES), *others]
         self._print = None if others else Fingerprint(param for param, _ in flat)
 
@@ -118,15 +112,15 @@ def like(source: Tensor, memory: Tensor) -> Tensor:
     return memory.view(source.dtype).as_strided(source.shape, stride)
 
 
+def _key(ranges: Sequence[BoundRange]) -> list[tuple[object, ...]]:
+    return [(one.shard, one.address, one.start, one.param.shape, one.param.stride()) for one in ranges]
+
+
 def _mirrored(bound: BoundRange) -> Tensor:
     mirror = bound.shard.mirror
     assert mirror is not None, "what the host updates has a mirror"
     itemsize = bound.param.element_size()
     return like(bound.param, mirror[bound.start * itemsize : bound.stop * itemsize])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _flat(dense: Tensor) -> Tensor:

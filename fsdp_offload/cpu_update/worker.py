@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,11 +45,6 @@ class Job(Protocol):
         """Issue the copies up."""
 
 
-class _Threads(NamedTuple):
-    copies: ThreadPoolExecutor
-    updates: ThreadPoolExecutor
-
-
 class HostWorker:
     """Two threads and their memory. They start with the first job and end when the last user has left."""
 
@@ -61,7 +56,7 @@ class HostWorker:
         self._free_slots: list[Region] = []
         self._slot_bytes, self._pinned = 0, False
         self._creator_pid = os.getpid()
-        self._running: _Threads | None = None
+        self._copies, self._updates = self._new_threads()
 
     @property
     def is_mine(self) -> bool:
@@ -106,25 +101,24 @@ class HostWorker:
         with self._changed:
             self._queue.append(job)
             self._unfinished += 1
-            self._running = threads = self._running or self._start()
-            threads.copies.submit(self._begin, threads)
+            self._copies.submit(self._begin)
 
-    def _start(self) -> _Threads:
-        # When the interpreter goes, it waits for the jobs that these threads are at: a thread that is in a kernel then
-        # would end the process with an error.
-        name = "fsdp_offload host"
-        return _Threads(
-            ThreadPoolExecutor(1, f"{name} copies", self._use_device),
-            ThreadPoolExecutor(1, f"{name} updates", self._prepare_thread),
-        )
+    def _new_threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """One for copies and one for updates; each starts with its first job.
 
-    def _begin(self, threads: _Threads) -> None:
+        The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an
+        error.
+        """
+        copies = ThreadPoolExecutor(1, "fsdp_offload host copies", self._use_device)
+        return copies, ThreadPoolExecutor(1, "fsdp_offload host updates", self._prepare_thread)
+
+    def _begin(self) -> None:
         with self._changed:
             if not (self._queue and self._free_slots):
-                return  # it is called again when there is another job, and when there is another slot
+                return  # it is called again for each job, and for each slot that has become free
             job, slot = self._take_next(), self._free_slots.pop()
         job.begin(slot.bytes)
-        threads.updates.submit(self._update, threads, job, slot)
+        self._updates.submit(self._update, job, slot)
 
     def _take_next(self) -> Job:
         """The job that waits for longest, or the one that passes it."""
@@ -136,25 +130,25 @@ class HostWorker:
                 first = index
         return self._queue.pop(first)
 
-    def _update(self, threads: _Threads, job: Job, slot: Region) -> None:
+    def _update(self, job: Job, slot: Region) -> None:
         job.update()
-        with self._changed:
-            self._free_slots.append(slot)
-        threads.copies.submit(self._finish, job)
-        threads.copies.submit(self._begin, threads)
+        self._copies.submit(self._finish, job, slot)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Job, slot: Region) -> None:
         job.finish()
         with self._changed:
+            self._free_slots.append(slot)
             self._unfinished -= 1
             self._end_if_unused()
             self._changed.notify_all()
+        self._begin()
 
     def _end_if_unused(self) -> None:
         if not (self._users or self._unfinished):
-            for thread in self._running or ():
-                thread.shutdown(wait=False)
-            self._running, self._free_slots, self._slot_bytes = None, [], 0
+            self._copies.shutdown(wait=False)
+            self._updates.shutdown(wait=False)
+            self._copies, self._updates = self._new_threads()
+            self._free_slots, self._slot_bytes = [], 0
 
     def _use_device(self) -> None:
         if self.device.type != "cpu":
