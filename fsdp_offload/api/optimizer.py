@@ -5,7 +5,7 @@ import logging
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,24 +27,18 @@ from .wrong_order import RIGHT_ORDER, refuse_exchanged, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _of_the_real_optimizer(
-    method: Callable[Concatenate["OffloadedOptimizer", _Args], _Result],
-) -> Callable[Concatenate["OffloadedOptimizer", _Args], _Result]:
+def _of_the_real_optimizer(method: _Method) -> _Method:
     """Call ``method`` on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
 
     @functools.wraps(method)
-    def of_the_real_optimizer(self: "OffloadedOptimizer", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def of_the_real_optimizer(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         inner = None if attachment_of(self) is not None else inside(self)
-        found: _Result = (
-            method(self, *args, **kwargs) if inner is None else getattr(inner, method.__name__)(*args, **kwargs)
-        )
-        return found
+        return method(self, *args, **kwargs) if inner is None else getattr(inner, method.__name__)(*args, **kwargs)
 
-    return of_the_real_optimizer
+    return cast("_Method", of_the_real_optimizer)
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
@@ -268,17 +262,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         return report_of(attachment.engine, states_of(self).unwaited, attachment.parked.host_bytes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(_NO_COPY.format(name=type(self).__name__))
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: its state lives in host memory that belongs to this "
+            "optimizer. Use state_dict(), or call remove_offload() first."
+        )
 
-
-_NO_COPY = (
-    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use "
-    "state_dict(), or call remove_offload() first."
-)
+    __deepcopy__ = __reduce_ex__
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
