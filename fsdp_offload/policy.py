@@ -41,7 +41,7 @@ class OffloadPolicy:
             and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
             within what training leaves free. At least two ``bucket_bytes``, where those are a number.
         bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
-            ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 512 MiB. A parameter
+            ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter
             with more is cut into several buckets if its optimizer works element by element, and is one large bucket
             otherwise.
         host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams

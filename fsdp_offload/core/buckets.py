@@ -9,7 +9,7 @@ from torch import Tensor
 from ..policy import MIB, OffloadPolicy
 from .items import Block, Item, Pool, Use
 
-LARGEST_BYTES, JOINED_BYTES = 512 * MIB, 64 * MIB
+LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
 """State of large groups is cut at the first, that of small groups is joined up to the second: few, large operations."""
 
 PASSING = 3

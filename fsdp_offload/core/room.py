@@ -161,6 +161,7 @@ class Room:
         self._calm = 0
         self._iterations = 0
         self._rest = 0  # so many readings more are of iterations with another number of blocks
+        self._late_ms = 0.0  # in the reading before, of iterations with as many blocks as now
 
     @classmethod
     def beside(cls, pools: Sequence[Pool]) -> "Room | None":
@@ -194,12 +195,15 @@ class Room:
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return False
         before = self.extra
-        if reading.late_ms > TOLERATED * reading.iteration_ms:
+        # Of two readings the better one: a machine that others share halts once, and no block would have helped.
+        late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
+        tolerated_ms = TOLERATED * reading.iteration_ms
+        if late_ms > tolerated_ms:
             self._floor, self._calm = max(self._floor, self.extra + 1), 0
-            wanted = -(-int(reading.late_ms * self.rate / 2) // self.block_bytes)
+            wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
             # Half of what is free at most: the next reading says whether more is needed.
             self.extra = min(self.most, self.extra + min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes))
-        else:
+        elif reading.late_ms <= tolerated_ms:
             self._calm += 1
             if self._calm >= CALM and self.extra > self._floor:
                 self.extra, self._calm = self.extra - 1, 0
@@ -209,4 +213,5 @@ class Room:
         self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks
+            self._late_ms = 0.0
         return self.extra != before

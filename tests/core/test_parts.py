@@ -152,11 +152,11 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
 @pytest.mark.parametrize(
     ("groups_mib", "device_mib", "expected_mib"),
     [
-        ([1072, *[384] * 24], None, 432),  # one bucket for each usual group, larger ones cut to its size
+        ([1072, *[384] * 24], None, 216),  # two buckets for each usual group, larger ones cut to their size
         ([1072, *[384] * 24], 640, 144),  # three equal parts
-        ([4096, *[1600] * 32], None, 864),  # a 64th of all is more than 512 MiB
+        ([4096, *[1600] * 32], None, 864),  # a 64th of all is more than 256 MiB
         ([3] * 10, None, 3.375),
-        ([], None, 512),
+        ([], None, 256),
     ],
 )
 def test_bucket_bytes(groups_mib: list[int], device_mib: int | None, expected_mib: float) -> None:
@@ -218,6 +218,11 @@ def settled(room: Room) -> None:
         room.end(None, steady=True, free_bytes=lambda: 1 << 40)
 
 
+def waits_again(room: Room, reading: Reading, free_bytes: int = 1 << 40) -> bool:
+    """Give ``room`` the same reading twice: one alone is not believed; returns whether it has grown or shrunk."""
+    return any(room.end(reading, steady=True, free_bytes=lambda: free_bytes) for _ in range(2))
+
+
 def test_room_grows_until_compute_does_not_wait() -> None:
     room = Room(100, 1000, rate=10)
     settled(room)
@@ -233,21 +238,30 @@ def test_room_does_not_grow_from_iterations_that_are_not_steady() -> None:
         assert not room.end(Reading(500, 1000), steady=False, free_bytes=lambda: 1 << 40)
     for _ in range(UNSETTLED - 1):
         assert not room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
-    assert room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert waits_again(room, Reading(500, 1000))
+
+
+def test_room_does_not_grow_from_one_reading() -> None:
+    room = Room(100, 1000, rate=10)
+    settled(room)
+    for stalled_ms in (500, 5, 500, 0, 500):
+        assert not room.end(Reading(stalled_ms, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert room.end(Reading(20, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert room.extra == 1  # as many as the better of the two readings asks for
 
 
 def test_room_does_not_grow_from_waits_in_step() -> None:
     """Updates in ``step()`` wait for all that moves: they would only be content with everything on the device."""
     room = Room(100, 1000, rate=10)
     settled(room)
-    assert not room.end(Reading(500, 1000, in_step_ms=495), steady=True, free_bytes=lambda: 1 << 40)
-    assert room.end(Reading(500, 1000, in_step_ms=400), steady=True, free_bytes=lambda: 1 << 40)
+    assert not waits_again(room, Reading(500, 1000, in_step_ms=495))
+    assert waits_again(room, Reading(500, 1000, in_step_ms=400))
 
 
 def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not() -> None:
     room = Room(100, 1000, rate=10)
     settled(room)
-    room.end(Reading(500, 1000), steady=True, free_bytes=lambda: 1000)
+    waits_again(room, Reading(500, 1000), free_bytes=1000)
     assert room.extra == 5
     for _ in range(4):
         room.end(Reading(0, 1000), steady=True, free_bytes=lambda: -1)
@@ -257,7 +271,7 @@ def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not() ->
 def test_room_creeps_down_where_nobody_waits_but_not_below_what_was_seen_to_wait() -> None:
     room = Room(100, 1000, rate=10)
     settled(room)
-    room.end(Reading(200, 1000), steady=True, free_bytes=lambda: 1 << 40)
+    assert waits_again(room, Reading(200, 1000))
     grown = room.extra
     for _ in range(200 * CALM):
         room.end(Reading(0, 1000), steady=True, free_bytes=lambda: 1 << 40)

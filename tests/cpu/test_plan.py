@@ -265,7 +265,7 @@ def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows(qwen) -> Non
 def test_a_faster_row_that_is_passed_over_says_why(qwen) -> None:
     def words(made: Plan, overlap: str | None = None) -> dict[str, str]:
         said = {one.name: made.passed_over(one, overlap).partition(":")[0] for one in made.forecasts}
-        return {name.partition(", 2048")[0]: word for name, word in said.items() if word}
+        return {name.partition(", 1024")[0]: word for name, word in said.items() if word}
 
     assert words(qwen()) == {"no offload": "device", "iteration": "clip", "iteration, parameters": "clip"}
     made = qwen(clip=False)
