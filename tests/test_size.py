@@ -15,7 +15,7 @@ LIMITS = {
     "fsdp_offload/checkpoint": 2_510,
     "fsdp_offload/core": 5_200,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 1_100,
-    "fsdp_offload/device": 760,
+    "fsdp_offload/device": 800,
     "fsdp_offload/integrations": 420,  # torchtitan 0.3 wants a config class
     "fsdp_offload/model": 640,
     "fsdp_offload/optimizers": 2_360,  # 280 are the step and the loading of an optimizer with masters

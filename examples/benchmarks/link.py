@@ -48,10 +48,9 @@ def measure(
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
     """Measure how long a small copy to the device waits while large ones of ours are under way."""
-    one, two, three, four = (torch.Stream(device) for _ in range(4))
-    state, parameters = (TurnsLane(device, pair, PIECE_BYTES) for pair in ((one, two), (three, four)))
+    state, parameters = (TurnsLane(device, PIECE_BYTES, name=name) for name in ("state", "parameters"))
     lanes: dict[str, tuple[Lane, ...]] = {
-        "one_stream": (Lane(device, one),),
+        "one_stream": (Lane(device, torch.Stream(device)),),
         "taking_turns": (state,),
         "two_taking_turns": (parameters, state),
     }

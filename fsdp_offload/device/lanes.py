@@ -17,8 +17,9 @@ The serial lanes run the same actions one by one on the current stream and wait 
 
 import functools
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -71,6 +72,9 @@ def _cuts(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
 class Mark(Protocol):
     """A point in a lane that others wait for."""
 
+    def resolved(self) -> "Mark | None":
+        """Return the mark that streams can wait for, if any; the CPU's is known when it has updated."""
+
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
@@ -86,6 +90,10 @@ class EventMark:
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
+
+    def resolved(self) -> Mark:
+        """Itself."""
+        return self
 
     def synchronize(self) -> None:
         """Block the host until the event has passed."""
@@ -112,6 +120,9 @@ class HostMark:
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
+
+    def resolved(self) -> None:
+        """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -151,25 +162,37 @@ class _CurrentStream:
 
 
 class Lane:
-    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
+    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used.
 
-    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+    Attributes:
+        name: tells lanes apart.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute") -> None:
+        self.name = name
         self._device, self._stream = device, stream
+        self._in_use = threading.RLock()  # threads share the lanes of a device, and a copy may change a lane's stream
 
     @property
     def _now(self) -> torch.Stream:
         return self._stream if self._stream is not None else current_stream(self._device)
 
-    def wait(self, mark: Mark) -> None:
-        """Let what follows in this lane start only after ``mark``; the host goes on."""
+    def wait(self, *marks: Mark | None) -> None:
+        """Let what follows in this lane start only after ``marks``; the host goes on, unless one is the CPU's."""
+        for mark in marks:
+            known = None if mark is None else mark.resolved()
+            if known is not None:
+                with self._in_use:
+                    self._wait(known)
+
+    def _wait(self, mark: Mark) -> None:
         if isinstance(mark, StreamMark):
             self._now.wait_event(mark.event)
-        elif isinstance(mark, EventMark):
+        else:
+            assert isinstance(mark, EventMark)
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
-        else:
-            assert isinstance(mark, HostMark)
 
     def running(self) -> AbstractContextManager[None]:
         """Within it, copies and kernels are issued to this lane."""
@@ -177,6 +200,10 @@ class Lane:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Issue copies between the device and host memory; the host goes on where that is page-locked."""
+        with self._in_use:
+            self._copy(copies)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
         with self.running():
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
@@ -186,8 +213,20 @@ class Lane:
         with self.running():
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
+    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
+        with self.running():
+            function()
+
+    def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Note, for lanes that look for races, that others read and write these here now."""
+
     def mark(self) -> Mark:
-        """Record an event at the end of this lane's stream."""
+        """Return the current end of this lane."""
+        with self._in_use:
+            return self._mark()
+
+    def _mark(self) -> Mark:
         mark = StreamMark(self._device)
         self._now.record_event(mark.event)
         return mark
@@ -200,16 +239,16 @@ class TurnsLane(Lane):
     last of the copies; pieces of one stream, or gated by a third, do not let it pass.
     """
 
-    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream], turn_bytes: int) -> None:
+    def __init__(self, device: torch.device, turn_bytes: int, *, name: str) -> None:
         """Take turns after ``turn_bytes`` at most."""
-        super().__init__(device, streams[0])
+        super().__init__(device, torch.Stream(device), name=name)
         self._turn_bytes = turn_bytes
-        self._next = streams[1]
+        self._next = torch.Stream(device)
         self._done, self._next_done = torch.Event(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Issue copies in pieces, as many of them in a turn as make up a turn."""
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """In pieces, as many of them in a turn as make up a turn."""
         with self.running():
             for target, source in pieces_of(copies, self._turn_bytes):
                 if not self._fits(target):
@@ -247,10 +286,10 @@ class TurnsLane(Lane):
 class SerialLane(Lane):
     """A lane on the current stream that waits for each of its actions."""
 
-    def wait(self, mark: Mark) -> None:
+    def _wait(self, mark: Mark) -> None:
         """Return at once: whatever was issued before has finished."""
 
-    def mark(self) -> Mark:
+    def _mark(self) -> Mark:
         """Wait for the device, then note the time."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)

@@ -1,40 +1,42 @@
 """The link of one device: its lanes, and the memory that it has left."""
 
-import threading
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, Lane, SerialLane, TurnsLane
 
 
+class LinkLanes(NamedTuple):
+    """Lanes for loads, stores, updates beside the model, and the stream that is current."""
+
+    load: Lane
+    store: Lane
+    update: Lane
+    compute: Lane
+
+
 class DeviceLink:
     """Lanes of the copies of one device, shared by all offloaded optimizers there.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
-
-    Attributes:
-        in_use: threads that step optimizers of their own take turns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.in_use = threading.RLock()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: LinkLanes | None = None
         self._host_lanes: tuple[Lane, Lane] | None = None
 
-    def lanes(self, *, serial: bool) -> dict[str, Lane]:
-        """The lanes for loads (``"L"``), stores (``"S"``), updates beside the model (``"U"``), and the current stream.
-
-        That is ``"C"``. With ``serial``, and on the CPU, one lane is all of them, and waits for each action.
-        """
+    def lanes(self, *, serial: bool) -> LinkLanes:
+        """Return the lanes of all optimizers of this device; with ``serial``, and on the CPU, none overlaps another."""
         if serial or self.device.type == "cpu":
-            return dict.fromkeys("LUSC", SerialLane(self.device))
-        if not self._lanes:  # the same for all users: copies of one kind are in order, whoever issues them
+            return LinkLanes(*(SerialLane(self.device, name=name) for name in LinkLanes._fields))
+        if self._lanes is None:  # the same for all users: copies of one kind are in order, whoever issues them
             # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
-            update = Lane(self.device, torch.Stream(self.device, priority=-1))
-            load, store = self._turns_lane(PIECE_BYTES), self._turns_lane(STORED_PIECE_BYTES)
-            self._lanes = {"L": load, "U": update, "S": store, "C": Lane(self.device)}
+            update = Lane(self.device, torch.Stream(self.device, priority=-1), name="update")
+            load = TurnsLane(self.device, PIECE_BYTES, name="load")
+            store = TurnsLane(self.device, STORED_PIECE_BYTES, name="store")
+            self._lanes = LinkLanes(load, store, update, Lane(self.device))
         return self._lanes
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
@@ -44,15 +46,12 @@ class DeviceLink:
         turn wait for updates and for places.
         """
         if serial or self.device.type == "cpu":
-            lane = SerialLane(self.device)
-            return lane, lane
+            return SerialLane(self.device, name="down"), SerialLane(self.device, name="up")
         if self._host_lanes is None:
             # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
-            self._host_lanes = Lane(self.device, torch.Stream(self.device)), self._turns_lane(PIECE_BYTES)
+            down = Lane(self.device, torch.Stream(self.device), name="down")
+            self._host_lanes = down, TurnsLane(self.device, PIECE_BYTES, name="up")
         return self._host_lanes
-
-    def _turns_lane(self, turn_bytes: int) -> "TurnsLane":
-        return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)), turn_bytes)
 
     def taken_bytes(self, when: Literal["current", "peak"]) -> int:
         """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.

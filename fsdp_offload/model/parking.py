@@ -40,8 +40,7 @@ Ends = list[tuple[DeviceLink, Mark]]
 def wait_for(ends: Ends) -> None:
     """Let the current streams wait for copies: they are about to free the source, or to use the target."""
     for link, end in ends:
-        with link.in_use:
-            link.lanes(serial=False)["C"].wait(end)
+        link.lanes(serial=False).compute.wait(end)
 
 
 class Parking:
@@ -85,11 +84,10 @@ class Parking:
         """Start copying them to the region, after what the current streams do now."""
         ends = []
         for link, places in self._places:
-            with link.in_use:
-                lanes = link.lanes(serial=False)
-                lanes["S"].wait(lanes["C"].mark())
-                lanes["S"].copy(list(self._pieces(places)))
-                ends.append((link, lanes["S"].mark()))
+            lanes = link.lanes(serial=False)
+            lanes.store.wait(lanes.compute.mark())
+            lanes.store.copy(list(self._pieces(places)))
+            ends.append((link, lanes.store.mark()))
         return ends
 
     def free(self) -> None:
@@ -106,15 +104,14 @@ class Parking:
         ends = []
         try:
             for link, places in self._places:
-                with link.in_use:
-                    lanes = link.lanes(serial=False)
-                    # What the current stream gets may still be in use by what was issued to it before; so may the
-                    # region, by the copies that came before.
-                    lanes["L"].wait(lanes["C"].mark())
-                    for place in places:
-                        place.storage.resize_(place.nbytes)
-                    lanes["L"].copy([(own, host) for host, own in self._pieces(places)])
-                    ends.append((link, lanes["L"].mark()))
+                lanes = link.lanes(serial=False)
+                for place in places:
+                    place.storage.resize_(place.nbytes)
+                # What the current stream gets may still be in use by what was issued to it before; so may the region,
+                # by the copies that came before.
+                lanes.load.wait(lanes.compute.mark())
+                lanes.load.copy([(own, host) for host, own in self._pieces(places)])
+                ends.append((link, lanes.load.mark()))
         except BaseException:  # most likely, somebody else still has the memory
             for link, _ in self._places:
                 link.synchronize()

@@ -1,6 +1,7 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -217,6 +218,7 @@ class Turns(TurnsLane):
     """Without streams: notes how much was copied in each turn."""
 
     def __init__(self, turn_bytes: int) -> None:
+        self._in_use = threading.RLock()
         self._piece_bytes = 0
         self._turn_bytes = turn_bytes
         self.turns: list[int] = []

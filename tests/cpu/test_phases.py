@@ -27,7 +27,7 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remov
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.core.lanes import StreamLane
+from fsdp_offload.core.lanes import Lane
 from fsdp_offload.device import link as device_links
 from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
@@ -503,13 +503,13 @@ def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.join()
         return found[0]
 
-    copy_ = type(lanes.load._lane).copy
+    copy_ = type(lanes.load)._copy
 
     def noting(self: Any, pieces: Any) -> None:
-        held.append(not free(engine_of(optimizer)._link.in_use))
+        held.append(not free(self._in_use))
         copy_(self, pieces)
 
-    monkeypatch.setattr(type(lanes.load._lane), "copy", noting)
+    monkeypatch.setattr(type(lanes.load), "_copy", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held
@@ -526,13 +526,13 @@ def test_loads_come_before_the_reduction_and_updates_after_it(
     events: list[str] = []
 
     def noted(method: str, kinds: dict[str, str]) -> None:
-        plain = getattr(StreamLane, method)
+        plain = getattr(Lane, method)
 
-        def noting(self: StreamLane, *args: Any, **kwargs: Any) -> None:
+        def noting(self: Lane, *args: Any, **kwargs: Any) -> None:
             events.append(kinds[self.name])
             plain(self, *args, **kwargs)
 
-        monkeypatch.setattr(StreamLane, method, noting)
+        monkeypatch.setattr(Lane, method, noting)
 
     noted("copy", {"load": "L", "store": "S"})
     noted("run", {"update": "U", "compute": "U"})

@@ -59,7 +59,7 @@ def slow_down(loop: Loop, kind: str, cycles: int = SLEEP_CYCLES) -> Loop:
     copy, run = lane.copy, lane.run
 
     def sleep() -> None:
-        with lane._lane.running():
+        with lane.running():
             torch.cuda._sleep(cycles)
 
     def slowly_copied(*args: Any) -> None:

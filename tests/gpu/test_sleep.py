@@ -241,7 +241,7 @@ def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     load = room._load
 
     def slowed(parking: Any, sleep: Any) -> None:
-        with room.device_link(torch.device("cuda", 0)).lanes(serial=False)["L"].running():
+        with room.device_link(torch.device("cuda", 0)).lanes(serial=False).load.running():
             torch.cuda._sleep(LONG_CYCLES)
         load(parking, sleep)
 
@@ -265,7 +265,7 @@ def test_other_bits_if_the_current_stream_does_not_wait(device, monkeypatch):
     offload_model(model)
     fill_with_sevens(device)
     slow_loads(monkeypatch)
-    monkeypatch.setattr(Lane, "wait", lambda self, mark: None)
+    monkeypatch.setattr(Lane, "wait", lambda self, *marks: None)
     reload_model(model)
     assert not torch.equal(model[0].detach(), expected)
 
