@@ -71,31 +71,35 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     """
     if gradients not in ("offload", "drop"):
         raise ValueError(f"offload_model: gradients must be 'offload' or 'drop', got {gradients!r}.")
-    if _sleep_of(model) is not None:
+    if _SLEEP in model.__dict__:
         return 0
     for module in fsdp_modules(model):
         # The root keeps its parameters gathered after a forward without backward.
         module.reshard()
     wait_for_updates(model)
-    found = [*_own_tensors(model), *(_gradients_of(model) if gradients == "offload" else ())]
-    storages, left = _storages_of(found, at_home=uses_cpu_offload_policy(model))
-    _tell(model, left)
-    moved_bytes = sum(storage.nbytes() for storage in storages)
-    if storages:
-        parking = _parkings.setdefault(model, Parking(_NO_ROOM))
-        parking.make_room(storages)
-        for device in dict.fromkeys(storage.device for storage in storages):
-            # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-            device_link(device).synchronize()
-        for _, stored in parking.store():
-            stored.synchronize()
+    # A part of the model, or another model with which it shares parameters, may be asleep already.
+    awake = {name: param for name, param in model.named_parameters() if not _GUARD.guards(param)}
+    found = [*model.named_parameters(), *model.named_buffers()]
+    if gradients == "offload":
+        found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
+        found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
+    storages = _storages_of(model, found)
+    moved_bytes, parking = sum(storage.nbytes() for storage in storages), _parkings.setdefault(model, Parking(_NO_ROOM))
+    parking.make_room(storages)
+    for device in dict.fromkeys(storage.device for storage in storages):
+        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+        device_link(device).synchronize()
+    for _, stored in parking.store():
+        stored.synchronize()
     if gradients == "drop":
-        _drop_gradients(model)
+        for param in awake.values():
+            param.grad = None
+        drop_gathered_gradients(model)
     if storages:
-        away = set(map(_key, storages))
         tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
+        away = {storage._cdata for storage in storages}
         asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
-        _parkings[model].free()
+        parking.free()
         modules: list[Any] = [model, *fsdp_modules(model)]
         model.__dict__[_SLEEP] = _Sleep(asleep, modules)
     return moved_bytes
@@ -116,9 +120,8 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         torch.OutOfMemoryError: the device's memory is not free yet (on the CPU a ``RuntimeError``). The model is still
             asleep, and it can be called again.
     """
-    sleep = _sleep_of(model)
-    if sleep is not None:
-        _load(_parkings[model], sleep)
+    if _SLEEP in model.__dict__:
+        _load(_parkings[model], model.__dict__[_SLEEP])
         del model.__dict__[_SLEEP]
     if free_host_memory:
         _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
@@ -174,10 +177,6 @@ _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDict
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
-def _sleep_of(model: nn.Module) -> _Sleep | None:
-    return model.__dict__.get(_SLEEP)
-
-
 def _load(parking: Parking, sleep: _Sleep) -> None:
     """Allocate and copy, in the order of the current stream. After an error everything is asleep as before."""
     sleep.end()
@@ -189,27 +188,6 @@ def _load(parking: Parking, sleep: _Sleep) -> None:
 
 
 # What a model consists of -------------------------------------------------------------------------------------------
-
-
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, param in model.named_parameters():
-        # A part of the model, or another model with which it shares parameters, may be asleep already.
-        if not _GUARD.guards(param) and param.grad is not None:
-            yield f"{name}.grad", param.grad
-    for grad in gathered_gradients(model):
-        yield "a gradient that is not reduced yet", grad
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    for param in model.parameters():
-        if not _GUARD.guards(param):
-            param.grad = None
-    drop_gathered_gradients(model)
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -237,20 +215,13 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _lives_in(tensor: Tensor, away: set[int]) -> bool:
-    return any(leaf.layout == torch.strided and _key(leaf.untyped_storage()) in away for leaf in _leaves(tensor))
+    return any(leaf.layout == torch.strided and leaf.untyped_storage()._cdata in away for leaf in _leaves(tensor))
 
 
-# Storages -----------------------------------------------------------------------------------------------------------
-
-
-def _key(storage: Storage) -> int:
-    return int(storage._cdata)
-
-
-def _storages_of(found: Sequence[tuple[str, Tensor]], *, at_home: bool) -> tuple[list[Storage], dict[str, str]]:
-    """The storages to move, each once, and why others stay, by name. ``at_home``: what is on the CPU stays there."""
+def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
+    """The storages to move, each once; a warning names others, once: a loop sleeps thousands of times."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
-    at_home = at_home or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
+    at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
     movable: dict[int, tuple[str, Storage]] = {}
     left: dict[str, str] = {}
     fixed: list[Storage] = []
@@ -266,22 +237,17 @@ def _storages_of(found: Sequence[tuple[str, Tensor]], *, at_home: bool) -> tuple
             left[name] = "its memory is not torch's to free"
             fixed.append(storage)
         elif storage.nbytes():  # nothing, or asleep as a part of something else
-            movable[_key(storage)] = (name, storage)
+            movable[storage._cdata] = (name, storage)
     for key, (name, storage) in list(movable.items() if fixed else ()):
         if any(_overlap(storage, other) for other in fixed):
             left[name] = "it shares memory that is not torch's to free"
             del movable[key]
-    return [storage for _, storage in movable.values()], left
-
-
-def _tell(model: nn.Module, left: dict[str, str]) -> None:
-    """Once for each name: a loop sleeps thousands of times."""
     told = _told.setdefault(model, set())
-    new = {name: why for name, why in left.items() if name not in told}
-    if new:
-        told.update(new)
-        shown = "; ".join(f"{name}: {why}" for name, why in list(new.items())[:4])
+    if new := left.keys() - told:
+        told |= new
+        shown = "; ".join([f"{name}: {why}" for name, why in left.items() if name in new][:4])
         logger.warning("offload_model leaves %d tensors where they are (%s)", len(new), shown)
+    return [storage for _, storage in movable.values()]
 
 
 def _overlap(one: Storage, other: Storage) -> bool:
