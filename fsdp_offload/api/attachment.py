@@ -16,7 +16,7 @@ from ..core.engine import Engine, inside
 from ..core.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
-from ..state.mapping import OffloadedState, UnwaitedStates
+from ..state.mapping import OffloadedState
 
 
 @dataclass(eq=False)
@@ -92,11 +92,6 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
     if not isinstance(optimizer.state, OffloadedState):
         optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
     return optimizer.state
-
-
-def unwaited_states(optimizer: Optimizer) -> UnwaitedStates:
-    """Return its entries as the engine sees them."""
-    return states_of(optimizer).unwaited
 
 
 _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

@@ -6,22 +6,16 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ..model.parking import ParkedParameters, owns_its_storage
 from ..optimizers.transformer_engine import keep_unread_masters
-from ..policy import OffloadPolicy
 from .attachment import HOOK_IS_CALLED, attached, attachment_of
 from .wrapped import masters_in, optimizers_in, refuse_own_offload, savers_of_all_masters
 
 
 def offload_each(
-    optimizer: Any,
-    offload: Callable[..., Optimizer],
-    remove: Callable[[Optimizer], Optimizer],
-    model: nn.Module | None,
-    policy: OffloadPolicy | None,
+    optimizer: Any, offload: Callable[[Optimizer], Any], remove: Callable[[Optimizer], Any], limit_bytes: int | None
 ) -> None:
     """Call ``offload`` with every optimizer inside ``optimizer``; if one fails, those before it are removed again.
 
@@ -33,13 +27,12 @@ def offload_each(
     done: list[Optimizer] = []
     try:
         for inner in optimizers_in(optimizer):
-            offload(inner, model=model, policy=policy)
+            offload(inner)
             done.append(inner)
     except BaseException:
         for inner in reversed(done):
             remove(inner)
         raise
-    limit_bytes = policy.host_limit_bytes if policy is not None else None
     for inner, masters in masters_in(optimizer).items():
         own = [master for master in masters if owns_its_storage(master)]
         if own:
@@ -47,13 +40,12 @@ def offload_each(
 
 
 def offload_states(optimizer: Any) -> None:
-    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``.
+    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``: Megatron's, or a chain of them.
 
-    ``optimizer`` may be Megatron's, or a chain of them. fp32 masters that are parameters of Megatron's inner optimizer
-    leave with the state; they may be used until :func:`release_states`.
+    fp32 masters that are parameters of Megatron's inner optimizer leave with the state; they may be used until
+    :func:`release_states`. A TypeError says that one of the optimizers is not offloaded, here and below.
 
     Raises:
-        TypeError: one of them is not offloaded.
         MemoryError: there is not enough host memory for what leaves.
     """
     for inner in _offloaded(optimizer, "offload_states"):
@@ -61,22 +53,13 @@ def offload_states(optimizer: Any) -> None:
 
 
 def release_states(optimizer: Any) -> None:
-    """Call ``release_states()`` of every offloaded optimizer in ``optimizer``.
-
-    Raises:
-        TypeError: one of them is not offloaded.
-    """
+    """Call ``release_states()`` of every offloaded optimizer in ``optimizer``."""
     for inner in _offloaded(optimizer, "release_states"):
         inner.release_states()
 
 
 def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
-    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``.
-
-    Raises:
-        TypeError: one of them is not offloaded.
-        torch.OutOfMemoryError: what comes back has no room on the device.
-    """
+    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``; there has to be room on the device."""
     for inner in _offloaded(optimizer, "reload_states"):
         inner.reload_states(free_host_memory=free_host_memory)
 

@@ -19,7 +19,7 @@ from ..policy import OffloadPolicy, as_policy
 from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
-from .attachment import attached, attachment_of, states_of, unwaited_states, unwrap, wrappers_around
+from .attachment import attached, attachment_of, states_of, unwrap, wrappers_around
 from .chain import offload_each
 from .checks import (
     as_whole,
@@ -89,8 +89,10 @@ def offload_optimizer(
     """
     given = None if policy is None else as_policy(policy)
     if is_wrapped(optimizer):
-        each = functools.partial(offload_optimizer, exist_ok=exist_ok, trust_separable=trust_separable)
-        offload_each(optimizer, each, remove_offload, model, given)
+        each = functools.partial(
+            offload_optimizer, model=model, policy=given, exist_ok=exist_ok, trust_separable=trust_separable
+        )
+        offload_each(optimizer, each, remove_offload, None if given is None else given.host_limit_bytes)
         return optimizer
     policy = as_policy(given)
     check_model(model)
@@ -138,7 +140,7 @@ def offload_optimizer(
     engine.add(target, [param for param in order if param in planned], states.unwaited)
     attachment = attach(target, engine, states, model, wrappers)
     try:
-        attachment.hooks = hook_model(model, target, engine, unwaited_states)
+        attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
         # Until the first step, a framework may still exchange the parameters or the optimizer.
         attachment.until_first_step.append(warn_if_another_steps(target))
         if model is not None and (check := check_at_first_forward(model, attachment)) is not None:
