@@ -328,16 +328,12 @@ def _check_first_step(attachment: Attachment) -> None:
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
+    attachment.tell_if_never_reloaded()
     if updated:
         attachment.has_updated, attachment.has_loaded_inside_step = True, False
-    else:
-        refuse_foreign(attachment)
-        _explain_no_gradient(attachment)
-    attachment.tell_if_never_reloaded()
-
-
-def _explain_no_gradient(attachment: Attachment) -> None:
-    """Warn of steps without any gradient: legal, but often a mistake; the first ones of all, more often."""
+        return
+    # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
+    refuse_foreign(attachment)
     if attachment.has_loaded_inside_step:
         attachment.has_loaded_inside_step = False
         warnings.warn(
@@ -346,13 +342,11 @@ def _explain_no_gradient(attachment: Attachment) -> None:
             "model as well), go on with zero_grad() and another backward.",
             stacklevel=2,
         )
-        return
-    if attachment.told_no_gradient:
-        return
-    attachment.told_no_gradient = True
-    if attachment.has_updated:
-        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-    else:
+    elif not attachment.told_no_gradient:
+        attachment.told_no_gradient = True
+        if attachment.has_updated:
+            logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
+            return
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "

@@ -46,6 +46,8 @@ class CpuMark:
     def resolved(self) -> Mark | None:
         """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device.
 
+        ``None``: nothing was updated.
+
         Raises:
             RuntimeError: the update has failed, or another one of its step before it.
         """
@@ -101,10 +103,7 @@ class HostUpdates:
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
     def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> tuple[Hasher, Hasher]:
-        """Take the memory through which buckets pass, and 24 MiB of the device.
-
-        Args:
-            gradient_nbytes: of each bucket, those of its gradients.
+        """Take the memory through which buckets with gradients of so many bytes pass, and 24 MiB of the device.
 
         Raises:
             RuntimeError: the driver refuses to page-lock the memory, or the device is full.
@@ -135,13 +134,9 @@ class HostUpdates:
     def update(
         self, number: int, ranges: Sequence[BoundRange], states: StateStore, moving: Sequence[StateShard]
     ) -> CpuMark:
-        """Have a bucket updated. Returns at once; gradients are held until they have been read.
+        """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        Args:
-            number: of the bucket.
-            ranges: all of its ranges.
-            states: of the optimizer.
-            moving: shards whose state is to be in their other place afterwards.
+        The state of ``moving`` is in its other place afterwards.
         """
         assert self._step is not None, "a step has begun"
         if number in self._jobs:
@@ -151,7 +146,9 @@ class HostUpdates:
         moves, grads = [], {}
         for index, bound in enumerate(ranges):
             if sides[index] != bound.shard.side:
-                moves += _moves(mirror.on_host(index, sides[index]), states)
+                existing, there = states.get(bound.shard.param), mirror.on_host(index, sides[index]).values
+                now = bound.shard.values_at(bound.shard.side, bound.start, bound.stop)
+                moves += [(value, now[name]) for name, value in there.items() if existing.get(name) is not None]
             grad = conventions.gradient(bound.shard.param) if bound.shard.group >= 0 else None
             if grad is not None:
                 local = local_shard(grad)
@@ -206,14 +203,7 @@ class HostUpdates:
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait_updated(self, number: int) -> Mark | None:
-        """Block until the last update of a bucket is done: its state is at home. ``None``: it is not the CPU's.
-
-        Returns:
-            A mark behind which its parameters are new on the device.
-
-        Raises:
-            RuntimeError: it has failed, or another one of its step before it.
-        """
+        """Block until the last update of a bucket is done: its state is at home; see :meth:`CpuMark.resolved`."""
         job = self._jobs.get(number)
         if job is None:
             return None
@@ -289,13 +279,6 @@ class HostUpdates:
             "host_update_ms": sum(job.update_seconds for job in jobs) * 1e3,
             "host_waited_ms": self._waited_seconds * 1e3,
         }
-
-
-def _moves(bound: BoundRange, states: StateStore) -> list[tuple[Tensor, Tensor]]:
-    """State that exists, to the place that ``bound`` has, from where it is."""
-    existing = states.get(bound.shard.param)
-    before = bound.shard.values_at(bound.shard.side, bound.start, bound.stop)
-    return [(value, before[name]) for name, value in bound.values.items() if existing.get(name) is not None]
 
 
 def _wait_without_owner(jobs: list[HostJob], errors: Errors) -> None:
