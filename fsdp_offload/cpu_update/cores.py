@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,9 +22,9 @@ def cores_near(device: torch.device) -> frozenset[int]:
     allowed = frozenset(os.sched_getaffinity(0))
     if device.type != "cuda":
         return allowed
-    found: Any = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return cores_of_pci(address) & allowed or allowed
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+    return cores_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers)) & allowed or allowed
 
 
 def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:

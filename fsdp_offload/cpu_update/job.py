@@ -111,8 +111,11 @@ class HostJob:
         """
         if not isinstance(earlier, HostJob) or self.step is not earlier.step or len(self.after) <= len(earlier.after):
             return False
-        # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
-        self._are_there = self._are_there or all(mark.passed() for mark in reversed(self.after))
+        try:
+            # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
+            self._are_there = self._are_there or all(mark.passed() for mark in reversed(self.after))
+        except RuntimeError:
+            return False  # the device's, which begin() will meet as well, and tell
         return self._are_there
 
     @contextmanager

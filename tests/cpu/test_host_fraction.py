@@ -387,9 +387,16 @@ class NotYet(HostMark):
         return False
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+class Lost(HostMark):
+    """Of a device that fails: who begins the job meets the error, not who looks for the next one."""
+
+    def passed(self) -> bool:
+        raise RuntimeError("lost")
+
+
+@pytest.mark.parametrize("late", [None, NotYet, Lost])
 def test_what_the_forward_needs_first_goes_first(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_late: bool
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, late: type[HostMark] | None
 ) -> None:
     """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
     loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
@@ -411,17 +418,17 @@ def test_what_the_forward_needs_first_goes_first(
         monkeypatch.setattr(HostJob, "update", updating)
         loop.backward(3)
         waves = sorted({wave for wave, _ in submitted})
-        if is_late:
+        if late is not None:
             for wave, job in submitted:
                 if wave == waves[-1]:
-                    job.after = (*job.after[:-1], NotYet())
+                    job.after = (*job.after[:-1], late())
         loop.step()
         begun = [job for _, job in submitted if job not in host_worker(CPU)._queue]
         gate.open()
         loop.optimizer.synchronize()
     waited = [(wave, job) for wave, job in submitted if job not in begun]
     assert len(waves) > 2
-    last = waves[-1] if is_late else -1
+    last = -1 if late is None else waves[-1]
     expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
     assert [job for _, job in expected] == [job for job in updated if job not in begun]
     assert same(Loop(mesh, fused_adamw, None).train(4), loop)
