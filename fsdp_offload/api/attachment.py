@@ -24,6 +24,7 @@ class Attachment:
     """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
+        parked: parameters that leave the device with the state.
         until_first_step: ends what looks until then whether the optimizer was attached too early.
         hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
     """
@@ -33,9 +34,7 @@ class Attachment:
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
     hooks: ModelHooks | None = None
-    parked: ParkedParameters = field(
-        default_factory=ParkedParameters
-    )  # parameters that leave the device with the state
+    parked: ParkedParameters = field(default_factory=ParkedParameters)
     stepping: bool = False
     told_no_gradient: bool = False
     has_loaded_inside_step: bool = False

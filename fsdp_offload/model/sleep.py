@@ -46,16 +46,13 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
 
     When it returns, the device's memory is free: torch's allocator has it. For another process or another allocator
     call ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one region
-    of exactly the bytes to be kept. It is taken at the first call, page-locked where there is an accelerator, used
-    again by later ones, and replaced where they need more.
+    of exactly the bytes to be kept, page-locked where there is an accelerator; later calls use it again, and replace
+    it where they need more. Called again while the model is asleep, this does nothing. A model on the CPU is treated
+    in the same way; what a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
 
-    Called again while the model is asleep, it does nothing. A model on the CPU is treated in the same way; what a
-    model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, is at home and stays.
-
-    The addresses of the tensors change. CUDA graphs over them have to be captured again. A CUDA IPC handle that another
-    process has opened keeps the old memory, and that memory on the device, until it is closed there: close it before,
-    and send a new handle after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy,
-    in shared memory) stays where it is, and a warning names it; so do tensors that are not dense.
+    The addresses of the tensors change: capture CUDA graphs again; close CUDA IPC handles in other processes before,
+    and send new ones after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy, in
+    shared memory) stays where it is, and so do tensors that are not dense; a warning names them.
 
     Args:
         model: the whole model or a part of it. Where ``fully_shard`` keeps parameters gathered, they are resharded.
