@@ -24,7 +24,6 @@ from ..optimizers.bucket_update import update_bucket
 from ..planning.buckets import aligned
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from . import worker
 from .fingerprint import Hasher
 from .mirror import Mirror, like
 from .step import HostStep
@@ -63,7 +62,7 @@ class HostStates:
 
 @dataclass(eq=False)
 class HostJob:
-    """The update of one bucket in one step.
+    """The update of one bucket in one step. No method raises: whoever waits for the job looks for its error.
 
     Attributes:
         mirror: its parameters on both sides.
@@ -104,12 +103,13 @@ class HostJob:
     _updated: bool = False
     _are_there: bool = False
 
-    def may_pass(self, earlier: worker.Job) -> bool:
-        """Return whether its gradients are of a newer wave in the same step, and are there.
+    def may_pass(self, earlier: "HostJob") -> bool:
+        """Return at once whether to do it before ``earlier``, which was submitted first, and what came between.
 
-        Within a wave the order stays: a parameter's ranges are updated from the first one on.
+        Its gradients have to be of a newer wave in the same step, and there. Within a wave the order stays: a
+        parameter's ranges are updated from the first one on.
         """
-        if not isinstance(earlier, HostJob) or self.step is not earlier.step or len(self.after) <= len(earlier.after):
+        if self.step is not earlier.step or len(self.after) <= len(earlier.after):
             return False
         try:
             # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
@@ -134,7 +134,7 @@ class HostJob:
         self.step.failed = self.failed = True
 
     def begin(self, memory: Tensor) -> None:
-        """Issue the copies down."""
+        """Issue the copies down, into ``memory``, which is nobody else's until the update has ended."""
         with self._failing():
             if not self.step.failed:
                 self._issue_downloads(memory)

@@ -16,33 +16,16 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ..device.arena import Region
 from .cores import cores_near, update_threads
+from .job import HostJob
 
 _SLOTS = 2
 """One for what is updated, one for what comes down, in a fraction of that time. What has begun to come down cannot be
 passed any more."""
-
-
-class Job(Protocol):
-    """Piece of work for the threads. No method raises: whoever waits for the job looks for its error."""
-
-    def may_pass(self, earlier: "Job") -> bool:
-        """Return at once whether to do it before ``earlier``, which was submitted first, and what came between."""
-
-    def begin(self, memory: Tensor) -> None:
-        """Issue what has to be copied into ``memory``, a ``uint8`` tensor on the host, nobody else's until the end."""
-
-    def update(self) -> None:
-        """Wait for that, and do the work."""
-
-    def finish(self) -> None:
-        """Issue the copies up."""
 
 
 class HostWorker:
@@ -51,7 +34,7 @@ class HostWorker:
     def __init__(self, device: torch.device) -> None:
         self.device, self.threads = device, update_threads()
         self._changed = threading.Condition()  # its lock may be taken again: a finalizer may call leave() anywhere
-        self._queue: list[Job] = []
+        self._queue: list[HostJob] = []
         self._unfinished = self._users = 0
         self._free_slots: list[Region] = []
         self._slot_bytes, self._pinned = 0, False
@@ -62,11 +45,6 @@ class HostWorker:
     def is_mine(self) -> bool:
         """Whether it was made in this process: a forked child has neither its threads nor its memory."""
         return os.getpid() == self._creator_pid
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory of all slots."""
-        return _SLOTS * self._slot_bytes
 
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
@@ -96,7 +74,7 @@ class HostWorker:
             self._free_slots = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
             self._slot_bytes, self._pinned = slot_bytes, pin
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: HostJob) -> None:
         """Have ``job`` done after all others submitted before that it may not pass; returns at once."""
         with self._changed:
             self._queue.append(job)
@@ -120,7 +98,7 @@ class HostWorker:
         job.begin(slot.bytes)
         self._updates.submit(self._update, job, slot)
 
-    def _take_next(self) -> Job:
+    def _take_next(self) -> HostJob:
         """The job that waits for longest, or the one that passes it."""
         first = 0
         # From the end: what became ready during the look is found for the first job of a wave, not for a later one.
@@ -130,11 +108,11 @@ class HostWorker:
                 first = index
         return self._queue.pop(first)
 
-    def _update(self, job: Job, slot: Region) -> None:
+    def _update(self, job: HostJob, slot: Region) -> None:
         job.update()
         self._copies.submit(self._finish, job, slot)
 
-    def _finish(self, job: Job, slot: Region) -> None:
+    def _finish(self, job: HostJob, slot: Region) -> None:
         job.finish()
         with self._changed:
             self._free_slots.append(slot)

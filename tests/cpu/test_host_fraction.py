@@ -761,7 +761,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
         net(torch.ones(2, 16)).sum().backward()
         optimizer.step()
     (thread,) = threads_of_ours()
-    assert worker.buffer_bytes > 0
+    assert worker._slot_bytes > 0
     gc.disable()
     try:
         del optimizer
@@ -774,7 +774,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     finally:
         gc.enable()
     assert not thread.is_alive()
-    assert worker.buffer_bytes == 0
+    assert worker._slot_bytes == 0
     again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
     again.step()
     assert len(threads_of_ours()) == 1

@@ -328,8 +328,8 @@ def test_a_device_lr_that_a_scheduler_writes(mesh: DeviceMesh) -> None:
 def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fraction: float) -> None:
     loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}, fraction), net=net).train(4)
     loop.optimizer.synchronize()
-    before, pinned = torch.cuda.memory_allocated(), host_worker(loop.device).buffer_bytes
+    before, pinned = torch.cuda.memory_allocated(), host_worker(loop.device)._slot_bytes
     loop.train(10, first=4)
     loop.optimizer.synchronize()
     assert torch.cuda.memory_allocated() <= before
-    assert host_worker(loop.device).buffer_bytes == pinned
+    assert host_worker(loop.device)._slot_bytes == pinned
