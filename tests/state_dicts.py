@@ -30,7 +30,24 @@ def rmsprop(params: Iterable[Any]) -> Optimizer:
     return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True)
 
 
-MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop)}
+class Counted(Optimizer):
+    """The mean of all gradients, with a counter that is a number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(state["sum"] / state["count"], alpha=group["lr"])
+
+
+def counted(params: Iterable[Any]) -> Optimizer:
+    return Counted(params, {"lr": 0.01})
+
+
+MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop, counted)}
 NESTED: dict[str, Any] = {}
 FLAT: dict[str, Any] = {"flatten_optimizer_state_dict": True}
 FORMS = {"nested": NESTED, "flattened": FLAT}

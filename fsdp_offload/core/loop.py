@@ -12,7 +12,7 @@ from ..device.lanes import Mark, recorded
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved
 from .items import Item, Use
-from .lanes import Lanes
+from .lanes import Lane, Lanes
 from .timeline import Reductions, Timeline
 
 
@@ -132,18 +132,20 @@ class Core:
         lane = self.lanes.on(stream)
         if item.nbytes:
             self.cache.fetch(item)
-        if lane.name not in item.known_to and (item.ready is not None or item.beside):
-            with self._timed_wait(stream):
-                lane.wait(item.ready)  # R3: an update, or a load, may write them. This wait *is* overlap="forward"
-                lane.wait(*item.beside.values())  # R3: so may what comes up from the CPU
-            item.known_to.add(lane.name)
+        self._wait_ready(item, lane)
         lane.touch(reads=item.place())
 
-    def _timed_wait(
-        self, stream: torch.Stream | None, *, in_step: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    def _wait_ready(self, item: Item, lane: Lane) -> None:
+        """R3: an update, a load, or what comes up from the CPU may still write them. This *is* overlap="forward"."""
+        if lane.name not in item.known_to and (item.ready is not None or item.beside):
+            # A stream that gathers ahead may wait while compute goes on: only compute is timed.
+            with self._timed_wait() if lane is self.lanes.compute else contextlib.nullcontext():
+                lane.wait(item.ready, *item.beside.values())
+            item.known_to.add(lane.name)
+
+    def _timed_wait(self, *, in_step: bool = False) -> contextlib.AbstractContextManager[None]:
         watch = self.cache.stopwatch
-        return contextlib.nullcontext() if watch is None else watch.waiting(stream, in_step=in_step)
+        return contextlib.nullcontext() if watch is None else watch.waiting(in_step=in_step)
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
         """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
@@ -175,9 +177,12 @@ class Core:
             if bucket.number in self._gradients and bucket not in self.done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
-                    with self._timed_wait(None):
+                    with self._timed_wait():
                         self.lanes.compute.wait(*late)
                 del self._gradients[bucket.number]
+        item = self.weights.get(number)
+        if item is not None and item.block is not None:
+            self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
     def reduced(self, number: int, event: object) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's."""
@@ -209,7 +214,7 @@ class Core:
         while len(self._used_by) > REDUCTIONS_BEHIND:
             mark, numbers = self._used_by.popleft()
             if numbers:
-                with self._timed_wait(None):
+                with self._timed_wait():
                     self.lanes.compute.wait(mark)
             for number in numbers:
                 self._gradients.pop(number, None)
@@ -286,7 +291,7 @@ class Core:
             guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
-        with self._timed_wait(None, in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
+        with self._timed_wait(in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:

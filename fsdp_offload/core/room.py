@@ -65,8 +65,6 @@ class _Iteration:
         """Block the host until the device has come to its end; returns its times."""
         assert self.end is not None
         self.end.synchronize()
-        for _, end, _ in self.waits:
-            end.synchronize()  # compute may not have waited for a gather that nothing has used
         waits = [(end.elapsed_ms_since(begin), in_step) for begin, end, in_step in self.waits]
         in_step_ms = sum(ms for ms, in_step in waits if in_step)
         return Reading(sum(ms for ms, _ in waits), self.end.elapsed_ms_since(self.begin), in_step_ms=in_step_ms)
@@ -81,7 +79,7 @@ class _Iteration:
 
 
 class Stopwatch:
-    """Times iterations, waits on streams, and a copy each way, by pairs of events.
+    """Times iterations, waits of compute, and a copy each way, by pairs of events.
 
     Whoever trains reads them one iteration later, so that nobody waits for them; the report waits.
     """
@@ -92,18 +90,18 @@ class Stopwatch:
         self._ended: deque[_Iteration] = deque(maxlen=2)
         self._largest_bytes: dict[str, int] = {}
 
-    def _mark(self, stream: torch.Stream | None) -> StreamMark:
+    def _mark(self) -> StreamMark:
         mark = StreamMark(self._device)
-        (current_stream(self._device) if stream is None else stream).record_event(mark.event)
+        current_stream(self._device).record_event(mark.event)
         return mark
 
     @contextmanager
-    def waiting(self, stream: torch.Stream | None, *, in_step: bool = False) -> Iterator[None]:
-        """Time the waits that ``stream`` gets in between; ``None``: the current stream. ``in_step``: of an update."""
-        begin = self._mark(stream)
+    def waiting(self, *, in_step: bool = False) -> Iterator[None]:
+        """Time the waits that the current stream gets in between. ``in_step``: of an update."""
+        begin = self._mark()
         yield
         if self._now is not None:
-            self._now.waits.append((begin, self._mark(stream), in_step))
+            self._now.waits.append((begin, self._mark(), in_step))
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
@@ -119,7 +117,7 @@ class Stopwatch:
 
     def end(self) -> Reading | None:
         """End an iteration; returns the one before it, which the device has finished or will soon, if it is known."""
-        mark = self._mark(None)
+        mark = self._mark()
         if self._now is not None:
             self._now.end = mark
             self._ended.append(self._now)

@@ -385,8 +385,8 @@ MUTANTS = {
     "R1: a gradient is let go before its update has ended": ("loop", "self.lanes.compute.wait(*late)", "pass"),
     "what somebody wrote at home is not gathered": (
         "loop",
-        "            self.cache.fetch(item)\n        if lane",
-        "            item.block or self.cache.fetch(item)\n        if lane",
+        "            self.cache.fetch(item)\n        self._wait",
+        "            item.block or self.cache.fetch(item)\n        self._wait",
     ),
     "R1: an update does not wait for readers": ("loop", "lane.wait(*item.used.values())", "pass"),
     "R1: a gather's read is not noted": ("loop", "item.used[lane.name] = lane.mark()", "lane.mark()"),
@@ -413,8 +413,8 @@ MUTANTS = {
     ),
     "R3: a gather does not wait for the update": (
         "loop",
-        "lane.wait(item.ready)  # R3: an update",
-        "pass  # an update",
+        "lane.wait(item.ready, *item.beside.values())",
+        "lane.wait(*item.beside.values())",
     ),
     "R3: an update does not wait for the load": ("loop", "lane.wait(item.ready)  # R3: loads", "pass  # loads"),
     "R3: a store does not wait for the update": ("cache", "store.wait(item.ready)", "pass"),

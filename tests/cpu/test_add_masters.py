@@ -13,14 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer, remove_offload
+from fsdp_offload import add_masters, offload_optimizer
 from fsdp_offload.optimizers import with_masters
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, saved
-from tests.cpu.test_wrappers import accelerated, fabrics, lightnings  # noqa: F401  # a fixture
-from tests.parity import Net, Run, Zoo, same_value
+from tests.cpu.test_wrappers import accelerated, wrap  # noqa: F401  # fixtures
+from tests.overlapping import Loop, same, same_values
+from tests.overlapping import Net as Small
+from tests.parity import Net, Zoo, same_value
 from tests.twins import MASTER, Twins, make_twins
 
 
@@ -75,25 +76,21 @@ def test_copies_and_pickles_go_on(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("early", [True, False], ids=["scheduler-first", "masters-first"])
 def test_schedulers_hooks_and_closures(early: bool) -> None:
     twins = plain("fp32") if not early else make_without_masters("fp32")
-    for run in twins:
-        run.parts["scheduler"] = optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    schedulers = [optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5) for run in twins]
     if early:
         twins.add_masters()
     calls: list[Any] = []
     twins.low.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     twins.low.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     for _ in range(3):
-        twins.each(lambda run: run.optimizer.zero_grad())
-        twins.low.loss(twins.steps).backward()
-        twins.hand_over()
-        closure = lambda: calls.append(torch.is_grad_enabled()) or 3.5  # noqa: E731
-        with torch.no_grad():
-            assert twins.low.optimizer.step(closure) == 3.5
-        twins.full.optimizer.step()
-        twins.each(lambda run: run.parts["scheduler"].step())
-        twins.steps += 1
-        twins.assert_same()
-    assert calls == ["before", True, "after"] * 3
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    with torch.no_grad():
+        assert twins.low.optimizer.step(lambda: calls.append(torch.is_grad_enabled()) or 3.5) == 3.5
+    twins.full.optimizer.step()
+    twins.assert_same()
+    assert calls == ["before", "after"] * 3 + ["before", True, "after"]
 
 
 def make_without_masters(kind: str) -> Twins:
@@ -111,15 +108,13 @@ def test_a_compiled_step_runs_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["wrapped-first", "masters-first"])
-@pytest.mark.parametrize("framework", ["accelerate", "lightning", "fabric"])
-def test_wrappers_are_seen_through(framework: str, first: bool, accelerated: Any) -> None:  # noqa: F811
-    wrap = {"accelerate": accelerated, "lightning": lightnings, "fabric": fabrics}[framework]
+def test_wrappers_are_seen_through(first: bool, wrap: Any) -> None:  # noqa: F811
     twins = make_without_masters("fp32")
     optimizer = twins.low.optimizer
     wrapper = wrap(optimizer) if first else None
-    assert add_masters(wrapper if first else optimizer, "fp32") is (wrapper if first else optimizer)
-    wrapper = wrapper if first else wrap(optimizer)
-    if framework == "accelerate":  # the step of the others asks a strategy, which calls that of the optimizer
+    assert add_masters(wrapper or optimizer, "fp32") is (wrapper or optimizer)
+    wrapper = wrapper or wrap(optimizer)
+    if "Accelerated" in type(wrapper).__name__:  # the step of the others asks a strategy, which calls the optimizer's
         twins.low.optimizer = wrapper
     twins.train(2)
     twins.low.optimizer = optimizer
@@ -145,9 +140,6 @@ def test_a_step_that_was_captured_before_is_refused(capture: Callable[[Any], Any
     twins.train(1)
     with pytest.raises(RuntimeError, match=r"MasterAdamW\.step was called past the offload"):
         captured()
-
-
-# State dicts ---------------------------------------------------------------------------------------------------------
 
 
 def test_counters_are_not_rounded_to_the_parameters() -> None:
@@ -191,92 +183,43 @@ def test_masters_of_the_other_kind_are_refused(kind: str) -> None:
     other.train(2)
 
 
-# Sharded -------------------------------------------------------------------------------------------------------------
+def sharded(mesh: DeviceMesh, kind: Any) -> Loop:
+    return Loop(mesh, lambda params: add_masters(adamw(params), kind), None, net=lambda: Small(16, 2).bfloat16())
 
 
-def sharded(mesh: DeviceMesh, kind: Any, *, offload: bool = False, dtype: torch.dtype = torch.bfloat16) -> Run:
-    torch.manual_seed(0)
-    model = Net().to(dtype)
-    model.up.bias = nn.Parameter(model.up.bias.detach().float())  # its own master
-    del model.gain
-    model = fully_shard(model, mesh=mesh)
-    optimizer = add_masters(adamw(model.parameters()), kind)
-    if offload:
-        offload_optimizer(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=2048))
-    return Run(model, optimizer, torch.device("cpu"), dtype)
-
-
-def train(run: Run, *steps: int) -> Run:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for param in run.params.values():
-            local = torch.randn(param.to_local().shape, generator=generator, dtype=param.dtype)
-            param.grad = DTensor.from_local(local, param.device_mesh, param.placements)
-        run.optimizer.step()
-    return run
-
-
-def content(run: Run) -> dict[str, Tensor]:
-    found = {name: param.detach().to_local() for name, param in run.params.items()}
-    for name, param in run.params.items():
-        for key, value in run.optimizer.state[param].items():
-            found[f"{name}.{key}"] = value.to_local() if isinstance(value, DTensor) else value
-    return found
-
-
-@EVERY_KIND
-def test_sharded_as_offloaded(mesh: DeviceMesh, kind: str) -> None:
-    one, other = (train(sharded(mesh, kind, offload=offload), 0, 1, 2) for offload in (False, True))
-    for param in one.params.values():
-        state = one.optimizer.state[param]
-        assert (MASTER in state) == (param.dtype is torch.bfloat16)
-        assert all(isinstance(value, DTensor) for name, value in state.items() if name != "step")
-        assert all(value.placements == param.placements for name, value in state.items() if name != "step")
-    assert_same(one, other)
-    remove_offload(other.optimizer)
-    assert_same(train(one, 3), train(other, 3))
-
-
-def assert_same(one: Run, other: Run) -> None:
-    first, second = content(one), content(other)
-    assert first.keys() == second.keys()
-    assert all(same_value(value, second[name]) for name, value in first.items())
+def states_of(loop: Loop) -> dict[str, Any]:
+    return {"model": loop.model.state_dict(), "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer)}
 
 
 @EVERY_KIND
 def test_files_of_torch_resume(mesh: DeviceMesh, kind: str, tmp_path: Any) -> None:
-    run, fresh = train(sharded(mesh, kind), 0, 1), sharded(mesh, kind)
-    dcp.save(
-        {"model": run.model.state_dict(), "optimizer": get_optimizer_state_dict(run.model, run.optimizer)},
-        checkpoint_id=tmp_path,
-    )
-    state = {"model": fresh.model.state_dict(), "optimizer": get_optimizer_state_dict(fresh.model, fresh.optimizer)}
+    loop, fresh = sharded(mesh, kind).train(2), sharded(mesh, kind)
+    dcp.save(states_of(loop), checkpoint_id=tmp_path)
+    state = states_of(fresh)
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(fresh.model, fresh.optimizer, state["optimizer"])
-    assert_same(run, fresh)
-    assert_same(train(run, 2), train(fresh, 2))
+    fresh.scheduler.load_state_dict(loop.scheduler.state_dict())
+    fresh.seen = [*loop.seen]
+    assert same(loop, fresh)
+    assert same(loop.train(1, first=2), fresh.train(1, first=2))
 
 
 def test_a_gradient_with_other_placements_is_refused(mesh: DeviceMesh) -> None:
-    run = train(sharded(mesh, "fp32"), 0)
-    before = {name: value.clone() for name, value in content(run).items()}
-    param = run.params["down.weight"]
-    param.grad = DTensor.from_local(param.grad.to_local(), mesh, [torch.distributed.tensor.Partial()])
+    loop = sharded(mesh, "fp32").train(1)
+    loop.backward(1)
+    before = [value.clone() for value in loop.everything()]
+    weight = loop.model.head.weight
+    weight.grad = DTensor.from_local(weight.grad.to_local(), mesh, [torch.distributed.tensor.Partial()])
     with pytest.raises(
         RuntimeError, match=r"step\(\) with masters: its gradient has .*Partial.*Nothing has been changed"
     ):
-        run.optimizer.step()
-    assert all(same_value(value, before[name]) for name, value in content(run).items())
-
-
-# Asked for wrongly ---------------------------------------------------------------------------------------------------
+        loop.optimizer.step()
+    assert same_values(loop.everything(), before)
 
 
 def test_after_the_offload_it_says_what_to_write() -> None:
-    optimizer = offload_optimizer(adamw(Net().bfloat16().parameters()))
-    with pytest.raises(
-        RuntimeError, match=r"offloaded already(.|\n)*add_masters\(optimizer, 'fp32'\)\n *offload_optimizer"
-    ):
+    optimizer, said = offload_optimizer(adamw(Net().bfloat16().parameters())), r"add_masters\(optimizer, 'fp32'\)"
+    with pytest.raises(RuntimeError, match=rf"offloaded already(.|\n)*{said}\n *offload_optimizer"):
         add_masters(optimizer, "fp32")
 
 
@@ -292,15 +235,12 @@ def test_a_second_call_changes_nothing_and_another_kind_is_refused() -> None:
         offload_optimizer(optimizer, exist_ok=True)
 
 
-def test_without_effect_it_warns() -> None:
+def test_without_effect_it_warns_and_something_else_is_refused() -> None:
     with pytest.warns(UserWarning, match="add_masters has no effect: no parameter is bf16 or fp16"):
         add_masters(adamw(Net().parameters()))
-
-
-@pytest.mark.parametrize("given", [object(), nn.Linear(1, 1)], ids=["object", "module"])
-def test_something_else_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got"):
-        add_masters(given)
+    for given in (object(), nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got"):
+            add_masters(given)  # type: ignore[arg-type]
 
 
 def test_a_group_of_fp16_that_is_added_to_remainders_is_refused() -> None:

@@ -9,7 +9,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
-from tests.async_writers import Expected, FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
-from tests.cpu.test_shard_tensor import WHOLE, ragged_whole
-from tests.parity import Run, attach, differences, fail_in_bucket
+from fsdp_offload.checkpoint import ArenaStager, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
+from tests.async_writers import FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
+from tests.loading import memory_of, ragged
+from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
 from tests.policies import with_share
 
 ALL = 1 << 30
@@ -40,35 +39,23 @@ NO_SPARE = OffloadPolicy(bucket_bytes=2048)
 pytestmark = pytest.mark.usefixtures("mesh")
 
 
-# What is trained -----------------------------------------------------------------------------------------------------
-
-# In planning order. With 12 KiB of spare homes, those of `big` and of what follows are beyond them.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "matrix": (40, 13),
-    "scalar": (),
-    "one": (1,),
-    **{f"small{number}": (20,) for number in range(6)},  # several in one bucket, and not all of them with a gradient
-    "frozen": (30,),
-    "late": (30,),
-    "empty": (0, 7),
-    "big": (3001,),  # cut into many buckets
-    "tail": (70,),
-}
 LATE_STEP = 5
 
 
-class Net(nn.Module):
+class Net(Zoo):
+    """And a buffer, several in one bucket of which not all have a gradient, a frozen one, and one that thaws."""
+
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__()
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-            setattr(self, name, nn.Parameter(values, requires_grad=name not in ("frozen", "late")))
+        self.small = nn.ParameterList(torch.randn(20) for _ in range(6))
+        self.frozen, self.late = (nn.Parameter(torch.randn(30), requires_grad=False) for _ in range(2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
 
 def has_gradient(name: str, step: int) -> bool:
     if name.startswith("small"):
-        return (int(name[5:]) + step) % 3 != 0
+        return (int(name[-1]) + step) % 3 != 0
     return name != "frozen" and (name != "late" or step >= LATE_STEP)
 
 
@@ -79,7 +66,7 @@ def set_gradients(net: nn.Module, step: int) -> None:
         param.grad = None
         if has_gradient(name, step):
             generator = torch.Generator().manual_seed(1000 * step + number)
-            param.grad = (torch.randn(param.shape, generator=generator) + 0.1 * param.detach()).to(param.dtype)
+            param.grad = 0.1 * param.detach() + torch.randn(param.shape, generator=generator)
 
 
 MakeOptimizers = Callable[[Net], list[Optimizer]]
@@ -111,10 +98,11 @@ class Training:
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             set_gradients(self.net, self.step)
+            rate = 0.02 * 0.9**self.step
             for optimizer in self.optimizers:
-                optimizer.step()
                 for group in optimizer.param_groups:
-                    group["lr"] = group["lr"].mul_(0.9) if isinstance(group["lr"], Tensor) else group["lr"] * 0.9
+                    group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+                optimizer.step()
             self.net.seen += 1
             self.step += 1
 
@@ -136,18 +124,12 @@ class Training:
     def engines(self) -> list[Any]:
         return [vars(optimizer)["_offload_engine"].engine for optimizer in self.optimizers]
 
-    def addresses(self) -> dict[str, int]:
-        """Where ``exp_avg`` of every parameter lives."""
-        states = [(name, self.optimizers[0].state.get(param)) for name, param in self.net.named_parameters()]
-        return {name: state["exp_avg"].data_ptr() for name, state in states if state and state["exp_avg"].numel()}
-
 
 def assert_same(plain: Training, offloaded: Training) -> None:
     assert plain.step == offloaded.step
     for one, other in zip(plain.optimizers, offloaded.optimizers, strict=True):
-        runs = [Run(side.net, optimizer, torch.device("cpu"), torch.float32) for side, optimizer in
-                ((plain, one), (offloaded, other))]  # fmt: skip
-        found = list(differences(*runs))
+        sides = ((plain.net, one), (offloaded.net, other))
+        found = list(differences(*(Run(*side, torch.device("cpu"), torch.float32) for side in sides)))
         assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
 
 
@@ -165,82 +147,80 @@ def save(training: Training, stager: ArenaStager, writer: HeldWriter) -> Future[
     return future
 
 
+class Saving:
+    """A save whose writer stands still until it ends, and what its file then has to hold."""
+
+    def __init__(self, training: Training, path: Path, stager: Any = None, waits: Waits | None = None) -> None:
+        self.path, self.state = path, copied(training.state())
+        self.stager = stager or ArenaStager(*training.optimizers)
+        self.writer = HeldWriter(path) if waits is None else waits.hold(path)
+        self.future = save(training, self.stager, self.writer)
+        assert self.writer.arrived.wait(60)
+
+    def end(self) -> None:
+        self.writer.let_go()
+        self.future.result()
+        assert_holds(self.path, self.state)
+
+
+def assert_saves(training: Training, path: Path, stager: ArenaStager) -> None:
+    """Save at once, with a writer of torch's own."""
+    state = copied(training.state())
+    dcp.async_save(training.state(), checkpoint_id=path, async_stager=stager).result()
+    assert_holds(path, state)
+
+
 def assert_holds(path: Path, state: Any) -> None:
     found = list(not_the_same(state, loaded(path, state)))
     assert not found, found[:5]
 
 
-# Ten saves -----------------------------------------------------------------------------------------------------------
+def trained(chosen: OffloadPolicy, steps: int = 2) -> Training:
+    training = Training(adamw, chosen)
+    training.train(steps)
+    return training
 
 
 def policy(**options: Any) -> OffloadPolicy:
     return with_share(bucket_bytes=2048, **options)
 
 
-class Case(NamedTuple):
-    policy: OffloadPolicy
-    make: MakeOptimizers = adamw
-    overlaps: bool = True  # a step can be made without waiting for the writer
-
-
-CASES = {
-    "all": Case(policy(snapshot_bytes=ALL)),
-    "half": Case(policy(snapshot_bytes=12 << 10), overlaps=False),
-    "none": Case(policy(), overlaps=False),
-    "some resident": Case(policy(snapshot_bytes=ALL, staying=5000)),
-    "several optimizers": Case(policy(snapshot_bytes=ALL), several),
+CASES: dict[str, tuple[OffloadPolicy, MakeOptimizers, bool]] = {
+    "all": (policy(snapshot_bytes=ALL), adamw, True),
+    "half": (policy(snapshot_bytes=12 << 10), adamw, False),
+    "none": (policy(), adamw, False),
+    "some resident": (policy(snapshot_bytes=ALL, staying=5000), adamw, True),
+    "several optimizers": (policy(snapshot_bytes=ALL), several, True),
 }
+"""And whether a step can be made without waiting for the writer."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ten_saves_in_a_row_hold_the_state_of_their_call(name: str, tmp_path: Path, waits: Waits) -> None:
+@pytest.mark.parametrize(("chosen", "make", "overlaps"), CASES.values(), ids=CASES)
+def test_ten_saves_in_a_row_hold_the_state_of_their_call(
+    chosen: OffloadPolicy, make: MakeOptimizers, overlaps: bool, tmp_path: Path, waits: Waits
+) -> None:
     """Every save meets the next step, and the next save where no step waits for it."""
-    case = CASES[name]
-    plain, offloaded = (Training(case.make, chosen) for chosen in (None, case.policy))
-    stager, expected = ArenaStager(*offloaded.optimizers), Expected()
+    plain, offloaded = (Training(make, one) for one in (None, chosen))
+    stager, savings = ArenaStager(*offloaded.optimizers), []
     for number in range(10):
-        path = tmp_path / f"save{number}"
-        expected.note(path, offloaded.state())
-        save(offloaded, stager, waits.hold(path))
+        savings.append(Saving(offloaded, tmp_path / str(number), stager, waits))
         before = waits.count
         for side in (plain, offloaded):
             side.train(1 + number % 2)
         if number:  # before, there is no state that could be lent
-            assert waits.count - before == (not case.overlaps)
+            assert waits.count - before == (not overlaps)
         assert_same(plain, offloaded)
-    waits.let_go()
+    for saving in savings:
+        saving.end()
     stager.close()
-    assert len(expected) == 10
-    assert not list(expected.problems())
 
 
 # Overlap -------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_go_on_while_the_writer_stands_still(tmp_path: Path) -> None:
-    """State moves to its spare home in the first step, and stays there in those that follow."""
-    training = Training(adamw, POLICY)
-    training.train(LATE_STEP + 1)  # all state exists
-    writer, stager = HeldWriter(tmp_path), ArenaStager(*training.optimizers)
-    state, before = copied(training.state()), training.addresses()
-    future = save(training, stager, writer)
-    assert writer.arrived.wait(60)
-    training.train(3)  # every parameter has had a gradient
-    moved = training.addresses()
-    assert all(moved[name] != before[name] for name in before)
-    training.train(3)
-    assert training.addresses() == moved
-    assert not future.done()
-    assert_exact_after(training)
-    writer.let_go()
-    future.result()
-    assert_holds(tmp_path, state)
-
-
 def test_a_writer_in_the_middle_of_its_work_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has read some of the tensors when training goes on, and reads the others afterwards."""
-    training = Training(adamw, POLICY)
-    training.train(2)
+    training = trained(POLICY)
     half_way, go = threading.Event(), threading.Event()
     resolved: list[object] = []
 
@@ -264,73 +244,52 @@ def test_a_writer_in_the_middle_of_its_work_is_not_disturbed(tmp_path: Path, mon
 
 
 def test_a_step_that_touches_nothing_of_what_is_read_waits_for_nothing(tmp_path: Path, waits: Waits) -> None:
-    training = Training(adamw, NO_SPARE)
-    training.train(2)
-    state = copied(training.state())
-    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    training = trained(NO_SPARE)
+    saving = Saving(training, tmp_path, waits=waits)
     for param in training.net.parameters():
         param.grad = None
     training.net.late.grad = torch.ones(30)  # its first: this state is in no file yet
     training.optimizers[0].step()
     assert waits.count == 0
-    waits.let_go()
-    future.result()
-    assert_holds(tmp_path, state)
+    saving.end()
 
 
 def test_two_stagers_at_a_time(tmp_path: Path) -> None:
     """As when two loops save to two places: both homes of a shard may be read, and then a step has to wait."""
-    training = Training(adamw, POLICY)
-    training.train(2)
-    states, futures = [], []
-    writers = [HeldWriter(tmp_path / str(number)) for number in range(2)]
-    for writer in writers:
-        states.append(copied(training.state()))
-        futures.append(save(training, ArenaStager(*training.optimizers), writer))
-        if writer is writers[0]:
-            assert runs_within(60, training.train)
+    training = trained(POLICY)
+    first = Saving(training, tmp_path / "0")
+    assert runs_within(60, training.train)
+    second = Saving(training, tmp_path / "1")
     blocked = not runs_within(0.3, training.train)
-    for writer in writers:
+    for writer in (first.writer, second.writer):
         writer.let_go()
-    for future in futures:
-        future.result()
+    for saving in (first, second):
+        saving.end()
     assert blocked
-    assert_holds(tmp_path / "0", states[0])
-    assert_holds(tmp_path / "1", states[1])
 
 
 def test_a_save_during_another_is_an_error_if_so_wanted(tmp_path: Path) -> None:
-    training = Training(adamw, POLICY)
-    training.train(2)
+    training = trained(POLICY)
     stager = ArenaStager(*training.optimizers, when_busy="error")
-    state, writer = copied(training.state()), HeldWriter(tmp_path)
-    future = save(training, stager, writer)
+    saving = Saving(training, tmp_path, stager)
     training.train()
     with pytest.raises(RuntimeError, match="last asynchronous save is still being written"):
         save(training, stager, HeldWriter(tmp_path / "never"))
     training.train()
-    writer.let_go()
-    future.result()
+    saving.end()
     stager.close()
-    assert_holds(tmp_path, state)
     assert not (tmp_path / "never" / ".metadata").exists()
-    later = copied(training.state())
-    dcp.async_save(training.state(), checkpoint_id=tmp_path / "later", async_stager=stager).result()
-    assert_holds(tmp_path / "later", later)
+    assert_saves(training, tmp_path / "later", stager)
 
 
 def test_a_save_whose_future_is_done_is_not_running(tmp_path: Path) -> None:
     """What a loop with ``when_busy="error"`` relies on: it waits for the future, and saves again."""
-    training = Training(adamw, POLICY)
-    training.train()
-    stager, go_on = ArenaStager(*training.optimizers, when_busy="error"), threading.Event()
-    writer = HeldWriter(tmp_path)
-    future = save(training, stager, writer)
-    future.add_done_callback(lambda _: go_on.wait(60))  # in the writing thread, which so ends late
-    writer.let_go()
-    future.result()
+    training, go_on = trained(POLICY), threading.Event()
+    saving = Saving(training, tmp_path, ArenaStager(*training.optimizers, when_busy="error"))
+    saving.future.add_done_callback(lambda _: go_on.wait(60))  # in the writing thread, which so ends late
+    saving.end()
     try:
-        stager.stage(training.state())
+        saving.stager.stage(training.state())
     finally:
         go_on.set()
 
@@ -348,12 +307,9 @@ def test_what_a_stager_is_made_of_is_checked() -> None:
 @pytest.mark.parametrize("chosen", [POLICY, NO_SPARE], ids=["all", "none"])
 def test_a_writer_that_fails_costs_one_checkpoint_and_nothing_else(chosen: OffloadPolicy, tmp_path: Path) -> None:
     """Whoever keeps its future keeps the exception, its traceback, and so all that the writer had been given."""
-    training = Training(adamw, chosen)
-    training.train(2)
-    stager = ArenaStager(*training.optimizers)
-    good = copied(training.state())
-    dcp.async_save(training.state(), checkpoint_id=tmp_path / "good", async_stager=stager).result()
-    kept: list[Future[Any]] = []
+    training = trained(chosen)
+    stager, kept = ArenaStager(*training.optimizers), list[Future[Any]]()
+    assert_saves(training, tmp_path / "good", stager)
 
     def fail(number: int) -> None:
         training.train()
@@ -369,18 +325,14 @@ def test_a_writer_that_fails_costs_one_checkpoint_and_nothing_else(chosen: Offlo
         assert "no space left on device" in str(kept[-1].exception())
     assert runs_within(60, lambda: training.train(3))
     assert_exact_after(training)
-    assert_holds(tmp_path / "good", good)
     assert not any((tmp_path / f"bad{number}" / ".metadata").exists() for number in range(3))
-    last = copied(training.state())
-    dcp.async_save(training.state(), checkpoint_id=tmp_path / "last", async_stager=stager).result()
-    assert_holds(tmp_path / "last", last)
+    assert_saves(training, tmp_path / "last", stager)
     assert all(future.exception().__traceback__ is not None for future in kept)
 
 
 def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> None:
     """As where no writer is found for the path: a disk that is read-only, a scheme that nobody knows."""
-    training = Training(adamw, NO_SPARE)
-    training.train(2)
+    training = trained(NO_SPARE)
     stager = ArenaStager(*training.optimizers)
     future = dcp.async_save(training.state(), checkpoint_id="unknown://nowhere", async_stager=stager)
     assert future.exception() is not None
@@ -391,34 +343,26 @@ def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> N
 
 def test_a_state_dict_that_cannot_be_staged_costs_nothing(tmp_path: Path) -> None:
     """No home is lent to a writer that there never is."""
-    training = Training(adamw, NO_SPARE)
-    training.train(2)
+    training = trained(NO_SPARE)
     stager = ArenaStager(*training.optimizers)
     with pytest.raises(TypeError, match="cannot pickle"):
         dcp.async_save(training.state() | {"lock": threading.Lock()}, checkpoint_id=tmp_path, async_stager=stager)
     assert runs_within(10, training.train)
-    state = copied(training.state())
-    dcp.async_save(training.state(), checkpoint_id=tmp_path / "next", async_stager=stager).result()
-    assert_holds(tmp_path / "next", state)
+    assert_saves(training, tmp_path / "next", stager)
     assert_exact_after(training)
 
 
-# State dicts that are too old, loads and removals --------------------------------------------------------------------
+# What happens meanwhile ----------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_from_before_a_step_that_moved_state_is_refused(tmp_path: Path, waits: Waits) -> None:
-    training = Training(adamw, POLICY)
-    training.train(2)
-    stager, old = ArenaStager(*training.optimizers), training.state()
-    future = save(training, stager, waits.hold(tmp_path))
+def test_a_state_dict_from_before_a_step_that_moved_state_is_refused(tmp_path: Path) -> None:
+    training = trained(POLICY)
+    old, saving = training.state(), Saving(training, tmp_path)
     training.train()
-    waits.let_go()
-    future.result()
+    saving.end()
     with pytest.raises(RuntimeError, match=r"made before the last step.*get_optimizer_state_dict\(\) right before"):
-        dcp.async_save(old, checkpoint_id=tmp_path / "old", async_stager=stager)
-    state = copied(training.state())
-    dcp.async_save(training.state(), checkpoint_id=tmp_path / "new", async_stager=stager).result()
-    assert_holds(tmp_path / "new", state)
+        dcp.async_save(old, checkpoint_id=tmp_path / "old", async_stager=saving.stager)
+    assert_saves(training, tmp_path / "new", saving.stager)
 
 
 Change = Callable[[Training], object]
@@ -449,7 +393,7 @@ def load_in_place(training: Training) -> None:
 
 def exchange(training: Training) -> None:
     """The user's own tensors in place of homes."""
-    for param in (training.net.matrix, training.net.big):
+    for param in (training.net.weight, training.net.long):
         state = training.optimizers[0].state[param]
         state["exp_avg"] = state["exp_avg"] * 2
 
@@ -478,69 +422,40 @@ CHANGES: dict[str, tuple[Change, ...]] = {
 def test_what_changes_state_during_a_save_does_not_spoil_it(
     name: str, moved: bool, tmp_path: Path, waits: Waits
 ) -> None:
-    training = Training(adamw, POLICY)
-    training.train(2)
-    state = copied(training.state())
-    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
-    if moved:
-        training.train(3)
+    training = trained(POLICY)
+    saving = Saving(training, tmp_path, waits=waits)
+    training.train(3 if moved else 0)
     for change in CHANGES[name]:
         change(training)
-    waits.let_go()
-    future.result()
-    assert_holds(tmp_path, state)
+    saving.end()
 
 
-def memory_of(training: Training) -> list["weakref.ref[object]"]:
+def arena_of(training: Training) -> list["weakref.ref[object]"]:
     return [weakref.ref(region._owner) for engine in training.engines() for region in engine.plan.regions]
 
 
-def is_gone(memory: Iterable["weakref.ref[object]"]) -> bool:
-    return all(reference() is None for reference in memory)
-
-
-def test_an_optimizer_dropped_during_a_save_is_written_and_then_freed(tmp_path: Path) -> None:
-    training, writer = Training(adamw, POLICY), HeldWriter(tmp_path)
-    training.train(2)
+@pytest.mark.parametrize("during", [True, False], ids=["dropped during the save", "dropped behind it"])
+def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) -> None:
+    """The writer is one of them; a future or stager that is kept is none."""
+    training = trained(POLICY)
     gc.collect()
     gc.disable()
     try:
-        stager = ArenaStager(*training.optimizers)
-        state, memory = copied(training.state()), memory_of(training)
+        saving, memory = Saving(training, tmp_path), arena_of(training)
         assert len(memory) == 2
-        future = save(training, stager, writer)
+        if not during:
+            saving.end()
+            assert runs_within(60, saving.stager._loan.wait)
         engine = weakref.ref(training.engines()[0])
         del training
         assert engine() is None
-        assert not is_gone(memory)
-        writer.let_go()
-        future.result()
-        stager.close()
-        assert is_gone(memory)
+        if during:
+            assert not any(reference() is None for reference in memory)
+            saving.end()
+            saving.stager.close()
+        assert all(reference() is None for reference in memory)
     finally:
         gc.enable()
-    assert_holds(tmp_path, state)
-
-
-def test_a_finished_save_keeps_no_memory(tmp_path: Path) -> None:
-    """Neither the future nor the stager that is kept for the next save."""
-    training = Training(adamw, POLICY)
-    training.train(2)
-    gc.collect()
-    gc.disable()
-    try:
-        stager, memory = ArenaStager(*training.optimizers), memory_of(training)
-        future = dcp.async_save(training.state(), checkpoint_id=tmp_path, async_stager=stager)
-        future.result()
-        assert runs_within(60, stager._loan.wait)
-        del training
-        assert is_gone(memory)
-        assert future.done()
-    finally:
-        gc.enable()
-
-
-# A step that fails ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, 12])
@@ -549,40 +464,27 @@ def test_a_step_that_fails_during_a_save(
     chosen: OffloadPolicy, fails_at: int, tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has what there was before, and heals the step. A step that had updated nothing is repeated."""
-    training = Training(adamw, chosen)
-    training.train(2)
-    state = copied(training.state())
-    future = save(training, ArenaStager(*training.optimizers), waits.hold(tmp_path))
+    training = trained(chosen)
+    saving = Saving(training, tmp_path, waits=waits)
     set_gradients(training.net, 2)
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, fails_at)
         with pytest.raises(ArithmeticError, match="a bit has flipped"):
             training.optimizers[0].step()
     if fails_at:
-        with pytest.raises(RuntimeError, match=r"state_dict\(\) refused"):
-            training.optimizers[0].state_dict()
+        for refused in (training.optimizers[0].state_dict, training.state):
+            with pytest.raises(RuntimeError, match=r"state_dict\(\) refused.*ArithmeticError.*Load a checkpoint"):
+                refused()
         with pytest.raises(RuntimeError, match=r"dcp.async_save\(\) refused"):
             ArenaStager(*training.optimizers).stage({"model": training.net.state_dict()})
-        waits.let_go()
-        future.result()
+        saving.end()
         training.load(tmp_path)
-        set_plain_rates(training, 2)
     training.train(3)
     assert_exact_after(training)
-    waits.let_go()
-    future.result()
-    assert_holds(tmp_path, state)
+    saving.end()
 
 
-def set_plain_rates(training: Training, step: int) -> None:
-    """Learning rates as they were at ``step``."""
-    plain = Training(adamw, None)
-    plain.train(step)
-    for mine, theirs in zip(training.optimizers[0].param_groups, plain.optimizers[0].param_groups, strict=True):
-        mine["lr"] = copied(theirs["lr"])
-
-
-# What a state dict may hold ------------------------------------------------------------------------------------------
+# What is staged, and into which memory -------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -591,46 +493,37 @@ class Pair(NamedTuple):
 
 
 def test_values_of_every_kind_are_those_of_the_call(tmp_path: Path) -> None:
-    steps, names, nested = [1, 2], {"a": "x"}, {"deep": [{"deeper": [3, 4]}]}
-    transposed = torch.arange(12.0).view(3, 4).t()
-    state: dict[str, Any] = {
-        "text": "abc",
-        "nothing": None,
-        "flag": True,
-        "bytes": b"\x00\xff",
-        "complex": 1 + 2j,
+    tensors: dict[str, Tensor] = {
+        "scalar": torch.tensor(2.5),
+        "integer": torch.tensor(7),
+        "boolean": torch.tensor([True, False]),
+        "bfloat16": torch.randn(5).bfloat16(),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "empty": torch.empty(0, 3),
+        "column": torch.arange(12.0).view(3, 4)[:, 1],
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "expanded": torch.ones(1).expand(4),
+        "part": torch.arange(10)[3:6],
+    }
+    others: dict[str, Any] = {"text": "abc", "nothing": None, "flag": True, "bytes": b"\x00\xff", "complex": 1 + 2j}
+    others |= {
         "tuple": (1, "two", None, (3.5,)),
         "named": Pair(1, "x"),
-        "steps": steps,
-        "names": names,
-        "nested": nested,
-        "set": {1, 2},
         "dtype": torch.bfloat16,
-        "empty dict": {},
-        "empty list": [],
-        "tensors": {
-            "scalar": torch.tensor(2.5),
-            "integer": torch.tensor(7),
-            "boolean": torch.tensor([True, False]),
-            "bfloat16": torch.randn(5).bfloat16(),
-            "complex": torch.randn(3, dtype=torch.complex64),
-            "empty": torch.empty(0, 3),
-            "column": torch.arange(12.0).view(3, 4)[:, 1],
-            "transposed": transposed,
-            "expanded": torch.ones(1).expand(4),
-            "part": torch.arange(10)[3:6],
-            "in a list": [torch.ones(2), 5],
-        },
+        "dict": {},
+        "list": [],
     }
+    written: dict[str, Any] = {"steps": [1, 2], "names": {"a": "x"}, "nested": {"deep": [[3, 4]]}, "set": {1, 2}}
+    state = {"tensors": {**tensors, "in a list": [torch.ones(2), 5]}, "others": others, "written": written}
     expected, writer = copied(state), HeldWriter(tmp_path)
     future = dcp.async_save(state, storage_writer=writer, async_stager=ArenaStager())
     assert writer.arrived.wait(60)
-    steps.append(3)
-    names["a"] = "y"
-    nested["deep"][0]["deeper"].clear()
-    state["set"].add(9)
-    for name, tensor in state["tensors"].items():
-        if isinstance(tensor, Tensor) and name != "expanded":
+    written["steps"].append(3)
+    written["names"]["a"] = "y"
+    written["nested"]["deep"][0].clear()
+    written["set"].add(9)
+    for name, tensor in tensors.items():
+        if name != "expanded":
             tensor.zero_() if name != "boolean" else tensor.logical_not_()
     writer.let_go()
     future.result()
@@ -646,55 +539,35 @@ def test_tied_weights_are_staged_once() -> None:
 
 def test_views_of_a_home_are_what_they_show() -> None:
     """Also those that begin where it begins."""
-    training = Training(adamw, POLICY)
-    training.train(2)
-    home = training.optimizers[0].state[training.net.matrix]["exp_avg"]
-    views = {
-        "all": home,
-        "transposed": home.t(),
-        "flat": home.view(-1),
-        "row": home[0],
-        "column": home[:, 0],
-        "every other": home[::2],
-        "inner": home[1:3],
-        "bytes": home.view(torch.uint8),
-    }
-    staged = ArenaStager(*training.optimizers).stage(views)
-    assert [name for name in views if not torch.equal(staged[name], views[name])] == []
+    training = trained(POLICY)
+    home = training.optimizers[0].state[training.net.weight]["exp_avg"]
+    views = [home, home.t(), home.view(-1), home[0], home[:, 0], home[::2], home[1:3], home.view(torch.uint8)]
+    staged = ArenaStager(*training.optimizers).stage({str(number): view for number, view in enumerate(views)})
+    assert all(torch.equal(staged[str(number)], view) for number, view in enumerate(views))
 
 
-def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path) -> None:
-    plain = distribute_tensor(WHOLE, init_device_mesh("cpu", (1,)), [Shard(0)])
-    memory = WHOLE.flatten().clone()
-    future = dcp.async_save(
-        {"ragged": with_chunks(plain, memory, ragged_whole(7, 13))},
-        storage_writer=(writer := HeldWriter(tmp_path)),
-        async_stager=ArenaStager(),
-    )
-    memory.zero_()
+def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path, mesh: DeviceMesh) -> None:
+    whole = torch.arange(30.0).view(5, 3, 2)
+    saved, writer = ragged(whole, mesh, 7, 13), HeldWriter(tmp_path)
+    future = dcp.async_save({"ragged": saved}, storage_writer=writer, async_stager=ArenaStager())
+    memory_of(saved).zero_()
     writer.let_go()
     future.result()
-    found = {"ragged": torch.zeros_like(plain)}
+    found = {"ragged": torch.zeros(5, 3, 2)}
     dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["ragged"].to_local(), WHOLE)
-    assert len(read_metadata(tmp_path)["ragged"].chunks) == len(ragged_whole(7, 13).chunks)
-
-
-def read_metadata(path: Path) -> Any:
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert torch.equal(found["ragged"], whole)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert len(metadata["ragged"].chunks) == len(chunks_of(saved).chunks) == 8
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
 def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
     """``AsyncCheckpointerType.PROCESS`` pickles what it is given."""
-    training = Training(adamw, POLICY)
-    training.train()
+    training = trained(POLICY)
     staged = ArenaStager(*training.optimizers).stage(training.state())
     with pytest.raises(TypeError, match=r"lends memory of this process.*AsyncCheckpointerType.THREAD, or .*Default"):
         dump(staged)
 
-
-# Other stagers, and optimizers that the stager does not know ---------------------------------------------------------
 
 STAGERS: dict[str, Callable[[], Any]] = {
     "DefaultStager": lambda: DefaultStager(StagingOptions(False, False, False, False)),
@@ -705,22 +578,14 @@ STAGERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", STAGERS)
 def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> None:
-    training, expected = Training(adamw, NO_SPARE), Expected()
+    training = Training(adamw, NO_SPARE)
     for number in range(3):
         training.train(2)
-        writer = HeldWriter(tmp_path / str(number))
-        expected.note(tmp_path / str(number), training.state())
-        stager = STAGERS[name]()
-        future = dcp.async_save(training.state(), storage_writer=writer, async_stager=stager)
+        saving = Saving(training, tmp_path / str(number), STAGERS[name]())
         training.train(2)
-        writer.let_go()
-        future.result()
-        stager.close()
-    assert not list(expected.problems())
+        saving.end()
+        saving.stager.close()
     assert_exact_after(training)
-
-
-# Memory --------------------------------------------------------------------------------------------------------------
 
 
 def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
@@ -729,7 +594,7 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
     stager, host_bytes, buffers = ArenaStager(*training.optimizers), set(), set()
     for number in range(10):
         staged = stager.stage(training.state())
-        buffers.add((staged["model"]["matrix"].data_ptr(), stager._buffer.nbytes))
+        buffers.add((staged["model"]["weight"].data_ptr(), stager._buffer.nbytes))
         del staged  # nobody writes it: that ends the loan
         future = dcp.async_save(training.state(), checkpoint_id=tmp_path / str(number), async_stager=stager)
         training.train()
@@ -744,20 +609,6 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
     assert report.memory.spare_home_bytes == report.memory.host_bytes // 2
 
 
-def test_what_is_at_home_is_not_copied() -> None:
-    training = Training(adamw, POLICY)
-    training.train(2)
-    state = training.state()
-    stager = ArenaStager(*training.optimizers)
-    staged = stager.stage(state)
-    for name, mine in state["optimizer"]["state"].items():
-        lent = staged["optimizer"]["state"][name]
-        assert not mine["exp_avg"].numel() or lent["exp_avg"].data_ptr() == mine["exp_avg"].data_ptr()
-        assert lent["step"].data_ptr() != mine["step"].data_ptr()
-    model_bytes = sum(param.numel() * 4 for param in training.net.parameters())
-    assert model_bytes <= stager._buffer.nbytes <= 2 * model_bytes
-
-
 def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path: Path) -> None:
     stager, addresses = ArenaStager(), []
     for number, numel in enumerate((100, 5000, 200)):
@@ -769,11 +620,8 @@ def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path
     assert addresses[0] != addresses[1] == addresses[2]
 
 
-# Writes in place -----------------------------------------------------------------------------------------------------
-
-
 def write_in_place(training: Training) -> None:
-    training.optimizers[0].state[training.net.matrix]["exp_avg"].mul_(2)
+    training.optimizers[0].state[training.net.weight]["exp_avg"].mul_(2)
 
 
 @pytest.mark.parametrize("options", [{"snapshot_bytes": 1 << 20}, {}])
@@ -802,11 +650,8 @@ def test_state_that_is_written_in_place_during_a_save_is_told_of(
 
 
 def test_what_is_written_after_a_save_has_failed_is_nobodys_business(tmp_path: Path, waits: Waits) -> None:
-    training = Training(adamw, policy(snapshot_bytes=1 << 20))
-    training.train(2)
-    stager = ArenaStager(*training.optimizers)
-    writer = FailingWriter(tmp_path / "failed")
-    waits.writers.append(writer)
+    training = trained(POLICY)
+    stager, writer = ArenaStager(*training.optimizers), FailingWriter(tmp_path / "failed")
     future = save(training, stager, writer)
     writer.let_go()
     with pytest.raises(CheckpointException):

@@ -9,188 +9,84 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.parity import Run, Zoo, attach, batch, make_pair, params_of
+from tests.parity import Matrices, Run, Zoo, attach, batch, make_pair, params_of
+
+Update = Callable[[Tensor, dict[str, Any]], object]
 
 
-class Plain(Optimizer):
-    """Momentum, one parameter after the other; ``update`` is what a subclass adds to it."""
+class Unusual(Optimizer):
+    """Momentum; ``update`` keeps something in its state beside that, and says what the parameter goes by."""
 
-    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
+    def __init__(self, params: Any, update: Update, *, lr: float = 0.05, early: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.update = update
+        for param in params_of(self) if early else ():
+            self.state[param] = {"step": 0, "momentum": torch.zeros_like(param)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.before()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]
                 if not state:
-                    state["step"] = 0
-                    state["momentum"] = torch.zeros_like(param)
+                    state |= {"step": 0, "momentum": torch.zeros_like(param)}
                 state["step"] += 1
                 state["momentum"].mul_(0.9).add_(param.grad)
-                self.update(group, param, state)
-
-    def before(self) -> None: ...
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        param.sub_(state["momentum"] * group["lr"])
-
-    def trained(self) -> list[Tensor]:
-        return [param for param in params_of(self) if param.grad is not None]
+                self.update(param, state)
+                param.sub_(state.get("velocity", state["momentum"]), alpha=group["lr"])
 
 
-class TwoNames(Plain):
-    """Two names in the state for one tensor."""
-
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        state.setdefault("velocity", state["momentum"])
-        param.sub_(state["velocity"] * group["lr"])
+def gradient_on_state(param: Tensor, state: dict[str, Any]) -> None:
+    state.setdefault("before", torch.zeros_like(param)).grad = param.grad.clone()
 
 
-class SharesWithTheParameter(Plain):
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        state.setdefault("weights", param.detach())
-        super().update(group, param, state)
+def note_on_state(param: Tensor, state: dict[str, Any]) -> None:
+    state["momentum"].largest = state["momentum"].abs().max()
 
 
-class HangsAGradientOnItsState(Plain):
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        state.setdefault("before", torch.zeros_like(param)).grad = param.grad.clone()
-        super().update(group, param, state)
-
-
-class HangsANoteOnItsState(Plain):
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        state["momentum"].largest = state["momentum"].abs().max()
-        super().update(group, param, state)
-
-
-class GradientAsState(Plain):
-    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        state["before"] = param.grad
-        super().update(group, param, state)
-
-
-class EstimatesTheHessian(Plain):
-    """Goes through the graph of the gradients now and then, for all parameters; each bucket would do it anew."""
-
-    def before(self) -> Any:
-        trained = [param for param in self.trained() if param.grad is not None and param.grad.requires_grad]
-        if not trained or self.state[trained[0]].get("step", 0) % 10 != 9:
-            return
-        grads = [param.grad for param in trained]
+def hessian(param: Tensor, state: dict[str, Any]) -> None:
+    """Goes through the graph of the gradient now and then."""
+    if state["step"] % 10 == 9 and param.grad.requires_grad:
         with torch.enable_grad():
-            products = torch.autograd.grad(grads, trained, grad_outputs=[torch.ones_like(g) for g in grads])  # type: ignore[arg-type]
-        for param, product in zip(trained, products, strict=True):
-            self.state[param]["hessian"] = product.abs()
+            (product,) = torch.autograd.grad(param.grad, param, torch.ones_like(param.grad), retain_graph=True)
+        state["hessian"] = product.abs()
 
 
-class Twins(nn.Module):
-    """Several parameters of each shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = nn.ParameterList(torch.randn(4, 3, 3, 3) for _ in range(2))
-        self.matrices = nn.ParameterList(torch.randn(24, 20) for _ in range(3))
-        self.vectors = nn.ParameterList(torch.randn(24) for _ in range(3))
-
-    forward = Zoo.forward
-
-
-def in_two_groups(cls: Callable[..., Optimizer]) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    def make(params: Iterable[nn.Parameter]) -> Optimizer:
-        params = list(params)
-        return cls([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}])
-
-    return make
-
-
-class StateInTheConstructor(Plain):
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr)
-        for param in params_of(self):
-            self.state[param]["momentum"] = torch.zeros_like(param)
-            self.state[param]["step"] = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["momentum"].mul_(0.9).add_(param.grad)
-                    self.state[param]["step"] += 1
-                    param.sub_(self.state[param]["momentum"] * group["lr"])
+UPDATES: dict[str, Update] = {
+    "two names for one tensor": lambda param, state: state.setdefault("velocity", state["momentum"]),
+    "the parameter": lambda param, state: state.setdefault("weights", param.detach()),
+    "the gradient": lambda param, state: state.update(before=param.grad),
+    "a gradient on state": gradient_on_state,
+    "a note on state": note_on_state,
+    "the hessian": hessian,
+}
 
 
 def without_some_gradients(run: Run, step: int) -> float:
     run.optimizer.zero_grad()
     loss = run.loss(step)
-    loss.backward(create_graph=isinstance(run.optimizer, EstimatesTheHessian))
+    loss.backward(create_graph=run.optimizer.update is hessian)
     if step % 4 == 3:
         params_of(run.optimizer)[0].grad = None
     run.optimizer.step()
     return loss.item()
 
 
-CLASSES: list[type[Plain]] = [
-    *(TwoNames, SharesWithTheParameter, HangsAGradientOnItsState, HangsANoteOnItsState),
-    *(GradientAsState, EstimatesTheHessian, StateInTheConstructor),
-]
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_same_bits(cls: type[Plain]) -> None:
-    pair = make_pair(Twins, in_two_groups(cls))
+@pytest.mark.parametrize("early", [False, True], ids=["state in the step", "state in the constructor"])
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_the_same_bits(update: Update, early: bool) -> None:
+    """What ``core/test_whole.py`` has no class for."""
+
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        params = list(params)
+        return Unusual([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}], update, early=early)
+
+    pair = make_pair(Matrices, make)
     pair.train(11, without_some_gradients)
     pair.assert_trained()
     pair.detach()
     pair.train(2, without_some_gradients)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_layouts_are_learnt_anew_outside_what_the_constructor_accepts(cls: type[Optimizer]) -> None:
-    pair = make_pair(Twins, lambda params: cls(params, lr=0.1))
-    pair.train(2)
-    for run in pair:
-        run.optimizer.param_groups[0]["lr"] = -1e-3  # a scheduler may do that
-        run.optimizer.param_groups[0]["maximize"] = True
-    pair.train(3)
-
-
-def test_a_parameter_that_is_listed_twice_is_refused() -> None:
-    param = nn.Parameter(torch.randn(3))
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = torch.optim.AdamW([param, param])
-    with pytest.raises(ValueError, match="lists a parameter more than once"):
-        attach(optimizer)
-
-
-# Around the step ------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_user_adds_to_the_state_is_saved_and_loaded() -> None:
-    pair = make_pair(Zoo, torch.optim.AdamW)
-    pair.train(2)
-    for run in pair:
-        for param in params_of(run.optimizer)[:3]:
-            run.optimizer.state[param]["note"] = torch.arange(3.0)
-    pair.train(2)
-    for run in pair:
-        run.optimizer.load_state_dict(run.optimizer.state_dict())
-    pair.train(2)
-    state = pair.plain.optimizer.state_dict()
-    fresh = make_pair(Zoo, torch.optim.AdamW)
-    fresh.each(lambda run: run.optimizer.load_state_dict(state))
-    with torch.no_grad():
-        for run in fresh:
-            for param, trained in zip(run.model.parameters(), pair.plain.model.parameters(), strict=True):
-                param.copy_(trained)
-    fresh.assert_same()
-    fresh.train(2)
 
 
 def test_a_profiler_sees_the_name_of_the_users_class() -> None:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -51,12 +50,6 @@ def test_help(
     assert expected in capsys.readouterr().out
 
 
-def test_help_of_the_checkpoint_tools() -> None:
-    found = run("checkpoint-tools", "--help")
-    assert found.returncode == 0, found.stderr
-    assert "Usage: checkpoint-tools [OPTIONS] COMMAND" in found.stdout
-
-
 def test_a_command_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fsdp-offload", "nothing"])
     with pytest.raises(SystemExit, match=r"^fsdp-offload: unknown: nothing\n\nusage: fsdp-offload COMMAND"):
@@ -73,9 +66,9 @@ def test_doctor_says_what_a_bug_report_needs() -> None:
 
 def test_every_script_is_there() -> None:
     assert scripts().keys() == {"fsdp-offload", "checkpoint-tools"}
-    for target in scripts().values():
-        module, function = target.split(":")
-        assert callable(getattr(import_module(module), function))
+    found = run("checkpoint-tools", "--help")
+    assert found.returncode == 0, found.stderr
+    assert "Usage: checkpoint-tools [OPTIONS] COMMAND" in found.stdout
 
 
 def test_version() -> None:

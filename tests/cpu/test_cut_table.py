@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.table import rows
 from fsdp_offload.planning.buckets import CUT_NUMEL
-from tests.cpu.test_parity_optimizers import FLAGS
+from tests.cpu.test_parity_optimizers import FLAGS, IMPLEMENTATIONS
 from tests.parity import Zoo, make_pair, same_bits
 
 CLASSES = [getattr(optim, row.name.partition(":")[2]) for row in rows().values() if row.name.startswith("torch.optim:")]
@@ -19,12 +19,6 @@ CLASSES = [getattr(optim, row.name.partition(":")[2]) for row in rows().values()
 # Sizes, and the range in units of CUT_NUMEL: small ranges of what is small, or it would take minutes.
 CUTS = [((1, 63, 64, 65, 1000), 1), ((129, 4096 + 7), 9), ((4096 + 7, 40000 + 3), 50)]
 STEPS = 4
-IMPLEMENTATIONS = {
-    "for-loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
-
 Snapshot = list[Tensor]
 
 
@@ -53,38 +47,28 @@ def train(
     cut_numel: int | None,
 ) -> Iterator[Snapshot]:
     """Parameters and state after each step; in ranges of ``cut_numel`` elements, each with an optimizer of its own."""
-    params = [param.clone() for param in start]
-    ranges = [[param] if cut_numel is None else list(param.split(cut_numel)) for param in params]
-    leaves = [piece.clone().requires_grad_() for pieces in ranges for piece in pieces]
+    ranges = [param.split(cut_numel or param.numel()) for param in start]
+    leaves = [[piece.clone().requires_grad_() for piece in pieces] for pieces in ranges]
+    every = list(itertools.chain.from_iterable(leaves))
     # Together where they are whole, one range at a time where they are cut, as buckets are.
-    optimizers = [cls(batch, **kwargs) for batch in ([leaves] if cut_numel is None else [[leaf] for leaf in leaves])]
+    optimizers = [cls(batch, **kwargs) for batch in ([every] if cut_numel is None else [[leaf] for leaf in every])]
     for step_grads in grads:
-        cut_grads = [[grad] if cut_numel is None else list(grad.split(cut_numel)) for grad in step_grads]
-        for leaf, grad in zip(leaves, itertools.chain.from_iterable(cut_grads), strict=True):
-            leaf.grad = grad.clone()
+        for pieces, grad in zip(leaves, step_grads, strict=True):
+            for leaf, part in zip(pieces, grad.split(cut_numel or grad.numel()), strict=True):
+                leaf.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
-        yield joined(leaves, optimizers, [len(pieces) for pieces in ranges])
+        states = {leaf: state for optimizer in optimizers for leaf, state in optimizer.state.items()}
+        yield [value for pieces in leaves for value in joined(pieces, states)]
 
 
-def joined(leaves: Sequence[Tensor], optimizers: Sequence[optim.Optimizer], counts: Sequence[int]) -> Snapshot:
-    """The ranges of each parameter put together again: the parameter, and its state by name."""
-    states: dict[Tensor, dict[str, Any]] = {}
-    for optimizer in optimizers:
-        states.update(optimizer.state)
-    remaining = iter(leaves)
-    snapshot = []
-    for count in counts:
-        pieces = list(itertools.islice(remaining, count))
-        snapshot.append(torch.cat([piece.detach() for piece in pieces]))
-        for name in states.get(pieces[0], {}):
-            values = [torch.as_tensor(states[piece][name]) for piece in pieces]
-            if values[0].dim() == 0:
-                assert all(torch.equal(value, values[0]) for value in values), name
-                snapshot.append(values[0].clone())
-            else:
-                snapshot.append(torch.cat(values))
-    return snapshot
+def joined(pieces: Sequence[Tensor], states: dict[Any, dict[str, Any]]) -> Iterator[Tensor]:
+    """The ranges of a parameter put together again: the parameter, and its state by name."""
+    yield torch.cat([piece.detach() for piece in pieces])
+    for name in states.get(pieces[0], {}):
+        values = [torch.as_tensor(states[piece][name]) for piece in pieces]
+        assert values[0].dim() or all(torch.equal(value, values[0]) for value in values), name
+        yield torch.cat(values) if values[0].dim() else values[0].clone()
 
 
 def check_entry(
@@ -158,14 +142,3 @@ def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
     pair = make_pair(Large, make, dtype=dtype)
     pair.train(5)
     assert (pair.offloaded.optimizer.offload_report().kept.buckets > 1) == (dtype is torch.float32)
-
-
-def test_only_elementwise_optimizers_are_cut() -> None:
-    assert all(capabilities_of(cls).elementwise for cls in CLASSES if capabilities_of(cls).cuttable)
-    assert not capabilities_of(optim.Muon).cuttable
-    assert not capabilities_of(optim.Adafactor).cuttable
-
-    class Mine(optim.AdamW):
-        """May do anything in its step."""
-
-    assert not capabilities_of(Mine).cuttable

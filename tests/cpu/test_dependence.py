@@ -89,15 +89,6 @@ def test_operators(
     assert into(trace, lambda: run(tensors)) == expected
 
 
-def test_the_first_place_where_values_meet_is_named(trace: DependenceTrace, tensors: list[Tensor]) -> None:
-    with trace:
-        total = tensors[0] + tensors[1]  # here
-        result = total.mul(2).sum()
-    assert trace.foreign_origin([result], 0).endswith("(`total = tensors[0] + tensors[1]  # here`)")
-    assert trace.foreign_origin([result], 0).startswith("add in test_dependence.py:")
-    assert not trace.foreign_origin([tensors[0]], 0)
-
-
 READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda t: t.sum().item(),
     "tolist": lambda t: t.sum(0).tolist(),

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ def torch_settings() -> Iterator[None]:
     os.environ.update(environment)
 
 
-def run_alone(*flags: str) -> str:
-    """`python train_gpt.py`, without torchrun; what it printed."""
-    command = [sys.executable, str(TRAIN_GPT), *SMALL, *flags]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(name: str, *flags: str, ranks: int = 0, folder: Path | None = None) -> str:
+    """What an example printed, in a process of its own: frameworks change settings of the one they run in."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *launcher, str(TRAIN_GPT.with_name(f"{name}.py")), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -95,15 +96,7 @@ def test_every_example_is_run_as_a_script() -> None:
 def test_scripts(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    flags = [flag.format(folder=tmp_path) for flag in SCRIPTS[name]]
-    command = [sys.executable, str(TRAIN_GPT.with_name(f"{name}.py")), *flags]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def losses(metrics: Path) -> list[float]:
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
+    run(name, *(flag.format(folder=tmp_path) for flag in SCRIPTS[name]), folder=tmp_path)
 
 
 @pytest.mark.long
@@ -116,8 +109,9 @@ def test_offloaded_and_resumed_training_has_the_same_losses(capsys: pytest.Captu
 
 def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    output = run_alone("--steps", "40", "--metrics", str(metrics))
-    measured = losses(metrics)
+    output = run("train_gpt", *SMALL, "--steps", "40", "--metrics", str(metrics))
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    measured = [record["loss"] for record in records if "loss" in record]
     assert len(measured) == 40
     assert measured[0] == pytest.approx(5.55, abs=0.1)  # ln 256: nothing is known about a byte
     assert measured[-1] < 4.0
@@ -125,41 +119,30 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
     assert "validation loss" in output
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def train_and_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], torch_settings: None
-) -> Callable[..., list[str]]:
-    """`async_checkpoint.py` on one rank, in this process; what it printed."""
-
-    def run(folder: str, *flags: str) -> list[str]:
-        async_checkpoint.main(["--folder", str(tmp_path / folder), "--width", "16", "--save-every", "3", *flags])
-        return capsys.readouterr().out.splitlines()
-
-    return run
-
-
+@pytest.mark.usefixtures("torch_settings")
 @pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
 def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(
-    tmp_path: Path, train_and_checkpoint: Callable[..., list[str]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight = train_and_checkpoint("straight", "--steps", "11")
+    """On one rank, in this process."""
+
+    def train(folder: str, steps: int) -> list[str]:
+        flags = ("--width", "16", "--save-every", "3", "--steps", str(steps))
+        async_checkpoint.main(["--folder", str(tmp_path / folder), *flags])
+        return capsys.readouterr().out.splitlines()
+
+    straight = train("straight", 11)
     interrupted = tmp_path / "parts" / "step-00000005"
     interrupted.mkdir(parents=True)
-    assert train_and_checkpoint("parts", "--steps", "7")[0] == "starting from nothing"
+    assert train("parts", 7)[0] == "starting from nothing"
     assert not interrupted.exists()
-    resumed = train_and_checkpoint("parts", "--steps", "11")
-    assert resumed == ["resumed after step 7", straight[-1]]
+    assert train("parts", 11) == ["resumed after step 7", straight[-1]]
     assert straight[-1].startswith("step 11, checksum ")
     # Two stay: the last of every three steps, and the last of all.
     for folder in (tmp_path / "straight", tmp_path / "parts"):
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000009", "step-00000011"]
         assert (folder / "latest").read_text() == "step-00000011"
 
-
-# Sleep ---------------------------------------------------------------------------------------------------------------
 
 RL_SMALL = ["--rounds", "2", "--width", "32", "--layers", "2"]
 
@@ -173,23 +156,6 @@ def test_a_round_of_reinforcement_learning_leaves_the_device(capsys: pytest.Capt
     mebibytes = [float(line.split(" MiB of parameters")[0].split()[-1]) for line in phases]
     assert [size > 0 for size in mebibytes] == [True, False, True, True] * 2
 
-
-def test_the_example_would_find_a_model_that_wakes_as_another(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wake = rl_sleep.wake
-
-    def wake_wrongly(model: torch.nn.Module, optimizer: Any) -> None:
-        wake(model, optimizer)
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
-
-    monkeypatch.setattr(rl_sleep, "wake", wake_wrongly)
-    assert rl_sleep.main(RL_SMALL) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other losses"
-
-
-# Phases by hand ------------------------------------------------------------------------------------------------------
 
 MEGATRON_SMALL = [
     *("--steps", "4", "--width", "48", "--layers", "2"),
@@ -211,30 +177,35 @@ def test_a_loop_of_megatrons_shape_says_where_its_state_is(capsys: pytest.Captur
     assert all(host == away[2] for *_, host in others)
 
 
-def test_the_example_would_find_a_hook_that_is_not_called(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def wake_as_another(model: torch.nn.Module, optimizer: Any) -> None:
+    WAKE(model, optimizer)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+
+
+WAKE, RELOAD_BEFORE = rl_sleep.wake, megatron_style_loop.reload_before
+MISTAKES: dict[str, tuple[Any, str, Any, list[str], str]] = {
+    "a model that wakes as another": (rl_sleep, "wake", wake_as_another, RL_SMALL, "FAIL: other losses"),
+    "a hook that does not call what was bound before": (
+        *(megatron_style_loop, "reload_before", lambda _, optimizer: RELOAD_BEFORE(None, optimizer)),
+        *(MEGATRON_SMALL, "FAIL: other bits"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("example", "name", "wrong", "flags", "verdict"), MISTAKES.values(), ids=MISTAKES)
+def test_examples_would_find_a_mistake(
+    example: Any,
+    name: str,
+    wrong: Any,
+    flags: list[str],
+    verdict: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever wraps a hook has to call what was bound before."""
-    reload_before = megatron_style_loop.reload_before
-    monkeypatch.setattr(megatron_style_loop, "reload_before", lambda _, optimizer: forgetful(optimizer))
-
-    def forgetful(optimizer: Any) -> Callable[..., Any]:
-        return reload_before(None, optimizer)
-
-    assert megatron_style_loop.main(MEGATRON_SMALL) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: other bits"
-
-
-# Frameworks ----------------------------------------------------------------------------------------------------------
-
-
-def run_with_framework(name: str, *flags: str, ranks: int = 0) -> str:
-    """In a process of its own: frameworks change settings of the one they run in."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(TRAIN_GPT.with_name(f"{name}.py")), *flags]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    monkeypatch.setattr(example, name, wrong)
+    assert example.main(flags) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
 
 
 FRAMEWORKS: dict[str, tuple[tuple[str, ...], int, str, int]] = {
@@ -253,7 +224,7 @@ def test_frameworks(tmp_path: Path, name: str) -> None:
     pytest.importorskip(NEEDS[f"with_{name}"])
     flags, ranks, said, times = FRAMEWORKS[name]
     usual = ("--steps", "4", "--layers", "2", "--folder", str(tmp_path))
-    output = run_with_framework(f"with_{name}", *usual, *flags, ranks=ranks)
+    output = run(f"with_{name}", *usual, *flags, ranks=ranks)
     assert output.count(said) >= times
     assert "resumed: the same" in output or name == "accelerate"
 
@@ -275,15 +246,12 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
     records = tmp_path / "records.jsonl"
     common = ("--size", "tiny", "--steps", "6", "--policy", '{"bucket_bytes": 16384}', "--folder", str(tmp_path))
-    run_with_framework("benchmark_frameworks", framework, *common, "--records", str(records), ranks=2)
+    run("benchmark_frameworks", framework, *common, "--records", str(records), ranks=2)
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     verdicts = [value for line in lines for name, value in line.items() if name.startswith("same")]
     assert verdicts == [True] * 4
-    table = run_with_framework("benchmark_frameworks", "table", "--records", str(records))
+    table = run("benchmark_frameworks", "table", "--records", str(records))
     assert f"| 2 | {framework} | overlapped | " in table
-
-
-# Megatron-FSDP -------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_would_find_a_slice_that_was_loaded_wrongly(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:

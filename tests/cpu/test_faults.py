@@ -3,177 +3,112 @@
 import copy
 import importlib
 import io
-import logging
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
+from tests.parity import Pair, Run, Zoo, make_pair, train_step
 from tests.policies import with_share
 from tests.tiers import spread
 
 adam_module = importlib.import_module("torch.optim.adam")  # torch.optim itself hides it
 
 POLICY = OffloadPolicy(bucket_bytes=1024)
-NUMEL = 100  # of each parameter below: Adam's state of one is a bucket
 
 
 class Net(nn.Module):
-    """Parameters ``first``, ``middle`` and ``last``, a bucket each."""
+    """Parameters ``first``, ``middle`` and ``last``, for each of which Adam's state is a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
         for number, name in enumerate(("first", "middle", "last")):
-            setattr(self, name, nn.Parameter(torch.linspace(-1, number, NUMEL)))
+            setattr(self, name, nn.Parameter(torch.linspace(-1, number, 100)))
+
+    forward = Zoo.forward
 
 
-def backward(net: nn.Module, step: int) -> None:
-    for number, param in enumerate(net.parameters()):
-        param.grad = torch.linspace(number, step + 1.0, param.numel()).view_as(param)
+def pair_of(
+    make: Callable[..., Optimizer] = torch.optim.AdamW, policy: OffloadPolicy = POLICY, steps: int = 1, **options: Any
+) -> Pair:
+    """Trained for so many steps."""
+    pair = make_pair(Net, partial(make, **options), policy=None)
+    pair.attach(policy, with_model=True)
+    pair.train(steps)
+    return pair
 
 
-def train(net: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
-    for step in steps:
-        backward(net, step)
-        optimizer.step()
+def give_gradients(run: Run, step: int = 1) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
 
 
-def tensors_of(net: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Parameters and state, copied."""
-    state = [value for param in net.parameters() for value in optimizer.state[param].values()]
-    return [value.detach().clone() for value in [*net.parameters(), *state]]
-
-
-def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
-    assert len(ones) == len(others)
-    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def plain_run(steps: int, make: Callable[..., Optimizer] = torch.optim.AdamW, **options: Any) -> list[Tensor]:
-    net = Net()
-    optimizer = make(net.parameters(), **options)
-    train(net, optimizer, range(steps))
-    return tensors_of(net, optimizer)
-
-
-# Attaching -----------------------------------------------------------------------------------------------------------
-
-
-def assert_refused(
-    optimizer: Optimizer, error: type[Exception], message: str, *, model: nn.Module | None = None, policy: Any = POLICY
-) -> None:
-    """Attaching fails, and leaves the optimizer as it was."""
-    before = dict(optimizer.__dict__), type(optimizer), dict(optimizer.state)
-    hooks = dict(optimizer._optimizer_step_pre_hooks)
-    with pytest.raises(error, match=message):
-        offload_optimizer(optimizer, model=model, policy=policy)
-    assert (dict(optimizer.__dict__), type(optimizer), dict(optimizer.state)) == before
-    assert dict(optimizer._optimizer_step_pre_hooks) == hooks
-
-
-def test_attaching_twice_is_refused_and_the_offload_goes_on() -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    offload_optimizer(optimizer, policy=POLICY)
-    train(net, optimizer, [0])
-    assert_refused(optimizer, RuntimeError, r"offloaded already.*remove_offload\(\) first")
-    assert isinstance(optimizer, OffloadedOptimizer)
-    train(net, optimizer, [1, 2])
-    assert_equal(tensors_of(net, optimizer), plain_run(3))
-
-
-def test_removing_what_is_not_offloaded_is_refused() -> None:
+def test_what_is_not_offloaded_or_no_optimizer_is_refused() -> None:
     with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
         remove_offload(torch.optim.AdamW(Net().parameters()))
-
-
-def test_something_that_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Net"):
         offload_optimizer(Net())  # type: ignore[arg-type]
 
 
-def exchanged() -> dict[str, Any]:
-    """As when the optimizer was built before ``fully_shard``, which exchanges the model's parameters."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer, [0])
-    net.middle = nn.Parameter(net.middle.detach().clone())
-    return {"optimizer": optimizer, "model": net}
+def listed_twice() -> Optimizer:
+    param = nn.Parameter(torch.randn(3))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return torch.optim.AdamW([param, param])
 
 
-def on_meta() -> dict[str, Any]:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    return {"optimizer": torch.optim.AdamW(net.parameters()), "model": net}
+def adamw(**options: Any) -> Optimizer:
+    return torch.optim.AdamW(Net().parameters(), **options)
 
 
-def adamw(policy: OffloadPolicy = POLICY, **options: Any) -> dict[str, Any]:
-    return {"optimizer": torch.optim.AdamW(Net().parameters(), **options), "policy": policy}
-
-
-REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "parameters of another model": (exchanged, r"1 of the .*parameters.*params\[1\].*fully_shard"),
-    "meta parameters": (on_meta, r"1\.weight is on the meta device.*Materialize"),
-    "pinned without an accelerator": (lambda: adamw(OffloadPolicy(pin_memory=True)), "pin_memory=True needs an accel"),
-    "a step that autograd follows": (
-        lambda: adamw(differentiable=True),
-        r"param_groups\[0\] has differentiable=True",
-    ),
-    "sparse gradients": (lambda: {"optimizer": torch.optim.SparseAdam(Net().parameters())}, "SparseAdam .*sparse"),
+REFUSED: dict[str, tuple[Callable[[], Optimizer], OffloadPolicy, str]] = {
+    "a parameter twice": (listed_twice, POLICY, "lists a parameter more than once"),
+    "pinned without an accelerator": (adamw, OffloadPolicy(pin_memory=True), "pin_memory=True needs an accel"),
+    "a step that autograd follows": (lambda: adamw(differentiable=True), POLICY, r"\[0\] has differentiable=True"),
+    "sparse gradients": (lambda: torch.optim.SparseAdam(Net().parameters()), POLICY, "SparseAdam .*sparse"),
 }
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_attaching_is_refused(make: Callable[[], dict[str, Any]], message: str) -> None:
-    assert_refused(error=ValueError, message=message, **make())
+@pytest.mark.parametrize(("make", "policy", "message"), REFUSED.values(), ids=REFUSED)
+def test_attaching_is_refused_and_leaves_the_optimizer_as_it_was(
+    make: Callable[[], Optimizer], policy: OffloadPolicy, message: str
+) -> None:
+    def looked_at() -> Any:
+        entries = (vars(optimizer), optimizer.state, optimizer._optimizer_step_pre_hooks)
+        return type(optimizer), [dict(entry) for entry in entries]
 
-
-def test_parameters_that_are_exchanged_after_attaching_are_noticed_by_a_step_without_gradients() -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
-    for name, param in list(net.named_parameters()):
-        setattr(net, name, nn.Parameter(param.detach().clone()))
-    backward(net, 0)
-    with pytest.raises(RuntimeError, match="3 of the optimizer's parameters have no gradient and are no longer the"):
-        optimizer.step()
+    optimizer = make()
+    before = looked_at()
+    with pytest.raises(ValueError, match=message):
+        offload_optimizer(optimizer, policy=policy)
+    assert looked_at() == before
 
 
 def test_a_step_without_any_gradient_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
-    train(net, optimizer, [0])
+    optimizer = pair_of().offloaded.optimizer
     optimizer.zero_grad()
-    with caplog.at_level(logging.WARNING, logger="fsdp_offload"):
+    for _ in range(2):
         optimizer.step()
-        optimizer.step()
-    assert [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()] == [
-        "step() found no gradient in any parameter; nothing was updated or moved"
-    ]
+    assert caplog.text.count("step() found no gradient in any parameter; nothing was updated or moved") == 1
 
 
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net()
-    real = torch.Tensor.device.__get__
-    elsewhere = property(lambda tensor: torch.device("cuda", 1) if tensor is net.last else real(tensor))
-    optimizer = torch.optim.AdamW(net.parameters())
+    pair = make_pair(Net, torch.optim.AdamW, policy=None)
+    last, real = pair.offloaded.model.last, torch.Tensor.device.__get__
+    elsewhere = property(lambda tensor: torch.device("cuda", 1) if tensor is last else real(tensor))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "device", elsewhere)
-        with pytest.raises(
-            ValueError, match=r"several devices: first on cpu, last on cuda:1\. Use one optimizer for each"
-        ):
-            offload_optimizer(optimizer, model=net, policy=POLICY)
-    train(net, optimizer, range(2))
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
-
-
-# Copies --------------------------------------------------------------------------------------------------------------
+        with pytest.raises(ValueError, match=r"first on cpu, last on cuda:1\. Use one optimizer for each"):
+            pair.attach(POLICY, with_model=True)
+    pair.train(2)
 
 
 @pytest.mark.parametrize(
@@ -182,161 +117,74 @@ def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPat
     ids=["copy", "deepcopy", "pickle", "torch.save"],
 )
 def test_a_copy_is_refused_while_offloaded(make_copy: Callable[[Optimizer], object]) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
-    train(net, optimizer, [0])
-    with pytest.raises(
-        TypeError, match=r"OffloadedAdamW cannot be copied .*state_dict\(\), or call remove_offload\(\)"
-    ):
-        make_copy(optimizer)
-    train(net, optimizer, [1])
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
-    make_copy(remove_offload(optimizer))
-
-
-# Gradients -----------------------------------------------------------------------------------------------------------
+    pair = pair_of()
+    message = r"OffloadedAdamW cannot be copied .*state_dict\(\), or call remove_offload\(\)"
+    with pytest.raises(TypeError, match=message):
+        make_copy(pair.offloaded.optimizer)
+    pair.train(1)
+    pair.detach()
+    make_copy(pair.offloaded.optimizer)
 
 
 def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), model=net, policy=POLICY)
-    train(net, optimizer, [0])
-    before = tensors_of(net, optimizer)
-    backward(net, 1)
+    pair = pair_of()
+    run = pair.offloaded
+    give_gradients(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.11 warns of unchecked invariants whatever one asks for
-        net.last.grad = torch.sparse_coo_tensor([[3]], [1.0], (NUMEL,), check_invariants=True)
-    with pytest.raises(
-        RuntimeError, match=r"last cannot be updated: its gradient is torch.sparse_coo.*Nothing has been"
-    ):
-        optimizer.step()
-    assert_equal(tensors_of(net, optimizer), before)
-    train(net, optimizer, [1])
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
+        run.model.last.grad = torch.sparse_coo_tensor([[3]], [1.0], (100,), check_invariants=True)
+    with pytest.raises(RuntimeError, match=r"last cannot be updated: its gradient is torch.sparse_coo.*Nothing has"):
+        run.optimizer.step()
+    pair.assert_same()
+    pair.train(1)
 
 
-# An exception inside a bucket's update -------------------------------------------------------------------------------
-
-
-class Breaks(torch.optim.Optimizer):
-    """Momentum, that stops half way through the parameter called ``broken``."""
-
-    broken: Tensor | None = None
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                state.setdefault("buffer", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
-                if Breaks.broken is not None and param.data_ptr() == Breaks.broken.data_ptr():
-                    raise ArithmeticError("a bit has flipped")
-                param.sub_(state["buffer"], alpha=group["lr"])
-
-
-@pytest.fixture
-def unbroken() -> Iterator[None]:
-    yield
-    Breaks.broken = None
-
-
-class WideNet(Net):
-    """Parameters so large that each is a bucket of ``Breaks``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number, name in enumerate(("first", "middle", "last")):
-            setattr(self, name, nn.Parameter(torch.linspace(-1, number, 200)))
-
-
-@pytest.mark.usefixtures("unbroken")
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("broken", "error", "message"),
     [
-        ("first", r"0 of 3 buckets had been updated \(parameters none\); first may be half updated; the others"),
-        ("middle", r"1 of 3 buckets had been updated \(parameters first\); middle may be half updated; the others"),
-        ("last", r"2 of 3 buckets had been updated \(parameters first, middle\); last may be half updated; the others"),
+        (0, ArithmeticError, r"0 of 3 buckets had been updated \(parameters none\); first may be half updated"),
+        (1, KeyboardInterrupt, r"1 of 3 buckets had been updated \(parameters first\); middle may be half updated"),
+        (2, torch.OutOfMemoryError, r"2 of 3 .* \(parameters first, middle\); last may be half updated; the others"),
     ],
 )
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
-    broken: str, message: str, steps_before: int
+    broken: int, error: type[BaseException], message: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = WideNet()
-    optimizer = offload_optimizer(Breaks(net.parameters()), model=net, policy=POLICY, trust_separable=True)
-    train(net, optimizer, [0, 1][:steps_before])
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    before = tensors_of(net, optimizer)
-    Breaks.broken = getattr(net, broken)
-    with pytest.raises(ArithmeticError, match="a bit has flipped"):
-        train(net, optimizer, [2])
-    Breaks.broken = None
+    """A load that is refused does not count."""
+    pair = pair_of(steps=steps_before, foreach=False)
+    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    real, calls = adam_module.adam, list[int]()
 
-    untouched = list(net._parameters).index(broken)
-    for number, param in enumerate(net.parameters()):
-        assert torch.equal(param, before[number]) == (number >= untouched)
-    message = rf"ArithmeticError: a bit has flipped\. {message}.*load_state_dict"
+    def adam(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        calls.append(1)
+        if len(calls) > broken:
+            raise error("a bit has flipped")
+
+    give_gradients(pair.offloaded)
+    with monkeypatch.context() as patch:
+        patch.setattr(adam_module, "adam", adam)
+        with pytest.raises(error, match="a bit has flipped"):
+            optimizer.step()
+
+    for number, (name, param) in enumerate(model.named_parameters()):
+        assert torch.equal(param, saved[0][name]) == (number > broken)
+    with pytest.raises(ValueError, match="middle"):
+        optimizer.load_state_dict({**saved[1], "state": {1: {"other": torch.zeros(())}}})
+    message = rf"{error.__name__}: a bit has flipped\. {message}.*load_state_dict"
     for refused in (optimizer.step, optimizer.state_dict, lambda: remove_offload(optimizer)):
         with pytest.raises(RuntimeError, match=message):
             refused()
     assert "Not usable" in str(optimizer.offload_report())
     assert isinstance(optimizer, OffloadedOptimizer)
 
-    net.load_state_dict(saved[0])
+    model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    train(net, optimizer, [2, 3])
-    reference = WideNet()
-    plain = Breaks(reference.parameters())
-    train(reference, plain, [*[0, 1][:steps_before], 2, 3])
-    assert_equal(tensors_of(net, optimizer), tensors_of(reference, plain))
-    remove_offload(optimizer)
-
-
-@pytest.mark.usefixtures("unbroken")
-def test_a_load_that_is_refused_does_not_heal() -> None:
-    net = WideNet()
-    optimizer = offload_optimizer(Breaks(net.parameters()), model=net, policy=POLICY, trust_separable=True)
-    train(net, optimizer, [0])
-    saved = copy.deepcopy(optimizer.state_dict())
-    Breaks.broken = net.middle
-    with pytest.raises(ArithmeticError):
-        train(net, optimizer, [1])
-    del saved["state"][1]["buffer"]
-    saved["state"][1]["other"] = torch.zeros(())
-    with pytest.raises(ValueError, match="middle"):
-        optimizer.load_state_dict(saved)
-    with pytest.raises(RuntimeError, match="half updated"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_an_exception_from_torchs_own_step_is_noted_too(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters(), foreach=False), model=net, policy=POLICY)
-    calls: list[int] = []
-    real = adam_module.adam
-
-    def adam(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        real(*args, **kwargs)
-        if len(calls) == 2:
-            raise error
-
-    monkeypatch.setattr(adam_module, "adam", adam)
-    with pytest.raises(error):
-        train(net, optimizer, [0])
-    with pytest.raises(RuntimeError, match=rf"{error.__name__}.*1 of 3 buckets had been updated \(parameters first\)"):
-        optimizer.state_dict()
-
-
-# Before anything is written -------------------------------------------------------------------------------------------
+    pair.plain.optimizer.load_state_dict(copy.deepcopy(pair.plain.optimizer.state_dict()))
+    pair.train(2)
+    pair.detach()
 
 
 @pytest.mark.parametrize("device_bytes", [2048, 1 << 20], ids=["streams", "kept"])
@@ -345,27 +193,24 @@ def test_a_first_update_that_fails_before_it_writes_parameters_can_be_repeated(
     steps_before: int, device_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters were counted and moments written by then. State that is kept is newer there than at home."""
-    net = Net()
     policy = OffloadPolicy(bucket_bytes=1024, device_bytes=device_bytes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = offload_optimizer(torch.optim.Adam(net.parameters(), foreach=True), model=net, policy=policy)
-    train(net, optimizer, range(steps_before))
+    pair = pair_of(torch.optim.Adam, policy, steps=0, foreach=True)
+    for pair.steps in range(steps_before):  # without a look at the state, which would store it
+        pair.each(lambda run: train_step(run, pair.steps))
 
     def no_room(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for temporaries")
 
+    give_gradients(pair.offloaded)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_foreach_sqrt", no_room)
         with pytest.raises(torch.OutOfMemoryError, match=r"^no room for temporaries$"):
-            train(net, optimizer, [steps_before])
+            pair.offloaded.optimizer.step()
     if device_bytes > 2048 and steps_before:
         with pytest.raises(RuntimeError, match="0 of 3 buckets had been updated"):
-            optimizer.step()
+            pair.offloaded.optimizer.step()
         return
-    optimizer.step()
-    train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, foreach=True))
+    pair.train(2)
 
 
 UNUSABLE = [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
@@ -381,56 +226,48 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     entry: tuple[str, object], steps_before: int, options: dict[str, Any]
 ) -> None:
     name, value = entry
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.Adam(net.parameters(), **options), model=net, policy=POLICY)
-    train(net, optimizer, range(steps_before))
-    group = optimizer.param_groups[0]
+    pair = pair_of(torch.optim.Adam, steps=steps_before, **options)
+    group = pair.offloaded.optimizer.param_groups[0]
     group[name], right = value, group[name]
     said = re.escape(f"param_groups[0]['{name}'] = {value!r}")
-    message = rf"(?s)step\(\) cannot run with {said}: TypeError: .*Nothing has been changed"
+    give_gradients(pair.offloaded)
     for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            train(net, optimizer, [steps_before])
+        with pytest.raises(ValueError, match=rf"(?s)step\(\) cannot run with {said}: TypeError: .*Nothing has been"):
+            pair.offloaded.optimizer.step()
     group[name] = right
-    optimizer.step()
-    train(net, optimizer, [steps_before + 1])
-    assert_equal(tensors_of(net, optimizer), plain_run(steps_before + 2, torch.optim.Adam, **options))
+    pair.assert_same()
+    pair.train(2)
 
 
-# Exceptions outside the updates --------------------------------------------------------------------------------------
+def fail(*_: Any) -> None:
+    raise ArithmeticError("no loss, or a hook")
 
 
 @pytest.mark.parametrize("where", ["closure", "pre", "post", "global"])
 def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
-    train(net, optimizer, [0])
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("no loss, or a hook")
-
-    register = {
-        "pre": optimizer.register_step_pre_hook,
-        "post": optimizer.register_step_post_hook,
-        "global": register_optimizer_step_pre_hook,
-    }.get(where)
-    handle = None if register is None else register(fail)
-    backward(net, 1)
+    pair = pair_of()
+    optimizer = pair.offloaded.optimizer
+    pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    register = {"pre": pre, "post": post, "global": register_optimizer_step_pre_hook}.get(where, lambda _: None)
+    handle = register(fail)
+    give_gradients(pair.offloaded)
     try:
         with pytest.raises(ArithmeticError):
-            optimizer.step(fail if register is None else None)  # type: ignore[arg-type]
+            optimizer.step(fail if handle is None else None)  # type: ignore[arg-type]
     finally:
         if handle is not None:
             handle.remove()
-    train(net, optimizer, [2] if where == "post" else [1, 2])
-    assert_equal(tensors_of(net, optimizer), plain_run(3))
+    if where == "post":  # the step is done by then
+        give_gradients(pair.plain)
+        pair.plain.optimizer.step()
+    pair.assert_same()
+    pair.train(2)
 
 
 def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() -> None:
     net = nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    policy = with_share(bucket_bytes=4096, passing=5 * 4096)
-    offload_optimizer(optimizer, policy=policy)
+    offload_optimizer(optimizer, policy=with_share(bucket_bytes=4096, passing=5 * 4096))
     net(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     assert optimizer.offload_report().kept.buckets > 1
@@ -445,37 +282,25 @@ def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() 
     assert not torch.equal(weight, before)
 
 
-# Steps past us -------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_was_captured_before_attaching_is_refused() -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    captured = optimizer.step
-    train(net, optimizer, [0])
-    offload_optimizer(optimizer, policy=POLICY)
-    before = tensors_of(net, optimizer)
-    backward(net, 1)
+@pytest.mark.parametrize(
+    "capture", [lambda optimizer: optimizer.step, lambda optimizer: partial(torch.optim.AdamW.step, optimizer)]
+)
+def test_a_step_past_the_offload_is_refused(capture: Callable[[Optimizer], Callable[[], object]]) -> None:
+    """One that was captured before attaching, and the class's own."""
+    pair = make_pair(Net, torch.optim.AdamW, policy=None)
+    captured = [capture(run.optimizer) for run in pair]
+    pair.train(1)
+    pair.attach(POLICY)
+    give_gradients(pair.offloaded)
     with pytest.raises(RuntimeError, match=r"AdamW\.step was called past the offload.*Nothing has been changed"):
-        captured()
-    assert_equal(tensors_of(net, optimizer), before)
-    train(net, optimizer, [1])
-    assert_equal(tensors_of(net, optimizer), plain_run(2))
-    remove_offload(optimizer)
-    backward(net, 2)
-    captured()
-    assert_equal(tensors_of(net, optimizer), plain_run(3))
-
-
-def test_the_classes_own_step_is_refused_too() -> None:
-    net = Net()
-    optimizer = offload_optimizer(torch.optim.AdamW(net.parameters()), policy=POLICY)
-    backward(net, 0)
-    with pytest.raises(RuntimeError, match="past the offload"):
-        torch.optim.AdamW.step(optimizer)
-
-
-# Nothing to gain -----------------------------------------------------------------------------------------------------
+        captured[1]()
+    pair.assert_same()
+    pair.train(1)
+    pair.detach()
+    for run, step in zip(pair, captured, strict=True):
+        give_gradients(run)
+        step()
+    pair.assert_same()
 
 
 @pytest.mark.filterwarnings("default")
@@ -492,7 +317,8 @@ def test_an_offload_that_moves_nothing_says_so_loudly() -> None:
     net = Net()
     with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED: SGD keeps no state for these parameters"):
         optimizer = offload_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    train(net, optimizer, range(2))
+    net(torch.ones(4, 16)).backward()
+    optimizer.step()
     report = optimizer.offload_report()
     assert "NOTHING IS OFFLOADED" in str(report).splitlines()[1]
     assert (report.memory.host_bytes, report.step.loaded_bytes, report.step.stored_bytes) == (0, 0, 0)

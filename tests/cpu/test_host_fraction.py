@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, remove_offload
+from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update.job import HostJob
@@ -36,10 +38,11 @@ from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
+from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, train_step
 from tests.tiers import spread
-from tests.twins import make_twins
+from tests.twins import make_twins, same_state
 
 BOTH = {"0.3": 0.3, "1.0": 1.0}
 CPU = torch.device("cpu")
@@ -88,48 +91,35 @@ def test_same_bits(case: tuple[type[Optimizer], dict[str, Any]], fraction: float
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_fused_kernel_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
     """torch's fused SGD on the CPU does not update whole vectors in these dtypes: also where the user wants it."""
-    models = [nn.Linear(32, 32, dtype=dtype), nn.Linear(32, 32, dtype=dtype)]
-    models[1].load_state_dict(models[0].state_dict())
-    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
-    plain, offloaded = (
-        optim.SGD(model.parameters(), **options, fused=fused)
-        for model, fused in zip(models, (False, True), strict=True)
-    )
-    attach(offloaded, model=models[1], policy=policy(1.0))
+    pair = make_pair(lambda: nn.Linear(16, 32), partial(optim.SGD, lr=0.02, momentum=0.9), dtype=dtype, policy=None)
+    pair.offloaded.optimizer = optim.SGD(pair.offloaded.model.parameters(), lr=0.02, momentum=0.9, fused=True)
+    pair.attach(policy(1.0))
     for _ in range(4):
-        for model, optimizer in zip(models, (plain, offloaded), strict=True):
-            model(torch.ones(3, 32, dtype=dtype)).sum().backward()
-            optimizer.step()
-        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        for run in pair:
+            run.model(torch.ones(3, 16, dtype=dtype)).sum().backward()
+            run.optimizer.step()
+        assert all(map(torch.equal, pair.plain.params.values(), pair.offloaded.params.values()))
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
 def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) -> None:
     """The host takes the fused kernel; torch's fused SGD fails where only some parameters have state."""
 
-    def late_gradient(run: Run, step: int) -> float:
-        run.optimizer.zero_grad()
-        loss = run.loss(step)
-        loss.backward()
-        for name, param in run.params.items():
-            if step < 2 and name.endswith("bias"):
-                param.grad = None
-        run.optimizer.step()
-        return loss.item()
-
     flags = {"momentum": 0.9, "dampening": 0.1} if cls is optim.SGD else {}
-    make = lambda params: cls(params, lr=0.02, foreach=False, **flags)  # noqa: E731
+    make = partial(cls, lr=0.02, foreach=False, **flags)
     pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
     assert host_names(pair.offloaded.optimizer)
     for at in range(5):
         for run in pair:
-            late_gradient(run, at)
-    for name, param in pair.plain.params.items():  # another kernel than that of the plain optimizer
-        torch.testing.assert_close(param, pair.offloaded.params[name], rtol=1e-9, atol=1e-9)
-        assert (
-            pair.plain.optimizer.state[param].keys()
-            == pair.offloaded.optimizer.state[pair.offloaded.params[name]].keys()
-        )
+            run.optimizer.zero_grad()
+            run.loss(at).backward()
+            for name, param in run.params.items():
+                if at < 2 and name.endswith("bias"):
+                    param.grad = None
+            run.optimizer.step()
+    for one, other in zip(pair.plain.params.values(), pair.offloaded.params.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # another kernel than that of the plain optimizer
+        assert pair.plain.optimizer.state[one].keys() == pair.offloaded.optimizer.state[other].keys()
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
@@ -166,24 +156,13 @@ def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr("fsdp_offload.cpu_update.worker.cores_near", lambda device: frozenset(range(8)))
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
-
-    def wide() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 1031), nn.Linear(1031, 257), nn.Linear(257, 1))
-
-    pair = make_pair(
-        lambda: nn.Sequential(wide(), _Sum()),
-        fused_adamw,
-        policy=policy(1.0, bucket_bytes=1 << 20),
-    )
-    pair.train(4)
+    wide = lambda: nn.Sequential(nn.Linear(16, 1031), nn.Linear(1031, 257), nn.Linear(257, 1), _Sum())  # noqa: E731
+    make_pair(wide, fused_adamw, policy=policy(1.0, bucket_bytes=1 << 20)).train(4)
     assert set(seen) == {threads}
-    assert torch.get_num_threads() == mine
-    found: list[int] = []
-    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     other.start()
     other.join()
-    assert found == [mine]
+    assert seen[-1] == torch.get_num_threads() == mine
 
 
 class _Sum(nn.Module):
@@ -217,39 +196,39 @@ def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None
 # Whatever the loop does ----------------------------------------------------------------------------------------------
 
 
-def overlapping(fields: dict[str, Any], fraction: float, **more: Any) -> OffloadPolicy:
-    return policy_of(fields, host_fraction=fraction, **more)
-
-
 def tensor_lr(params: Any) -> Optimizer:
     return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
 
 
+def linear(layers: int = 1, sizes: tuple[int, int] = (16, 16), **more: Any) -> tuple[nn.Module, Optimizer]:
+    """All of it is updated on the host."""
+    net = nn.Sequential(*(nn.Linear(*sizes[:: 1 if at % 2 == 0 else -1], bias=False) for at in range(layers)))
+    return net, attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0, **more))
+
+
+def backward(net: nn.Module, **options: Any) -> Tensor:
+    loss = net(torch.ones(2, 16)).sum()
+    loss.backward(**options)
+    return loss
+
+
 def test_autograd_notices_the_update() -> None:
     """A backward through weights that have been updated since is an error, as without offload."""
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
-    loss = net(torch.ones(2, 8)).sum()
-    loss.backward(retain_graph=True)
+    net, optimizer = linear(2)
+    loss = backward(net, retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_what_is_trained_changes() -> None:
-    """Parameters thaw, one leaves its group and comes back, and a group is added."""
-    pair = make_pair(Net, fused_adamw, policy=None)
-    late = ("up.weight", "head.weight", "gain")
-    pair.each(lambda run: [run.params[name].requires_grad_(False) for name in late])
-    pair.attach(policy(0.9))
-    pair.train(3)
-    pair.each(lambda run: [run.params[name].requires_grad_(True) for name in late])
-    pair.train(3)
-    for run in pair:
-        group, gone = run.optimizer.param_groups[0], run.params["head.weight"]
-        group["params"] = [param for param in group["params"] if param is not gone]
+    """A parameter leaves its group and comes back, and a group is added. The habit ``freeze`` has the rest."""
+    pair = make_pair(Net, fused_adamw, policy=policy(0.9))
     pair.train(2)
-    pair.each(lambda run: run.optimizer.param_groups[0]["params"].append(run.params["head.weight"]))
+    gone = [run.optimizer.param_groups[0]["params"].pop() for run in pair]
+    pair.train(2)
+    for run, param in zip(pair, gone, strict=True):
+        run.optimizer.param_groups[0]["params"].append(param)
     pair.train(2)
     before = len(host_names(pair.offloaded.optimizer))
 
@@ -303,12 +282,8 @@ def test_two_optimizers_share_the_thread(mesh: DeviceMesh) -> None:
 def test_saved_at_one_fraction_and_loaded_at_another(before: float, after: float) -> None:
     pair = make_pair(Net, fused_adamw, policy=policy(before))
     pair.train(3)
-    saved = pair.offloaded.optimizer.state_dict()
-    plain = pair.plain.optimizer.state_dict()
-    assert saved["state"].keys() == plain["state"].keys()
-    for key, state in plain["state"].items():
-        for name, value in state.items():
-            assert same_value(value, saved["state"][key][name])
+    plain, saved = (run.optimizer.state_dict() for run in pair)
+    assert same_state(plain, saved)
     other = make_pair(Net, fused_adamw, policy=policy(after))
     for run, states in zip(other, (plain, saved), strict=True):
         run.model.load_state_dict(pair.plain.model.state_dict())
@@ -350,34 +325,40 @@ def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: in
 # Who waits for whom --------------------------------------------------------------------------------------------------
 
 
-def two_sides(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
-    return Loop(mesh, fused_adamw, overlapping(fields, 0.5)).train(3)
+def two_sides(mesh: DeviceMesh, fields: dict[str, Any], **more: Any) -> Loop:
+    return Loop(mesh, fused_adamw, policy_of(fields, **{"host_fraction": 0.5, **more})).train(3)
 
 
-def new_and_old(loop: Loop, before: dict[Tensor, Tensor]) -> tuple[set[bool], set[bool]]:
-    """Whether parameters of the device's and of the host's share have changed."""
-    of_host = set(host_params(loop.optimizer))
-    changed = {param: not torch.equal(param.detach().to_local(), start) for param, start in before.items()}
-    return {changed[p] for p in changed if p not in of_host}, {changed[p] for p in changed if p in of_host}
+def plain(mesh: DeviceMesh, steps: int = 4) -> Loop:
+    return Loop(mesh, fused_adamw, None).train(steps)
 
 
-@pytest.mark.parametrize("fields", [POLICIES["forward"], POLICIES["iteration"]], ids=["forward", "backward"])
-def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+def changed_on(loop: Loop, before: dict[Tensor, Tensor]) -> dict[str, set[bool]]:
+    """Whether parameters of the host's and of the device's share have changed."""
+    found: dict[str, set[bool]] = {"host": set(), "device": set()}
+    of_host = host_params(loop.optimizer)
+    for param, start in before.items():
+        side = "host" if any(param is one for one in of_host) else "device"
+        found[side].add(not torch.equal(param.detach().to_local(), start))
+    return found
+
+
+@pytest.mark.parametrize("name", ["forward", "iteration"])
+def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, name: str) -> None:
     """With the host standing still, ``step()`` returns, and everything that is not the host's is new."""
-    loop = two_sides(mesh, fields)
+    loop = two_sides(mesh, POLICIES[name])
     loop.optimizer.synchronize()
     before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
     with host_worker_gate.closed() as gate:
         loop.backward(3)
         loop.step()
-        assert new_and_old(loop, before) == ({True}, {False})
+        assert changed_on(loop, before) == {"host": {False}, "device": {True}}
         mine = next(p for p in loop.model.parameters() if p not in set(host_params(loop.optimizer)))
         loop.optimizer.state[mine]["exp_avg"].sum()  # waits for nobody else
         gate.open()
         loop.optimizer.synchronize()
-    assert new_and_old(loop, before) == ({True}, {True})
-    plain = Loop(mesh, fused_adamw, None).train(4)
-    assert same(plain, loop)
+    assert changed_on(loop, before) == {"host": {True}, "device": {True}}
+    assert same(plain(mesh), loop)
 
 
 class NotYet(HostMark):
@@ -399,7 +380,7 @@ def test_what_the_forward_needs_first_goes_first(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, late: type[HostMark] | None
 ) -> None:
     """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0)
     loop.optimizer.synchronize()
     submitted: list[tuple[int, HostJob]] = []
     submit, update = HostWorker.submit, HostJob.update
@@ -431,7 +412,7 @@ def test_what_the_forward_needs_first_goes_first(
     last = -1 if late is None else waves[-1]
     expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
     assert [job for _, job in expected] == [job for job in updated if job not in begun]
-    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+    assert same(plain(mesh), loop)
 
 
 class PassingMeanwhile(HostMark):
@@ -450,7 +431,7 @@ def test_ranges_in_order_where_their_gradients_come_during_the_look(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0, bucket_bytes=4096)).train(3)
+    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0, bucket_bytes=4096)
     loop.optimizer.synchronize()
     done: list[tuple[StateShard, int]] = []
     update = HostJob._update
@@ -473,7 +454,7 @@ def test_ranges_in_order_where_their_gradients_come_during_the_look(
         loop.optimizer.synchronize()
     starts = {shard: [start for other, start in done if other is shard] for shard, _ in done}
     assert any(len(of_one) > 1 for of_one in starts.values())
-    assert same(Loop(mesh, fused_adamw, None).train(4), loop)
+    assert same(plain(mesh), loop)
     assert all(of_one == sorted(of_one) for of_one in starts.values())
 
 
@@ -497,44 +478,49 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 
 def test_step_waits_without_overlap(mesh: DeviceMesh, waits: Waits) -> None:
-    loop = Loop(mesh, fused_adamw, overlapping({}, 0.5)).train(1)
+    loop = two_sides(mesh, {})
     assert not waits
     with host_worker_gate.closed():
-        loop.train(1, first=1)
+        loop.train(1, first=3)
     assert waits
-    assert same(Loop(mesh, fused_adamw, None).train(2), loop)
+    assert same(plain(mesh), loop)
+
+
+def step_while_the_host_stands(loop: Loop, waits: Waits, then: Callable[[Loop], object]) -> None:
+    """The fourth; ``then`` needs what the host is to do, after it."""
+    if not is_offloaded(loop.optimizer):
+        gate: Any = nullcontext()
+    else:
+        loop.optimizer.synchronize()  # else a slow host may still be at the third step when the gate closes
+        gate = host_worker_gate.closed()
+    with gate:
+        loop.backward(3)
+        loop.optimizer.step()
+        assert not waits
+        then(loop)
 
 
 @pytest.mark.parametrize("how", ["forward", "state", "state_dict", "model.state_dict", "zero-in-place", "scheduler"])
 def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
-    plain, loop = (Loop(mesh, tensor_lr, one) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
-    plain.train(3)
-    plain.backward(3)
-    plain.optimizer.step()
-    use(plain, how)
-    loop.train(3)
-    loop.optimizer.synchronize()  # else a slow host may still be at the third step when the gate closes
-    with host_worker_gate.closed():
-        loop.backward(3)
-        loop.optimizer.step()
-        assert not waits
-        use(loop, how)
+    loops = [Loop(mesh, tensor_lr, one).train(3) for one in (None, policy_of(POLICIES["forward"], host_fraction=0.5))]
+    for loop in loops:
+        step_while_the_host_stands(loop, waits, partial(use, how=how))
     assert waits
-    assert same(plain, loop)
+    assert same(*loops)
 
 
 def test_groups_edited_while_the_host_works(mesh: DeviceMesh, waits: Waits) -> None:
-    plain, loop = (Loop(mesh, fused_adamw, one).train(3) for one in (None, overlapping({"overlap": "forward"}, 0.5)))
-    for one in (plain, loop):
-        one.backward(3)
-        with host_worker_gate.closed():
-            one.optimizer.step()
-            group = one.optimizer.param_groups[0]
-            group["params"] = [p for p in group["params"] if p is not one.model.head.weight]
-            one.step()
-    assert loop.model.head.weight in host_params(loop.optimizer)
+    def edit(loop: Loop) -> None:
+        group = loop.optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if p is not loop.model.head.weight]
+        loop.step()
+
+    loops = [plain(mesh, 3), two_sides(mesh, POLICIES["forward"])]
+    for loop in loops:
+        step_while_the_host_stands(loop, waits, edit)
+    assert loops[1].model.head.weight in host_params(loops[1].optimizer)
     assert waits
-    assert same(plain, loop)
+    assert same(*loops)
 
 
 def use(loop: Loop, how: str) -> None:
@@ -580,12 +566,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @EVERY_POLICY
 def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields: dict[str, Any]) -> None:
-    plain, loop = (Loop(mesh, fused_adamw, one) for one in (None, overlapping(fields, 0.5)))
-    for one in (plain, loop):
-        one.train(3)
-    saved = copy.deepcopy(
-        (loop.model.state_dict(), loop.optimizer.state_dict(), loop.scheduler.state_dict(), loop.seen)
-    )
+    alone, loop = plain(mesh, 3), two_sides(mesh, fields)
+    parts = loop.model, loop.optimizer, loop.scheduler
+    saved, seen = copy.deepcopy([part.state_dict() for part in parts]), [*loop.seen]
     broken = host_names(loop.optimizer)[-1]
     failing.append(broken)
     with pytest.raises(RuntimeError, match=f"BoomError: out of order.*{broken}.* may be half updated") as error:
@@ -596,16 +579,16 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
         with pytest.raises(RuntimeError, match=r"refused: .*BoomError"):
             action()
     assert any("BoomError" in note for note in loop.optimizer.offload_report().notes)
-    for one, state in zip((loop.model, loop.optimizer, loop.scheduler), saved, strict=False):
-        one.load_state_dict(state)
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
     loop.optimizer.zero_grad()
-    loop.seen = saved[3]
-    assert same(plain.train(3, first=3), loop.train(3, first=3))
+    loop.seen = seen
+    assert same(alone.train(3, first=3), loop.train(3, first=3))
 
 
 def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was updated before the failure, and is still on its way up, does not come over them."""
-    loop = Loop(mesh, fused_adamw, overlapping(POLICIES["iteration"], 1.0)).train(3)
+    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0)
     state = copy.deepcopy(loop.optimizer.state_dict())
     weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
     begun, failed, may_go_up = threading.Semaphore(0), threading.Event(), threading.Event()
@@ -632,9 +615,13 @@ def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pyte
         assert may_go_up.wait(host_worker_gate.TIMEOUT_SECONDS)
         upload(self)
 
-    for name, function in (("begin", beginning), ("_update", updating), ("_fail", failing)):
+    for name, function in (
+        ("begin", beginning),
+        ("_update", updating),
+        ("_fail", failing),
+        ("_issue_uploads", uploading),
+    ):
         monkeypatch.setattr(HostJob, name, function)
-    monkeypatch.setattr(HostJob, "_issue_uploads", uploading)
     loop.backward(3)
     assert failed.wait(host_worker_gate.TIMEOUT_SECONDS)
     timer = threading.Timer(0.2, may_go_up.set)
@@ -644,42 +631,35 @@ def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pyte
     loop.model.load_state_dict(weights)
     timer.join()
     loop.optimizer.load_state_dict(state)  # waits for everything
-    assert all(torch.equal(value.to_local(), weights[n].to_local()) for n, value in loop.model.state_dict().items())
+    assert all(map(torch.equal, loop.model.state_dict().values(), weights.values()))
 
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
     # One layer each: 512 parameters have the state of one bucket on the host.
-    net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(16, 32), (32, 16)] * 2))
+    net, optimizer = linear(4, (16, 32), bucket_bytes=1024)
     assert host_bucket_bytes(1024) == 512 * 8
-    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0, bucket_bytes=1024))
-
-    def backward() -> None:
-        net(torch.ones(2, 16)).sum().backward()
-
-    backward()
+    backward(net)
     optimizer.step()
     before = [param.detach().clone() for param in net.parameters()]
-    backward()
+    backward(net)
     failing.append("1.weight")
     with pytest.raises(RuntimeError, match=r"1\.weight may be half updated"):
         optimizer.step()
-    same_as_before = [torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True)]
-    assert same_as_before == [False, True, True, True]
+    assert [*map(torch.equal, before, net.parameters())] == [False, True, True, True]
 
 
 def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host has made in it is not in ``optimizer.state``: the next step must not begin anew in silence."""
     plain, run = make_pair(Net, fused_adamw, policy=policy(0.5))
-    take = HostUpdates.take_created
 
     def interrupted(self: HostUpdates) -> Any:
         raise KeyboardInterrupt
 
-    start = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
-    monkeypatch.setattr(HostUpdates, "take_created", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_step(run, 0)
-    monkeypatch.setattr(HostUpdates, "take_created", take)
+    start = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    with monkeypatch.context() as patch:
+        patch.setattr(HostUpdates, "take_created", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(run, 0)
     for action in (run.optimizer.step, run.optimizer.state_dict):
         with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
             action()
@@ -699,8 +679,7 @@ class LostMark:
 
 @pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_down"])
 def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    net = nn.Linear(16, 16)
-    optimizer = attach(fused_adamw(net.parameters()), model=net, policy=policy(1.0))
+    net, optimizer = linear()
     issue = HostJob._issue_downloads
 
     def failing(self: HostJob, *args: Any) -> None:
@@ -709,11 +688,10 @@ def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch
         issue(self, *args)
         self._down = LostMark()  # type: ignore[assignment]
 
-    for at in range(2):
-        net(torch.ones(2, 16)).sum().backward()
-        if at == 0:
-            optimizer.step()
-            monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_down" else which, failing)
+    backward(net)
+    optimizer.step()
+    monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_down" else which, failing)
+    backward(net)
     with pytest.raises(RuntimeError, match="BoomError: lost"):
         optimizer.step()
 
@@ -723,6 +701,7 @@ def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch
     [
         (lambda params: optim.Muon([p for p in params if p.dim() == 2]), "host_fraction=0.5 is for the elementwise"),
         (optim.Adafactor, "Adafactor is not one of them"),
+        (FusedAdam, "FusedAdam is not one of them.*its kernels are the device's"),
         (lambda params: type("Mine", (optim.SGD,), {})(params, momentum=0.9), "Mine is not one of them"),
     ],
 )
@@ -754,11 +733,10 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     gc.collect()
     worker = host_worker(CPU)
     assert worker._users == 0
-    nets = [nn.Linear(16, 16) for _ in range(2)]
-    optimizers = [attach(fused_adamw(net.parameters()), policy=policy(1.0)) for net in nets]
+    nets, optimizers = map(list, zip(*(linear() for _ in range(2)), strict=True))
     engines = [weakref.ref(engine_of(optimizer)) for optimizer in optimizers]
     for net, optimizer in zip(nets, optimizers, strict=True):
-        net(torch.ones(2, 16)).sum().backward()
+        backward(net)
         optimizer.step()
     (thread,) = threads_of_ours()
     assert worker._slot_bytes > 0
@@ -794,9 +772,8 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 
 def test_gradients_are_let_go_when_they_have_been_read() -> None:
-    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    optimizer = attach(fused_adamw(net.parameters()), policy=policy(1.0))
-    net(torch.ones(2, 16)).sum().backward()
+    net, optimizer = linear(4)
+    backward(net)
     gradients = [weakref.ref(param.grad) for param in net.parameters()]
     optimizer.step()
     optimizer.zero_grad()
@@ -813,7 +790,7 @@ def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: Devic
         with torch.no_grad():
             return [loop.model(loop.batch(999))]
 
-    plain, loop = Loop(mesh, fused_adamw, None).train(4), two_sides(mesh, POLICIES["forward"])
+    expected, loop = result(plain(mesh)), two_sides(mesh, POLICIES["forward"])
     engine = weakref.ref(engine_of(loop.optimizer))
     with host_worker_gate.closed() as gate:
         loop.backward(3)
@@ -825,7 +802,7 @@ def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: Devic
         timer.start()
         found = result(loop)
         timer.join()
-    assert all(torch.equal(one, other) for one, other in zip(result(plain), found, strict=True))
+    assert all(map(torch.equal, expected, found))
 
 
 EXITING = """

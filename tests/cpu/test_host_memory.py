@@ -104,38 +104,24 @@ def test_without_proc_it_is_what_the_system_says(tmp_path: Path) -> None:
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "fits", "limit", "says"),
+    [
+        ("1", 60, None, ["needs 61 bytes of host memory on this rank; 60 are available", "host_limit_bytes"]),
+        ("4", 25, None, ["26 bytes ", " each of the 4 ranks of this host, 104 in all; the limit is 100"]),
+        ("4", 1000, 1000, ["needs 1001 bytes ", "host_limit_bytes allows 1000"]),
+    ],
+    ids=["what is available", "shared by ranks", "the user knows better"],
+)
+def test_more_than_there_is_is_refused(
+    ranks: str, fits: int, limit: int | None, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_memory, "host_memory", lambda: HostMemory(100, 60))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_is_available_may_be_taken() -> None:
-    check_host_memory(60, None)
-    with pytest.raises(MemoryError, match="needs 61 bytes of host memory on this rank; 60 are available") as error:
-        check_host_memory(61, None)
-    for advice in ("more ranks", "host_limit_bytes"):
-        assert advice in str(error.value)
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    check_host_memory(25, None)
-    with pytest.raises(
-        MemoryError, match=r"26 bytes .* each of the 4 ranks of this host, 104 in all; the limit is 100"
-    ):
-        check_host_memory(26, None)
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_user_knows_better_than_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    check_host_memory(1000, 1000)
-    with pytest.raises(MemoryError, match=r"needs 1001 bytes .*host_limit_bytes allows 1000") as error:
-        check_host_memory(1001, 1000)
-    assert "more ranks" in str(error.value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    check_host_memory(fits, limit)
+    with pytest.raises(MemoryError) as error:
+        check_host_memory(fits + 1, limit)
+    assert [words for words in (*says, "more ranks") if words not in str(error.value)] == []
 
 
 # What a refusal leaves -----------------------------------------------------------------------------------------------
@@ -156,36 +142,38 @@ def train(optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.step()
 
 
+def fitting(nbytes: int) -> OffloadPolicy:
+    return OffloadPolicy(host_limit_bytes=nbytes)
+
+
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
     monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr("fsdp_offload.core.homes.Region", lambda nbytes, **_: taken.append(nbytes))
     ours, theirs = parameter(), parameter()
     optimizer, plain = torch.optim.AdamW([ours]), torch.optim.AdamW([theirs])
     train(optimizer, steps_before)
     before = {name: value for state in optimizer.state.values() for name, value in state.items()}
-    with pytest.raises(MemoryError, match=f"needs {STATE_BYTES} bytes"):
-        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES - 1))
-    assert taken == []
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp_offload.core.homes.Region", None)  # nothing is taken
+        with pytest.raises(MemoryError, match=f"needs {STATE_BYTES} bytes"):
+            offload_optimizer(optimizer, policy=fitting(STATE_BYTES - 1))
     assert type(optimizer) is torch.optim.AdamW
     assert all(optimizer.state[ours][name] is value for name, value in before.items())
     train(optimizer, 3)
     train(plain, steps_before)
     train(plain, 3)
     assert torch.equal(ours, theirs)
-
-
-def test_it_fits_exactly() -> None:
-    optimizer = torch.optim.AdamW([parameter()])
-    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
+    offload_optimizer(optimizer, policy=fitting(STATE_BYTES))
     assert optimizer.offload_report().memory.host_bytes == STATE_BYTES
+    train(optimizer, 1)
+    remove_offload(optimizer)
+    assert optimizer.state[ours]["step"] == steps_before + 4
 
 
 def test_a_group_that_does_not_fit_is_not_added() -> None:
     ours = parameter()
-    optimizer = offload_optimizer(torch.optim.AdamW([ours]), policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
+    optimizer = offload_optimizer(torch.optim.AdamW([ours]), policy=fitting(STATE_BYTES))
     train(optimizer, 2)
     with pytest.raises(MemoryError, match="host_limit_bytes"):
         optimizer.add_param_group({"params": [parameter()]})  # which alone would fit
@@ -202,7 +190,7 @@ def sgd(*momenta: float) -> torch.optim.SGD:
 def test_state_that_grows_beyond_memory_is_not_lost(how: str) -> None:
     """Momentum wants a tensor for each parameter of its group."""
     optimizer, plain, larger = sgd(0.9, 0.0), sgd(0.9, 0.0), sgd(0.9, 0.9)
-    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES // 2))
+    offload_optimizer(optimizer, policy=fitting(STATE_BYTES // 2))
     for each in (optimizer, plain, larger):
         train(each, 2)
     group = optimizer.param_groups[1]
@@ -221,17 +209,6 @@ def test_state_that_grows_beyond_memory_is_not_lost(how: str) -> None:
     train(optimizer, 2)
     train(plain, 2)
     assert all(torch.equal(*pair) for pair in zip(params_of(optimizer), params_of(plain), strict=True))
-
-
-def test_after_a_refusal_an_offload_within_the_limit_works() -> None:
-    optimizer = torch.optim.AdamW([parameter(), parameter()])
-    train(optimizer, 1)
-    with pytest.raises(MemoryError):
-        offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=STATE_BYTES))
-    offload_optimizer(optimizer, policy=OffloadPolicy(host_limit_bytes=2 * STATE_BYTES))
-    train(optimizer, 1)
-    remove_offload(optimizer)
-    assert [state["step"].item() for state in optimizer.state.values()] == [2, 2]
 
 
 def test_a_check_costs_no_memory() -> None:

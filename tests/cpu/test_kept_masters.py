@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy, add_masters, remove_offload
-from fsdp_offload.optimizers.masters import close_master, new_master, open_master
+from fsdp_offload.optimizers.masters import close_master, open_master
+from tests import state_dicts
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
-from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, params_of, same_bits
-from tests.policies import with_share
+from tests.parity import SMALL, Net, Run, Zoo, assert_at_home, attach, same_bits
 from tests.tiers import every_nth, spread
-from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state, twins_of
+from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded, same_state
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 KINDS = {kind: kind for kind in ("fp32", "remainder")}
@@ -48,10 +48,6 @@ def split(master: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor
     return weights, kept
 
 
-def join(weights: Tensor, kept: Tensor) -> Tensor:
-    return open_master("remainder", weights, kept)
-
-
 def of_bits(*bits: int) -> Tensor:
     return (
         torch.tensor([value - (1 << 32) if value >> 31 else value for value in bits]).to(torch.int32).view(torch.float)
@@ -61,7 +57,7 @@ def of_bits(*bits: int) -> Tensor:
 def check_remainders(master: Tensor, weights: Tensor | None = None) -> None:
     before = master.clone()
     weights, kept = split(master, weights)
-    joined = join(weights, kept)
+    joined = open_master("remainder", weights, kept)
     nan = before.isnan()
     assert torch.equal(weights.isnan(), nan)
     assert torch.equal(joined.isnan(), nan)
@@ -119,12 +115,6 @@ def test_ties_are_rounded_by_the_format() -> None:
     assert [hex(bits & 0xFFFF) for bits in even.view(torch.int16).tolist()] == ["0x3f80", "0x3f82", "0xbf80", "0xbf82"]
 
 
-@EVERY_FORMAT
-def test_a_new_master_is_the_parameter(kind: str, dtype: torch.dtype) -> None:
-    weights = torch.randn(5, 7).to(dtype)
-    assert same_bits(open_master(kind, weights, new_master(kind, weights)), weights.float())
-
-
 @settings(deadline=None, max_examples=60)
 @given(bits=st.lists(ANY_BITS, min_size=8, max_size=8), written=st.sets(st.integers(0, 7)))
 @pytest.mark.parametrize("dtype", LOW)
@@ -171,32 +161,13 @@ def test_same_bits(
     twins.assert_trained()
 
 
-POLICIES = {
-    "whole": WHOLE,
-    "some resident": with_share(bucket_bytes=2048, passing=8192, staying=20_000),
-    "all resident": with_share(bucket_bytes=2048, passing=8192, staying=1 << 20),
-    "no offload": None,
-}
-
-
-@spread(policy=POLICIES, chosen=IMPLEMENTATIONS, kind=KINDS)
-def test_same_bits_with_other_policies(kind: str, chosen: dict[str, bool], policy: OffloadPolicy | None) -> None:
-    twins = make_twins(Zoo, lambda params: adamw(params, **chosen), kind, policy=policy)
-    twins.train()
-    twins.assert_trained()
-
-
 @pytest.mark.parametrize(("kind", "bytes_per_element"), [("fp32", 12), ("remainder", 10)])
 def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
+    """A parameter of many buckets is cut, or the tests above would show nothing about its second range."""
     twins = make_twins(Zoo, adamw, kind)
     twins.train(1)
     numel = sum(param.numel() for param in twins.low.params.values())
     assert twins.low.optimizer.offload_report().memory.host_state_bytes == bytes_per_element * numel
-
-
-def test_a_parameter_of_many_buckets_is_cut() -> None:
-    """Or the tests above would show nothing about its second range."""
-    twins = make_twins(Zoo, adamw, "remainder")
     plan = vars(twins.low.optimizer)["_offload_engine"].engine.plan
     assert len(plan.shards[twins.low.params["long"]].buckets) > 2
 
@@ -204,34 +175,29 @@ def test_a_parameter_of_many_buckets_is_cut() -> None:
 @EVERY_KIND
 def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
     twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
-    twins.train()
-    twins.assert_trained()
+    twins.train(3)
     assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
     twins.each(load_own)
     twins.assert_same()
     twins.train(2)
+    twins.assert_trained()
 
 
-# Training habits -----------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    """Linear layers in bf16, one of several buckets, around a norm in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 48, dtype=torch.bfloat16)
-        self.norm = nn.LayerNorm(48)
-        self.down = nn.Linear(48, 4, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x.bfloat16()).float()).relu().bfloat16()).float().square().mean()
+def mixed() -> nn.Module:
+    """Linear layers in bf16, around a norm in fp32."""
+    net = state_dicts.Net().bfloat16()
+    state_dicts.all_used(net)
+    net.norm.float()
+    return net
 
 
 @EVERY_KIND
 def test_parameters_in_fp32_are_their_own_masters(kind: str) -> None:
-    twins = make_twins(Mixed, adamw, kind, dtype=None)
-    twins.train()
+    twins = make_twins(mixed, adamw, kind, dtype=None)
+    twins.train(6, lambda run, step: run.loss(step).square().mean().backward())
     twins.assert_trained()
     with_master = [name for name, param in twins.low.params.items() if MASTER in twins.low.optimizer.state[param]]
     assert with_master == ["up.weight", "up.bias", "down.weight", "down.bias"]
@@ -294,62 +260,19 @@ def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: Offloa
     assert twins.low.optimizer.state[twins.low.params["up.weight"]]["step"] == 6
 
 
-# Attaching and removing ----------------------------------------------------------------------------------------------
-
-
-def fp32_twin(twins: Twins) -> None:
-    """Let the fp32 side go on from where the low-precision one is, whose state has the parameters' dtype."""
-    for one, other in zip(params_of(twins.full.optimizer), params_of(twins.low.optimizer), strict=True):
-        with torch.no_grad():
-            one.copy_(other)
-        for name, value in twins.low.optimizer.state[other].items():
-            wide = value.float() if value.dtype is other.dtype else value.clone()
-            twins.full.optimizer.state[one][name] = wide
-
-
-def train_alone(run: Run, *steps: int) -> None:
-    for step in steps:
-        run.optimizer.zero_grad()
-        gradients(run, step)
-        run.optimizer.step()
-
-
-EPS = {"eps": 1e-3}  # the usual one is zero in fp16, where an optimizer without masters then makes NaN
-
-
-def trained_before(kind: str, dtype: torch.dtype, cls: type[optim.Optimizer] = optim.AdamW, **options: float) -> Twins:
+@EVERY_FORMAT
+def test_late_masters_start_at_the_parameters_and_widen_the_state(kind: str, dtype: torch.dtype) -> None:
+    """``conformance`` trains on from there, beside the twin."""
     low = Zoo().to(dtype)
-    twins = twins_of(copy.deepcopy(low).float(), low, lambda params: cls(params, lr=0.02, **options), kind, dtype)
-    train_alone(twins.low, 0, 1, 2)
-    fp32_twin(twins)
-    twins.add_masters()
-    twins.updated = set(twins.low.params)
-    return twins
-
-
-@spread(
-    form=FORMATS,
-    made={"RMSprop": (optim.RMSprop, EPS), "ASGD": (optim.ASGD, {}), "AdamW": (optim.AdamW, EPS)},
-)
-def test_late_attach_widens_the_state_and_starts_masters_at_the_parameters(
-    form: tuple[str, torch.dtype], made: tuple[type[optim.Optimizer], dict[str, float]]
-) -> None:
-    cls, options = made
-    twins = trained_before(*form, cls, **options)
-    twins.attach()
-    twins.assert_same()
-    twins.train()
-    twins.assert_trained()
-
-
-@EVERY_KIND
-def test_hyperparameters_may_change_between_a_late_attach_and_the_first_step(kind: str) -> None:
-    twins = trained_before(kind, torch.bfloat16)
-    twins.attach()
-    for run in twins:
-        run.optimizer.param_groups[0]["weight_decay"] = 0.0
-        run.optimizer.param_groups[0]["foreach"] = True
-    twins.train(3)
+    run = Run(low, adamw(low.parameters(), eps=1e-3), torch.device("cpu"), dtype)  # the usual one is zero in fp16
+    gradients(run, 0)
+    run.optimizer.step()
+    before = copy.deepcopy(run.optimizer.state_dict()["state"])
+    attach(add_masters(run.optimizer, kind))  # type: ignore[arg-type]
+    for number, param in enumerate(low.parameters()):
+        state = run.optimizer.state[param]
+        assert same_bits(master_of(kind, param.detach(), state[MASTER]), param.detach().float())
+        assert all(same_bits(state[name], before[number][name].float()) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @spread(form=FORMATS, chosen=IMPLEMENTATIONS)
@@ -364,9 +287,6 @@ def test_masters_stay_when_the_offload_goes(form: tuple[str, torch.dtype], chose
     twins.attach()  # and once more
     twins.train(2)
     twins.assert_trained()
-
-
-# Weights that somebody writes ----------------------------------------------------------------------------------------
 
 
 def write_some(model: nn.Module) -> None:
@@ -400,7 +320,7 @@ def test_weights_written_before_the_first_step_are_where_masters_start() -> None
         twins.train(3)
 
 
-# State dicts ---------------------------------------------------------------------------------------------------------
+# State dicts, and what is refused ------------------------------------------------------------------------------------
 
 
 def saved(run: Run) -> dict[str, Any]:
@@ -411,13 +331,13 @@ def resumed_from(
     checkpoint: dict[str, Any], twins: Twins, *, weights_first: bool = True, policy: OffloadPolicy | None = SMALL
 ) -> Twins:
     """``twins`` with a fresh low-precision side, which has loaded ``checkpoint``."""
-    torch.manual_seed(1)
     fresh = make_twins(Zoo, adamw, twins.kind, twins.low.dtype, policy=policy)
     fresh.train(1)  # it had a state of its own
-    weights, state = (lambda: fresh.low.model.load_state_dict(checkpoint["model"])), checkpoint["optimizer"]
-    actions = [weights, lambda: fresh.low.optimizer.load_state_dict(state)]
-    for action in actions if weights_first else reversed(actions):
-        action()
+    if weights_first:
+        fresh.low.model.load_state_dict(checkpoint["model"])
+    fresh.low.optimizer.load_state_dict(checkpoint["optimizer"])
+    if not weights_first:
+        fresh.low.model.load_state_dict(checkpoint["model"])
     fresh.full, fresh.steps = twins.full, twins.steps
     load_own(fresh.full)
     return fresh
@@ -493,23 +413,16 @@ def test_another_format_is_refused_and_changes_nothing(
         value = state.pop(name)
         if dtype is not None:
             state[name] = value.to(dtype)
-    with pytest.raises(ValueError, match=message):
-        twins.low.optimizer.load_state_dict(state_dict)
+    own = twins.low.optimizer.state_dict()
+    without_masters = attach(adamw(Zoo().bfloat16().parameters()))
+    for optimizer, wrong, said in (
+        (twins.low.optimizer, state_dict, message),
+        (without_masters, own, r"extra \['master_param'\]"),  # which says more than a bf16 optimizer can keep
+    ):
+        with pytest.raises(ValueError, match=said):
+            optimizer.load_state_dict(copy.deepcopy(wrong))
     twins.assert_same()
     twins.train(2)
-
-
-def test_masters_without_the_policy_are_refused() -> None:
-    """A checkpoint with masters says more than a bf16 optimizer can keep."""
-    twins = make_twins(Zoo, adamw, "fp32")
-    twins.train(1)
-    other = Zoo().bfloat16()
-    optimizer = attach(adamw(other.parameters()))
-    with pytest.raises(ValueError, match=r"extra \['master_param'\]"):
-        optimizer.load_state_dict(copy.deepcopy(twins.low.optimizer.state_dict()))
-
-
-# Refused -------------------------------------------------------------------------------------------------------------
 
 
 class Unknown(optim.SGD):
@@ -524,19 +437,13 @@ def test_optimizers_that_cannot_run_on_masters_are_refused(cls: type[optim.Optim
     assert type(optimizer) is cls
 
 
-def test_remainders_of_fp16_are_refused_by_name() -> None:
+def test_remainders_of_fp16_and_other_kinds_are_refused() -> None:
     params = {"low": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), "of_fp16": nn.Parameter(torch.ones(3).half())}
     with pytest.raises(ValueError, match=r"'remainder'.*1 parameters are fp16 \(of_fp16\).*'fp32'"):
         add_masters(adamw(params.items()), "remainder")
-
-
-@pytest.mark.parametrize("value", ["none", "bf16", "", True, None, 32])
-def test_other_kinds_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
-        add_masters(adamw(Net().parameters()), value)
-
-
-# The harness ---------------------------------------------------------------------------------------------------------
+    for value in ("none", "bf16", "", True, None, 32):
+        with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
+            add_masters(adamw(Net().parameters()), value)  # type: ignore[arg-type]
 
 
 @EVERY_KIND

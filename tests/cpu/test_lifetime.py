@@ -55,17 +55,6 @@ def assert_alive(memory: list["weakref.ref[object]"]) -> None:
     assert all(reference() is not None for reference in memory)
 
 
-def test_memory_goes_with_the_optimizer() -> None:
-    net = model()
-    optimizer = offloaded(net)
-    memory = mappings(optimizer)
-    train(net, optimizer)
-    net(torch.ones(2, 16)).sum().backward()
-    assert_alive(memory)
-    del optimizer
-    assert_gone(memory)
-
-
 def failed_step(net: nn.Module, optimizer: Optimizer) -> None:
     net[0].weight.grad = torch.zeros(32, 16).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
@@ -77,50 +66,48 @@ def more_groups(net: nn.Module, optimizer: Optimizer) -> None:
     optimizer.add_param_group({"params": [net.scale]})
 
 
-AROUND: dict[str, Callable[[nn.Module, Any], object]] = {
-    "step hook": lambda net, optimizer: optimizer.register_step_post_hook(lambda *_: None),
-    "state dict": lambda net, optimizer: optimizer.state_dict()["param_groups"],
-    "loaded state": lambda net, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-    "failed step": failed_step,
-    "more groups": more_groups,
-    "report": lambda net, optimizer: optimizer.offload_report(),
+Beside = Callable[[nn.Module, Any], object]
+
+
+def nothing(net: nn.Module, optimizer: Any) -> None: ...
+
+
+def schedule(net: nn.Module, optimizer: Any) -> object:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+AROUND: dict[str, tuple[Beside, Beside]] = {
+    "nothing": (nothing, nothing),
+    "captured step": (lambda net, optimizer: optimizer.step, nothing),
+    "earlier scheduler": (schedule, nothing),
+    "scheduler": (nothing, schedule),
+    "step hook": (nothing, lambda net, optimizer: optimizer.register_step_post_hook(lambda *_: None)),
+    "state dict": (nothing, lambda net, optimizer: optimizer.state_dict()["param_groups"]),
+    "loaded state": (nothing, lambda net, optimizer: optimizer.load_state_dict(optimizer.state_dict())),
+    "failed step": (nothing, failed_step),
+    "more groups": (nothing, more_groups),
+    "report": (nothing, lambda net, optimizer: optimizer.offload_report()),
+    "gradients": (nothing, lambda net, optimizer: net(torch.ones(2, 16)).sum().backward()),
 }
+"""What there is beside an optimizer, made before it is attached and when it has trained."""
 
 
-@pytest.mark.parametrize("make", AROUND.values(), ids=AROUND)
-def test_nothing_around_an_optimizer_keeps_its_memory(make: Callable[[nn.Module, Any], object]) -> None:
-    net = model()
-    optimizer = offloaded(net)
-    train(net, optimizer)
-    beside = make(net, optimizer)
-    memory = mappings(optimizer)
-    train(net, optimizer)
-    del optimizer
-    assert_gone(memory)
-    del beside
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_scheduler_keeps_the_optimizer_no_longer_than_itself(before: bool) -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters()) if before else offloaded(net)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    offload_optimizer(optimizer, model=net, policy=POLICY, exist_ok=True)
-    memory = mappings(optimizer)
-    train(net, optimizer)
-    scheduler.step()
-    del optimizer, scheduler
-    assert_gone(memory)
-
-
-def test_a_captured_step_of_before_attaching_keeps_the_optimizer_no_longer_than_itself() -> None:
+@pytest.mark.parametrize("name", AROUND)
+def test_nothing_around_an_optimizer_keeps_its_memory(name: str) -> None:
+    """What has the optimizer itself keeps it no longer than it is there."""
+    before, after = AROUND[name]
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
-    captured = optimizer.step
+    earlier = before(net, optimizer)
     offload_optimizer(optimizer, model=net, policy=POLICY)
+    train(net, optimizer)
+    later = after(net, optimizer)
     memory = mappings(optimizer)
     train(net, optimizer)
-    del optimizer, captured
+    assert_alive(memory)
+    if "scheduler" in name or "captured" in name:
+        del earlier, later
+    del optimizer
     assert_gone(memory)
 
 
@@ -149,20 +136,6 @@ def test_removing_frees_it_although_a_scheduler_lives_on() -> None:
     after.step()
 
 
-def test_attaching_again_and_again_takes_no_more() -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    memory: list[weakref.ref[object]] = []
-    for _ in range(3):
-        assert_gone(memory)
-        offload_optimizer(optimizer, model=net, policy=POLICY)
-        memory = mappings(optimizer)
-        assert len(memory) == 1
-        train(net, optimizer, steps=1)
-        remove_offload(optimizer)
-    assert optimizer.state[net[0].weight]["step"] == 3
-
-
 def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
     net = model()
     optimizer = offloaded(net)
@@ -176,9 +149,6 @@ def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
     assert exp_avg.isfinite().all()
     del exp_avg
     assert_gone(memory)
-
-
-# Watching whether another optimizer steps instead ---------------------------------------------------------------------
 
 
 def test_nobody_watches_for_parameters_that_are_gone() -> None:

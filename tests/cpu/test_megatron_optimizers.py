@@ -5,7 +5,7 @@ made on the CPU, and bf16 parameters say that their type is that of the device, 
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -59,17 +59,18 @@ class Run:
             dense = Float16OptimizerWithFloat16Params(inner[0], config, None, None)
             return ChainedOptimizer([dense, FP32Optimizer(inner[1], config, None)])
 
+    def phases(self, *phases: Callable[[Any], None]) -> None:
+        for phase in phases if self.offload else ():
+            phase(self.chain)
+
     def step(self, number: int) -> None:
-        if self.offload:
-            offload_states(self.chain)
+        self.phases(offload_states)
         self.chain.zero_grad()
-        if self.offload:
-            release_states(self.chain)
+        self.phases(release_states)
         generator = torch.Generator().manual_seed(number)
         for param in (*self.dense, *self.experts):
             param.main_grad = torch.randn(param.shape, generator=generator)
-        if self.offload:
-            reload_states(self.chain)
+        self.phases(reload_states)
         assert not self.chain.prepare_grads()
         assert self.chain.step_with_ready_grads()
 
@@ -82,21 +83,14 @@ class Run:
                     yield from (optimizer.optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq", "step"))
 
 
-def test_the_same_bits_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_with_and_without_while_masters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, offloaded = Run(monkeypatch, offload=False), Run(monkeypatch, offload=True)
+    masters = [main for group in offloaded.chain.chained_optimizers[0].fp32_from_float16_groups for main in group]
+    assert [main.dtype for main in masters] == [torch.float32, torch.float32]
     for number in range(4):
         for run in (plain, offloaded):
             run.step(number)
+        assert all(main.untyped_storage().nbytes() for main in masters)
         assert all(map(torch.equal, plain.values(), offloaded.values()))
-
-
-def test_masters_are_found_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, offload=True)
-    run.step(0)
-    masters = [main for group in run.chain.chained_optimizers[0].fp32_from_float16_groups for main in group]
-    assert [main.dtype for main in masters] == [torch.float32, torch.float32]
-    offload_states(run.chain)
-    release_states(run.chain)
-    assert [main.untyped_storage().nbytes() for main in masters] == [0, 0]
-    run.step(1)
-    assert all(main.untyped_storage().nbytes() for main in masters)
+        offloaded.phases(offload_states, release_states)
+        assert [main.untyped_storage().nbytes() for main in masters] == [0, 0]

@@ -58,17 +58,6 @@ def spoil_what_the_window_drops() -> Iterator[None]:
         yield
 
 
-def generate(loop: Loop, step: int) -> None:
-    """Many forwards without gradients, between steps and in the middle of one."""
-    loop.model.eval()
-    with torch.no_grad():
-        for at in range(4):
-            loop.seen.append(loop.model(loop.batch(900 + at), extra=at % 2 == 0).item())
-    loop.model.train()
-    loop.backward(step)
-    loop.step()
-
-
 def write_parameters(loop: Loop, step: int) -> None:
     loop.backward(step)
     loop.step()
@@ -81,33 +70,6 @@ def write_parameters(loop: Loop, step: int) -> None:
                 param.copy_(param.detach() * 1.01)
             else:
                 torch._foreach_add_([param], 0.001)
-
-
-class Reading(Net):
-    """A hook looks at a parameter, gathered, in each forward; another one at where it lives, before each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-        self.blocks[1].register_forward_hook(lambda block, *_: self.norms.append(block.up.weight.sum().item()))
-
-
-@EVERY_POLICY
-def test_read_by_hooks(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, loop = pair(mesh, on_host(fields), net=Reading)
-    seen: list[list[float]] = []
-    for one in (plain, loop):
-        seen.append([])
-        weight = one.model.blocks[0].down.weight
-        one.optimizer.register_step_post_hook(
-            lambda *_, one=one, weight=weight, seen=seen[-1]: (
-                synchronize(one.optimizer),
-                seen.append(weight.norm().full_tensor()),
-            )
-        )
-    assert_same_each_step(plain, loop, 6)
-    assert plain.model.norms == loop.model.norms
-    assert seen[0] == seen[1]
 
 
 def freeze(model: nn.Module, *, but: str) -> None:
@@ -126,8 +88,7 @@ def test_frozen_parameters_stream_and_are_never_stored(
     plain, loop = pair(mesh, on_host(fields), make, prepare=partial(freeze, but="norm"))
     frozen = [param for param in loop.model.parameters() if not param.requires_grad]
     homes = [local_shard(param) for param in frozen]
-    before = [home.clone() for home in homes]
-    stored = set()
+    before, stored = [home.clone() for home in homes], set()
     put = Cache.put
 
     def noted(self: Cache, item: Item) -> None:
@@ -149,22 +110,15 @@ def test_frozen_parameters_stream_and_are_never_stored(
 # Optimizers ------------------------------------------------------------------------------------------------------
 
 
-def narrow(dtype: torch.dtype = torch.bfloat16) -> Net:
-    return Net().to(dtype)
+def narrow() -> Net:
+    return Net().bfloat16()
 
 
 @spread(fields=POLICIES, kind={kind: kind for kind in ("fp32", "remainder")})
 def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
     """As with masters and parameters that stay on the device."""
-    loops = [
-        Loop(
-            mesh,
-            lambda params: add_masters(adamw(params), kind),
-            on_host(fields, parameters=parameters),
-            net=narrow,
-        )
-        for parameters in (False, True)
-    ]
+    make = lambda params: add_masters(adamw(params), kind)  # noqa: E731
+    loops = [Loop(mesh, make, on_host(fields, parameters=streams), net=narrow) for streams in (False, True)]
     assert_same_each_step(*loops, 6, write_parameters)
 
 
@@ -196,15 +150,15 @@ def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMe
 
 @EVERY_POLICY
 def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    plain, loop = pair(mesh, on_host(fields))
+    loops = pair(mesh, on_host(fields))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for step in range(3):
-        saved = [get_model_state_dict(one.train(1, first=step).model, options=options) for one in (plain, loop)]
-        assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
-    for one, values in zip((plain, loop), saved, strict=True):
-        one.train(2, first=3)
-        set_model_state_dict(one.model, {name: value.clone() for name, value in values.items()}, options=options)
-    assert_same_each_step(plain, loop, 3)
+    assert_same_each_step(*loops, 3)
+    saved = [get_model_state_dict(one.model, options=options) for one in loops]
+    assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
+    assert_same_each_step(*loops, 2)
+    for one, values in zip(loops, saved, strict=True):
+        set_model_state_dict(one.model, values, options=options)
+    assert_same_each_step(*loops, 3)
 
 
 # Outside the uses ------------------------------------------------------------------------------------------------
@@ -213,26 +167,18 @@ def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
 def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
     plain, loop = pair(mesh, on_host({}))
     assert_same_each_step(plain, loop, 2)
-    for (name, one), other in zip(plain.model.named_parameters(), loop.model.parameters(), strict=True):
-        assert isinstance(other, DTensor), name
-        assert isinstance(other, nn.Parameter), name
-        assert (one.shape, one.dtype, one.device, one.requires_grad) == (
-            *(other.shape, other.dtype, other.device, other.requires_grad),
-        )
-        assert one.placements == other.placements
+    for one, other in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
+        assert isinstance(other, DTensor)
+        assert isinstance(other, nn.Parameter)
+        for name in ("shape", "dtype", "device", "requires_grad", "placements", "grad"):
+            assert getattr(one, name) == getattr(other, name), name
         kept = copy.deepcopy(other)
         assert local_shard(kept).data_ptr() != local_shard(other).data_ptr()
-        assert torch.equal(local_shard(kept), local_shard(one))
-        assert torch.equal(local_shard(pickle.loads(pickle.dumps(other.detach()))), local_shard(one))
+        for same in (kept, pickle.loads(pickle.dumps(other.detach()))):
+            assert torch.equal(local_shard(same), local_shard(one))
         assert torch.equal((other * 2).to_local(), (one * 2).to_local())
-        assert other.grad is None
-
-
-def test_setting_the_data_is_refused(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, on_host({})).train(2)
-    param = loop.model.blocks[0].up.weight
-    with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
-        param.data = torch.zeros_like(param)
+        with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
+            other.data = torch.zeros_like(other)
 
 
 CONVERSIONS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
@@ -243,18 +189,24 @@ CONVERSIONS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
     "cpu() of one layer": ("", lambda model: model.blocks[0].up.cpu()),
     "half()": ("cannot be converted .* from torch.float32 on cpu to torch.float16", lambda model: model.half()),
     "of one layer": ("cannot be converted .* to torch.float64", lambda model: model.blocks[0].up.double()),
+    "of what has buffers": ("cannot be converted", lambda model: model.blocks[0].double()),
+    "of a list": ("cannot be converted", lambda model: model.blocks.double()),
     "to_empty()": ("cannot be converted", lambda model: model.to_empty(device="cpu")),
     "meta": ("cannot be converted .* on meta", lambda model: model.to("meta")),
-    "assign": (
-        r"load_state_dict\(assign=True\) cannot",
-        lambda model: model.load_state_dict(model.state_dict(), assign=True),
-    ),
-    "assign to one layer": (
-        r"load_state_dict\(assign=True\) cannot",
-        lambda model: model.blocks[0].up.load_state_dict(model.blocks[0].up.state_dict(), assign=True),
-    ),
+    **{
+        f"assign to {name or 'all'}": (
+            r"load_state_dict\(assign=True\) cannot",
+            lambda model, name=name: (one := model.get_submodule(name)).load_state_dict(one.state_dict(), assign=True),
+        )
+        for name in ("", "blocks.0.up")
+    },
 }
-"""Text of the error; empty where a conversion changes nothing."""
+"""Text of the error, behind which nothing has changed; empty where a conversion changes nothing."""
+
+
+def with_buffers(model: Net) -> None:
+    model.blocks[0].register_buffer("scale", torch.ones(3), persistent=False)
+    model.blocks[0].norm.register_buffer("shift", torch.ones(3), persistent=False)
 
 
 @spread(conversion=CONVERSIONS, fields=POLICIES)
@@ -262,12 +214,13 @@ def test_conversions(
     mesh: DeviceMesh, fields: dict[str, Any], conversion: tuple[str, Callable[[nn.Module], object]]
 ) -> None:
     message, convert = conversion
-    plain, loop = pair(mesh, on_host(fields))
+    plain, loop = pair(mesh, on_host(fields), prepare=with_buffers)
     for steps in (0, 3, 1):
         assert_same_each_step(plain, loop, steps)
         loop.optimizer.synchronize()
         with pytest.raises(RuntimeError, match=message) if message else nullcontext():
             convert(loop.model)
+        assert loop.model.blocks[0].scale.dtype == loop.model.blocks[0].norm.shift.dtype == torch.float32
     assert_same_each_step(plain, loop, 3)
     loop.optimizer.synchronize()
     remove_offload(loop.optimizer)
@@ -275,24 +228,8 @@ def test_conversions(
     assert {param.dtype for param in loop.model.parameters()} == {torch.float64}
 
 
-def test_a_conversion_that_is_refused_has_changed_nothing(mesh: DeviceMesh) -> None:
-    """Neither buffers nor parameters that nobody streams, whichever part of the model is converted."""
-
-    def prepare(model: Net) -> None:
-        model.blocks[0].register_buffer("scale", torch.ones(3), persistent=False)
-        model.blocks[0].norm.register_buffer("shift", torch.ones(3), persistent=False)
-
-    plain, loop = pair(mesh, on_host({}), prepare=prepare)
-    for part in (loop.model, loop.model.blocks, loop.model.blocks[0]):
-        with pytest.raises(RuntimeError, match="cannot be converted"):
-            part.double()
-        assert loop.model.blocks[0].scale.dtype == loop.model.blocks[0].norm.shift.dtype == torch.float32
-    assert_same_each_step(plain, loop, 3)
-
-
 def test_conversions_where_the_optimizer_is_gone(mesh: DeviceMesh) -> None:
-    loop = Loop(mesh, adamw, on_host({}))
-    loop.train(2)
+    loop = Loop(mesh, adamw, on_host({})).train(2)
     loop.optimizer.synchronize()
     del loop.optimizer, loop.scheduler
     gc.collect()
@@ -375,9 +312,7 @@ def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pyte
 class Failing(Net):
     """One block fails, in its forward or in its backward, when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails_in = ""
+    fails_in = ""
 
     def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
         x = self.embed(tokens)
@@ -394,16 +329,20 @@ def _fail(gradient: Tensor) -> None:
     raise ZeroDivisionError
 
 
+def fail(loop: Loop, step: int, where: str) -> None:
+    loop.model.fails_in = where
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(step)
+    loop.model.fails_in = ""
+    for module in loop.model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def fail_once(loop: Loop, step: int) -> None:
     if step in (0, 2, 4):
-        loop.model.fails_in = where = "forward" if step != 4 else "backward"
-        with pytest.raises(ZeroDivisionError):
-            loop.backward(step)
-        loop.model.fails_in = ""
+        fail(loop, step, "forward" if step != 4 else "backward")
         loop.optimizer.zero_grad()
-        for module in loop.model.modules():
-            if where and hasattr(module, "reshard"):
-                module.reshard()
     loop.backward(step)
     loop.step()
 
@@ -421,19 +360,21 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
     """The next forward has used parameters that were updated already."""
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: fit)
     loop = Loop(mesh, adamw, on_host({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
-    loop.model.fails_in = "backward"
-    with pytest.raises(ZeroDivisionError):
-        loop.backward(4)
+    fail(loop, 4, "backward")
     assert engine_of(loop.optimizer).steps.begun
-    loop.model.fails_in = ""
-    for module in loop.model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(4)
 
 
 # Nothing grows ---------------------------------------------------------------------------------------------------
+
+
+def generate(loop: Loop, step: int) -> None:
+    with torch.no_grad():
+        for at in range(4):
+            loop.model(loop.batch(900 + at), extra=at % 2 == 0)
+    loop.backward(step)
+    loop.step()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -510,8 +451,7 @@ def test_half_updated_weights_are_not_handed_out(
             what()
     loop.model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
-    for name, value in loop.model.state_dict().items():
-        assert torch.equal(local_shard(value), local_shard(saved[0][name]))
+    assert all(map(torch.equal, loop.model.state_dict().values(), saved[0].values()))
     assert same_state(loop.optimizer.state_dict(), saved[1])
     loop.optimizer.zero_grad()
     loop.train(1, first=2)

@@ -24,18 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
-from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.core.lanes import Lane
 from fsdp_offload.device import link as device_links
-from tests.async_writers import Waits, copied
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop, adamw
 from tests.parity import SMALL, Run, Zoo, assert_at_home, attach, fail_in_bucket, make_pair, params_of
 from tests.policies import with_share
-from tests.tiers import spread
 
 RESIDENT = with_share(SMALL, staying=14_000)
 ALL_RESIDENT = with_share(SMALL, staying=1 << 20)
@@ -62,10 +58,6 @@ def adamw_of(params: Any) -> Optimizer:
     return optim.AdamW(params, lr=0.02)
 
 
-def momentum(params: Any) -> Optimizer:
-    return optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 # reload_before -------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def offloaded(policy: OffloadPolicy = ALL_RESIDENT) -> OffloadedOptimizer:
-    optimizer = attach(momentum([nn.Parameter(torch.ones(3))]), policy=policy)
+    optimizer = attach(optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9), policy=policy)
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer
 
@@ -102,50 +94,36 @@ def take_step(optimizer: Optimizer, count: int = 1) -> None:
         optimizer.step()
 
 
-class Hooks:
-    """Frameworks bind more than the functions and partials of ``tests/seeds/test_bridge_4217.py``."""
+def hook(calls: list[object]) -> Callable[..., str]:
+    """A method, which is bound beside the functions and partials of ``tests/seeds/test_bridge_4217.py``."""
 
-    def __init__(self, calls: list[object]) -> None:
-        self.calls = calls
+    class Trainer:
+        def finalize(self, *args: object, **kwargs: object) -> str:
+            calls.append((args, kwargs))
+            return "result"
 
-    def method(self, *args: object, **kwargs: object) -> str:
-        self.calls.append((args, kwargs))
-        return "result"
-
-    __call__ = method
-
-    def all(self) -> dict[str, Callable[..., Any]]:
-        return {"method": self.method, "object": self}
+    return Trainer().finalize
 
 
-@pytest.mark.parametrize("kind", [*Hooks([]).all(), "nothing"])
-def test_what_was_bound_is_called_with_everything_after_the_reload(kind: str, calls: list[object]) -> None:
-    callback = {**Hooks(calls).all(), "nothing": None}[kind]
-    optimizer = offloaded()
-    wrapped = reload_before(callback, optimizer)
-    assert reload_before(wrapped, optimizer) is wrapped
-    assert wrapped("model", None, grads=3) == (callback and "result")
-    assert calls == [optimizer, *([(("model", None), {"grads": 3})] if callback else [])]
-
-
-def test_a_method_of_a_class_can_be_wrapped(calls: list[object]) -> None:
+def test_nothing_and_a_method_of_a_class_can_be_wrapped(calls: list[object]) -> None:
     optimizer = offloaded()
 
     class Trainer:
         def finalize(self, *args: object) -> object:
             return self, args
 
+    assert reload_before(None, optimizer)("model", None, grads=3) is None
     Trainer.finalize = reload_before(Trainer.finalize, optimizer)  # type: ignore[method-assign]
     trainer = Trainer()
     assert trainer.finalize(1) == (trainer, (1,))
     assert reload_before(trainer.finalize, optimizer) == trainer.finalize
-    assert calls == [optimizer]
+    assert calls == [optimizer, optimizer]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (0, 1, 0, 2, 1, 0), (2, 2, 0, 1, 2)])
 def test_each_of_several_optimizers_reloads_once(order: tuple[int, ...], calls: list[object]) -> None:
     optimizers = [offloaded() for _ in range(3)]
-    callback: Callable[..., Any] = Hooks(calls).method
+    callback: Callable[..., Any] = hook(calls)
     for number in order:
         callback = reload_before(callback, optimizers[number])
     assert callback("model") == "result"
@@ -166,7 +144,7 @@ def test_a_wrapper_looks_like_what_it_wraps() -> None:
 
 def test_a_wrapper_keeps_nothing_alive_and_works_without_it(calls: list[object]) -> None:
     optimizer = offloaded()
-    wrapped = reload_before(Hooks(calls).method, optimizer)
+    wrapped = reload_before(hook(calls), optimizer)
     take_step(optimizer)
     references = [weakref.ref(optimizer), weakref.ref(engine_of(optimizer)), weakref.ref(params_of(optimizer)[0])]
     wrapped()
@@ -180,7 +158,7 @@ def test_a_wrapper_keeps_nothing_alive_and_works_without_it(calls: list[object])
 
 def test_optimizers_that_are_gone_leave_no_wrappers_behind(calls: list[object]) -> None:
     """A trainer that is made anew, around a configuration that stays, as in a search over hyperparameters."""
-    wrapped = reload_before(Hooks(calls).method, offloaded())
+    wrapped = reload_before(hook(calls), offloaded())
     for _ in range(sys.getrecursionlimit()):
         wrapped = reload_before(wrapped, offloaded())
     assert wrapped("model") == "result"
@@ -188,7 +166,7 @@ def test_optimizers_that_are_gone_leave_no_wrappers_behind(calls: list[object]) 
 
 
 def test_what_others_wrap_around_a_wrapper_stays(calls: list[object]) -> None:
-    ours = reload_before(Hooks(calls).method, offloaded())  # gone at once
+    ours = reload_before(hook(calls), offloaded())  # gone at once
 
     @functools.wraps(ours)
     def theirs(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +180,7 @@ def test_what_others_wrap_around_a_wrapper_stays(calls: list[object]) -> None:
 
 def test_a_plain_optimizer_is_left_alone(calls: list[object]) -> None:
     optimizer = offloaded()
-    wrapped = reload_before(Hooks(calls).method, optimizer)
+    wrapped = reload_before(hook(calls), optimizer)
     remove_offload(optimizer)
     assert wrapped("model") == "result"
     take_step(optimizer)
@@ -236,18 +214,12 @@ def test_a_hook_that_nobody_calls_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("first_call", [1, 2, 3])
-def test_a_hook_that_is_called_is_fine(first_call: int) -> None:
+@pytest.mark.parametrize("anew", [True, False], ids=["attached anew", "another hook"])
+def test_a_hook_that_is_called_is_fine_and_another_one_is_watched_anew(first_call: int, anew: bool) -> None:
     optimizer = offloaded()
     wrapped = reload_before(None, optimizer)
     assert warned(optimizer, first_call - 1) == []
     assert warned(optimizer, 6, wrapped) == []
-
-
-@pytest.mark.parametrize("anew", [True, False], ids=["attached anew", "another hook"])
-def test_a_hook_is_watched_anew(anew: bool) -> None:
-    optimizer = offloaded()
-    wrapped = reload_before(None, optimizer)
-    assert warned(optimizer, 4, wrapped) == []
     if anew:
         attach(remove_offload(optimizer))
     assert (reload_before(wrapped if anew else lambda: None, optimizer) is wrapped) == anew
@@ -282,26 +254,6 @@ def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None
 # State while it is away ----------------------------------------------------------------------------------------------
 
 
-@spread(
-    phases=SEQUENCES,
-    policy={"moves": SMALL, "resident": RESIDENT, "all-resident": ALL_RESIDENT},
-    make={"adamw": adamw_of, "momentum": momentum},
-)
-def test_state_is_right_at_every_moment(
-    make: Callable[[Any], Optimizer], policy: OffloadPolicy, phases: tuple[str, ...]
-) -> None:
-    pair = make_pair(Zoo, make, policy=policy)
-    pair.assert_same()
-    for _ in range(3):  # the first time, there is no state yet
-        for phase in phases:
-            go_through(pair.offloaded.optimizer, [phase])
-            pair.assert_same()
-        if engine_of(pair.offloaded.optimizer).phases.away:
-            assert_at_home(pair.offloaded.optimizer)
-        pair.train(2)
-    pair.assert_trained("empty")
-
-
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
@@ -328,58 +280,45 @@ def more_parameters(run: Run) -> None:
         run.optimizer.add_param_group({"params": [run.params[name]], "lr": 0.01})
 
 
-@spread(phases=SEQUENCES, policy={"full": RESIDENT, "room": with_share(RESIDENT, staying=40_000)})
-def test_parameters_that_are_added(policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
-    pair = make_pair(edits.Twins, adamw_of, policy=policy)
+def thaw(run: Run) -> None:
+    """A parameter without state gets it by a load."""
+    saved = run.optimizer.state_dict()
+    saved["state"] = {**copy.deepcopy(saved["state"]), 1: copy.deepcopy(saved["state"][0])}
+    run.optimizer.load_state_dict(saved)
+    params_of(run.optimizer)[1].requires_grad_(True)
+
+
+def add_momentum(run: Run) -> None:
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+
+
+EDITS = {
+    "parameters": (more_parameters, RESIDENT),
+    "parameters, with room": (more_parameters, with_share(SMALL, staying=40_000)),
+    "loaded": (thaw, with_share(SMALL, staying=60_000)),
+    "momentum": (add_momentum, RESIDENT),
+}
+
+
+@pytest.mark.parametrize(("edit", "policy"), EDITS.values(), ids=EDITS)
+@EVERY_SEQUENCE
+def test_state_that_comes_later(edit: Callable[[Run], None], policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
+    """It is on the device only if the rest is there."""
+    make = functools.partial(optim.SGD, lr=0.1) if edit is add_momentum else adamw_of
+    pair = make_pair(edits.Twins, make, policy=None)
+    pair.each(lambda run: params_of(run.optimizer)[1].requires_grad_(edit is not thaw))
+    pair.attach(policy)
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, phases)
-    pair.each(more_parameters)
+    pair.each(edit)
+    pair.assert_same()
+    if engine_of(optimizer).phases.away:
+        assert_at_home(optimizer)
     pair.train(2)
     for phase in PHASES:
         go_through(optimizer, [phase])
         pair.assert_same()
-    pair.train(2)
-
-
-@EVERY_SEQUENCE
-def test_state_that_is_loaded_for_a_parameter_without(phases: tuple[str, ...]) -> None:
-    """A frozen one gets its place in the load; on the device only if the rest is there."""
-
-    def thaw(run: Run) -> None:
-        saved = run.optimizer.state_dict()
-        saved["state"] = {**copy.deepcopy(saved["state"]), 1: copy.deepcopy(saved["state"][0])}
-        run.optimizer.load_state_dict(saved)
-
-    pair = make_pair(edits.Twins, adamw_of, policy=None)
-    for run in pair:
-        params_of(run.optimizer)[1].requires_grad_(False)
-    pair.attach(with_share(SMALL, staying=60_000))
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
-    go_through(optimizer, phases)
-    pair.each(thaw)
-    pair.assert_same()
-    if engine_of(optimizer).phases.away:
-        assert_at_home(optimizer)
-    for run in pair:
-        params_of(run.optimizer)[1].requires_grad_(True)
-    go_through(optimizer, ["reload"])
-    pair.train(2)
-
-
-@EVERY_SEQUENCE
-def test_hyperparameters_that_make_more_state(phases: tuple[str, ...]) -> None:
-    pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.1), policy=RESIDENT)
-    pair.train(2)
-
-    def add_momentum(run: Run) -> None:
-        run.optimizer.param_groups[0]["momentum"] = 0.9
-
-    go_through(pair.offloaded.optimizer, phases)
-    pair.each(add_momentum)
-    pair.train(2)
-    go_through(pair.offloaded.optimizer, phases)
     pair.train(2)
 
 
@@ -393,63 +332,26 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
         assert engine() is None
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-POLICY_WITH_RESIDENTS = {
-    "spare": with_share(saving.POLICY, staying=9_000),
-    "no spare": with_share(saving.NO_SPARE, staying=9_000),
-    "all resident": with_share(saving.NO_SPARE, staying=1 << 20),
-}
-SEQUENCES_AND_RESIDENCIES = spread(phases=SEQUENCES, policy=POLICY_WITH_RESIDENTS)
-
-
-@pytest.mark.usefixtures("mesh")
-@SEQUENCES_AND_RESIDENCIES
-def test_a_file_holds_the_state_of_its_call(
-    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, waits: Waits
-) -> None:
-    """Resident state leaves again, for the same host memory, while the writer has not read a byte."""
-    training = saving.Training(saving.adamw, policy)
-    training.train(saving.LATE_STEP + 1)
-    stager = ArenaStager(*training.optimizers)
-    go_through(training.optimizers[0], phases)
-    expected = copied(training.state())
-    future = saving.save(training, stager, waits.hold(tmp_path))
-    for _ in range(3):
-        go_through(training.optimizers[0], ("reload",))
-        training.train()
-        go_through(training.optimizers[0], ("offload", "release"))
-    assert waits.count == (policy is not POLICY_WITH_RESIDENTS["spare"])
-    waits.let_go()
-    future.result()
-    saving.assert_holds(tmp_path, expected)
-    saving.assert_exact_after(training)
-
-
 # Exceptions ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("mesh")
-@SEQUENCES_AND_RESIDENCIES
-def test_a_step_that_fails(
-    policy: OffloadPolicy, phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = saving.Training(saving.adamw, policy)
+@EVERY_SEQUENCE
+def test_a_step_that_fails(phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = saving.Training(saving.adamw, with_share(saving.NO_SPARE, staying=9_000))
     optimizer = training.optimizers[0]
     training.train(3)
     dcp.save(training.state(), checkpoint_id=tmp_path)
-    go_through(optimizer, ("offload", "release", "reload"))
+    go_through(optimizer, PHASES)
     saving.set_gradients(training.net, 3)
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, 4)
         with pytest.raises(ArithmeticError, match="a bit has flipped"):
             optimizer.step()
-    go_through(optimizer, phases)
-    with pytest.raises(RuntimeError, match=r"step\(\) refused: an earlier step"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=r"state_dict\(\) refused: an earlier step"):
-        optimizer.state_dict()
+    for refused in ("step", "state_dict"):
+        go_through(optimizer, phases)
+        with pytest.raises(RuntimeError, match=rf"{refused}\(\) refused: an earlier step"):
+            getattr(optimizer, refused)()
     go_through(optimizer, phases)
     training.load(tmp_path)
     go_through(optimizer, phases)
@@ -475,88 +377,25 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
     pair.train(2)
 
 
-# Several optimizers --------------------------------------------------------------------------------------------------
-
-
-@spread(sequence=SEQUENCES, who={str(who): who for who in ((0,), (1,), (0, 1), (1, 0))})
-def test_optimizers_that_share_staging(sequence: tuple[str, ...], who: tuple[int, ...]) -> None:
-    training = saving.Training(saving.several, POLICY_WITH_RESIDENTS["no spare"])
-    training.train(2)
-    for _ in range(3):
-        for phase in sequence:
-            for number in who:
-                go_through(training.optimizers[number], [phase])
-        saving.assert_exact_after(training, saving.several)
-        training.train()
-    saving.assert_exact_after(training, saving.several)
+# Threads -------------------------------------------------------------------------------------------------------------
 
 
 def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = offloaded()
     take_step(optimizer)
-    lanes, held = engine_of(optimizer).core.lanes, []
+    lane, held = type(engine_of(optimizer).core.lanes.load), []
+    copy = lane._copy
 
-    def free(lock: Any) -> bool:
-        found: list[bool] = []
-        thread = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False) and not lock.release()))
+    def noting(self: Any, copies: Any) -> None:
+        in_use = self._in_use
+        is_held = lambda: not (in_use.acquire(blocking=False) and not in_use.release())  # noqa: E731
+        thread = threading.Thread(target=lambda: held.append(is_held()))
         thread.start()
         thread.join()
-        return found[0]
+        copy(self, copies)
 
-    copy_ = type(lanes.load)._copy
-
-    def noting(self: Any, pieces: Any) -> None:
-        held.append(not free(self._in_use))
-        copy_(self, pieces)
-
-    monkeypatch.setattr(type(lanes.load), "_copy", noting)
+    monkeypatch.setattr(lane, "_copy", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held
     assert all(held)
-
-
-# The order of events -------------------------------------------------------------------------------------------------
-
-
-def test_loads_come_before_the_reduction_and_updates_after_it(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop of Megatron's three call sites, as the host issues it."""
-    events: list[str] = []
-
-    def noted(method: str, kinds: dict[str, str]) -> None:
-        plain = getattr(Lane, method)
-
-        def noting(self: Lane, *args: Any, **kwargs: Any) -> None:
-            events.append(kinds[self.name])
-            plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(Lane, method, noting)
-
-    noted("copy", {"load": "L", "store": "S"})
-    noted("run", {"update": "U", "compute": "U"})
-    policy = with_share(**SIZES, staying=20_000)
-    loop = Loop(mesh, adamw, None, micro_batches=2)
-    attach(loop.optimizer, policy=policy)  # without the model, in whose backward loads would begin by themselves
-    loop.train(3)
-    finalize = reload_before(lambda: events.append("reduce"), loop.optimizer)
-    for step in range(3, 6):
-        events.clear()
-        go_through(loop.optimizer, ["offload"])
-        events.append("forward")
-        go_through(loop.optimizer, ["release"])
-        loop.backward(step)
-        events.append("backward")
-        finalize()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        down, events[:] = events[: events.index("forward")], events[events.index("forward") :]
-        assert set(down) == {"S"}, "what is kept goes home"
-        assert events[:2] == ["forward", "backward"]
-        begun, rest = events[2 : events.index("reduce")], events[events.index("reduce") + 1 :]
-        assert len(begun) >= 2
-        assert set(begun) == {"L"}
-        assert rest[0] == "U"
-        assert rest.count("S") > 0
-        assert rest.count("U") > len(begun)  # more than the device holds

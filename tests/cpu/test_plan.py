@@ -15,7 +15,7 @@ from examples import worked_cases
 from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.plan import Plan, builtin_machines, candidates, machine_of, model_of, plan
+from fsdp_offload.plan import Forecast, Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
 from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Sizes
@@ -37,17 +37,21 @@ def gpt(layers: int = LAYERS, width: int = WIDTH) -> GPT:
         return GPT(layers, width, VOCABULARY)
 
 
-def small_plan(**training: object) -> Plan:
-    return plan(gpt(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, **training})
+def small_plan(model: nn.Module | None = None, **training: object) -> Plan:
+    return plan(model or gpt(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, **training})
 
 
 def large_plan(**training: object) -> Plan:
     """Of a model with more state than passes at once."""
-    return plan(gpt(8, 1024), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "clip": False, **training})
+    return small_plan(gpt(8, 1024), **{"clip": False, **training})
 
 
 def by_name(made: Plan) -> dict:
     return {one.name: one for one in made.forecasts}
+
+
+def large(name: str, **training: object) -> Forecast:
+    return by_name(large_plan(**training))[name]
 
 
 def test_activations_are_what_each_operation_keeps() -> None:
@@ -117,46 +121,33 @@ def test_state_of_masters_and_of_other_optimizers(dtype: str, masters: str, opti
     assert made.forecasts[0].device.terms["optimizer state"] == itemsize * made.model.numel
 
 
-def test_blocks_stand_for_what_is_on_the_host() -> None:
-    forecasts = by_name(large_plan(machine=FAST))
-    plain, step, whole = (forecasts[name].device for name in ("no offload", "step", "iteration, parameters"))
-    numel, in_block = (sum(p.numel() for p in one.parameters()) for one in (gpt(8, 1024), gpt(8, 1024).blocks[0]))
-    assert step.terms["blocks"] == 4 * 8 * in_block  # four of a group's state
-    assert whole.terms["blocks"] == 4 * (8 + 4) * in_block  # and four of a group's parameters
-    assert step.peak_bytes == plain.peak_bytes - 8 * numel + step.terms["blocks"]
-    assert plain.terms["gradients"] == step.terms["gradients"] == whole.terms["gradients"]  # in the first steps
-
-
 def test_gradients_that_do_not_fit_are_freed_in_the_backward() -> None:
-    first = by_name(large_plan(machine=FAST))["iteration, parameters"]
-    device_gb = (first.device.peak_bytes + CONTEXT_BYTES) / 0.95e9
-    enough, less, clipped = (
-        by_name(large_plan(machine=FAST, device_gb=gb, clip=clip))["iteration, parameters"].device
-        for gb, clip in ((1.001 * device_gb, False), (0.999 * device_gb, False), (0.999 * device_gb, True))
-    )
+    name = "iteration, parameters"
+    first = large(name, machine=FAST).device
+    device_gb = (first.peak_bytes + CONTEXT_BYTES) / 0.95e9
     block_bytes = 4 * sum(param.numel() for param in gpt(8, 1024).blocks[0].parameters())
-    assert enough == first.device == clipped  # clipping may change gradients, so they stay
-    assert less.terms["gradients"] <= 6 * block_bytes < first.device.terms["gradients"]  # of five, and one in reduction
+    less = large(name, machine=FAST, device_gb=0.999 * device_gb).device
+    assert large(name, machine=FAST, device_gb=1.001 * device_gb).device == first
+    assert large(name, machine=FAST, device_gb=0.999 * device_gb, clip=True).device == first  # it may change gradients
+    assert less.terms["gradients"] <= 6 * block_bytes < first.terms["gradients"]  # of five, and one in reduction
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
 @pytest.mark.parametrize(("dtype", "masters"), [("fp32", "none"), ("bf16", "remainder"), ("bf16", "fp32")])
 @pytest.mark.parametrize(
-    ("overlap", "parameters", "device_bytes"),
-    [("step", False, "auto"), ("iteration", False, 2 * MIB), ("forward", True, "auto"), ("iteration", True, 4 * MIB)],
+    "policy",
+    [
+        OffloadPolicy(),
+        OffloadPolicy(overlap="iteration", device_bytes=2 * MIB),
+        OffloadPolicy(overlap="forward", parameters=True),
+        OffloadPolicy(overlap="iteration", parameters=True, device_bytes=4 * MIB),
+    ],
 )
 def test_blocks_and_homes_are_those_that_attaching_makes(
-    mesh: DeviceMesh,
-    overlap: str,
-    parameters: bool,
-    device_bytes: object,
-    dtype: str,
-    masters: Masters,
-    optimizer: str,
+    mesh: DeviceMesh, policy: OffloadPolicy, dtype: str, masters: Masters, optimizer: str
 ) -> None:
     model = GPT(6, 128, VOCABULARY).to(DTYPES[dtype])
     training = Training(tokens_per_step=4096, dtype=dtype, masters=masters, optimizer=optimizer)
-    policy = OffloadPolicy(parameters=parameters, overlap=overlap, device_bytes=device_bytes)
     blocks = Blocks(policy, Sizes.of(model_of(model).shapes(), training))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
@@ -167,9 +158,8 @@ def test_blocks_and_homes_are_those_that_attaching_makes(
     attach(made, model=model, policy=policy)
     engine = engine_of(made)
     assert blocks.pools
-    assert [(one.nbytes, one.count, one.least, one.most) for one in blocks.pools] == [
-        (one.nbytes, one.count, one.least, one.most) for one in engine.core.cache.pools
-    ]
+    pools = [[(one.nbytes, one.count, one.least, one.most) for one in on.pools] for on in (blocks, engine.core.cache)]
+    assert pools[0] == pools[1]
     kept = [bucket.state.nbytes for bucket in engine.core.buckets if bucket.state.kept]
     assert blocks.kept_state == sum(kept)
     assert blocks.nbytes == engine.staging_bytes()
@@ -192,16 +182,16 @@ def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
     share = 1 - made.parts.forward_ms / made.parts.copy_ms(plain.resident_bytes, plain.resident_bytes)
     assert forward.resident_bytes >= share * plain.resident_bytes
     # What may be taken back is stored, whether it stays or not, and the parameters from before beside it.
-    clipped = by_name(large_plan(machine=SLOW, clip=True))[small.name]
+    clipped = large(small.name, machine=SLOW, clip=True)
     assert clipped.iteration_ms > small.iteration_ms
     assert clipped.host_bytes == 2.5 * small.host_bytes
 
 
 @pytest.mark.parametrize("name", ["iteration", "iteration, parameters", "step, parameters"])
 def test_no_more_is_kept_than_there_is_room_for(name: str) -> None:
-    lowest, highest = (by_name(large_plan(machine=SLOW, device_gb=gb))[name] for gb in (1e-9, 150))
+    lowest, highest = (large(name, machine=SLOW, device_gb=gb) for gb in (1e-9, 150))
     device_gb = ((lowest.device.peak_bytes + highest.device.peak_bytes) / 2 + CONTEXT_BYTES) / 0.95e9
-    one = by_name(large_plan(machine=SLOW, device_gb=device_gb))[name]
+    one = large(name, machine=SLOW, device_gb=device_gb)
     assert lowest.resident_bytes < one.resident_bytes < highest.resident_bytes
     assert one.device.peak_bytes <= 0.95e9 * device_gb - CONTEXT_BYTES
     assert lowest.iteration_ms > one.iteration_ms > highest.iteration_ms
@@ -232,8 +222,7 @@ def test_a_host_that_launches_slowly_is_what_limits() -> None:
     ids=str,
 )
 def test_bytes_on_the_link_with_parameters_on_the_host(training: dict, up: int) -> None:
-    made = large_plan(machine=SLOW, device_gb=1e-9, **training)  # so that nothing is learnt
-    one = by_name(made)["iteration, parameters"]
+    one = large("iteration, parameters", machine=SLOW, device_gb=1e-9, **training)  # so that nothing is learnt
     assert one.limit == "link"
     assert one.iteration_ms >= (up * model_of(gpt(8, 1024)).numel - 2 * one.resident_bytes * up / 8) / 0.25e6
 

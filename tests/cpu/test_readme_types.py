@@ -67,18 +67,16 @@ def scripts(tmp_path: Path) -> Path:
     return path
 
 
+def checked(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, cwd=folder, env=environment or None, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.long
 def test_pages_pass_mypy(scripts: Path) -> None:
     # Like an installed package, ours is only looked at; and torch does not export torch.distributed.checkpoint.save.
-    options = ["--strict", "--config-file=", "--follow-imports=silent", "--implicit-reexport"]
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, f"--cache-dir={scripts.parent}", scripts.name],
-        cwd=scripts.parent,
-        env={"MYPYPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("--strict", "--config-file=", "--follow-imports=silent", "--implicit-reexport", "--cache-dir=.")
+    run = checked(scripts.parent, "mypy", *options, scripts.name, MYPYPATH=str(ROOT), PATH="")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -89,8 +87,7 @@ def test_pages_pass_pyright(scripts: Path) -> None:
     off = ["reportUnusedImport", "reportUnusedVariable", "reportPrivateImportUsage"]
     config = {"include": [scripts.name], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
     (scripts.parent / "pyrightconfig.json").write_text(json.dumps(config | dict.fromkeys(off, "none")))
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
-    run = subprocess.run(command, cwd=scripts.parent, capture_output=True, text=True, check=False)
+    run = checked(scripts.parent, "basedpyright", "--outputjson", "--pythonpath", sys.executable)
     result = json.loads(run.stdout)
     assert result["summary"]["filesAnalyzed"] == 1
     found = [f"{each['range']['start']['line'] + 1}: {each['message']}" for each in result["generalDiagnostics"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -58,15 +58,17 @@ def test_before_the_first_step_nothing_has_been_measured() -> None:
 def test_the_first_step_only_stores_and_later_ones_move_what_is_not_kept_both_ways() -> None:
     optimizer = offloaded()
     first, *_, last = [step(optimizer).step for _ in range(4)]
-    kept = optimizer.offload_report().kept
+    report = optimizer.offload_report()
     assert first is not None
     assert last is not None
-    assert (first.loaded_bytes, first.loads, first.stored_bytes) == (0, 0, kept.moving_bytes)
-    assert last.loaded_bytes == last.stored_bytes == kept.moving_bytes
-    assert last.loads == last.stores == first.stores == 2 * kept.buckets  # one copy for each tensor of AdamW
-    assert first.updates == last.updates > kept.buckets
+    assert (first.loaded_bytes, first.loads, first.stored_bytes) == (0, 0, report.kept.moving_bytes)
+    assert last.loaded_bytes == last.stored_bytes == report.kept.moving_bytes
+    assert last.loads == last.stores == first.stores == 2 * report.kept.buckets  # one copy for each tensor of AdamW
+    assert first.updates == last.updates > report.kept.buckets
     assert last.host_updated_bytes is None
     assert last.load_gb_per_s is None, "nothing is timed on the CPU"
+    counters = [value for state in optimizer.state.values() for value in state.values() if not value.dim()]
+    assert sum(value.nbytes for value in counters) == report.memory.other_state_bytes
 
 
 def test_what_is_kept_is_counted_and_does_not_move() -> None:
@@ -108,39 +110,7 @@ def test_a_step_moves_only_what_has_gradients() -> None:
     assert (none.updates, none.stored_bytes, none.stores) == (0, 0, 0)
 
 
-def test_numbers_agree_with_the_tensors_themselves() -> None:
-    optimizer = offloaded()
-    memory = step(optimizer).memory
-    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    assert sum(v.nbytes for v in tensors if v.dim()) == memory.host_state_bytes
-    assert sum(v.nbytes for v in tensors if not v.dim()) == memory.other_state_bytes
-
-
 # Notes ---------------------------------------------------------------------------------------------------------------
-
-
-class Sparse(Optimizer):
-    """Keeps a tensor that is not dense."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param] |= {"mask": torch.eye(8).to_sparse(), "dense": param.grad.clone()}
-
-
-def test_state_that_is_not_understood_is_named() -> None:
-    with pytest.warns(UserWarning, match="Sparse is not in the table of optimizers and moves as a whole"):
-        optimizer = offload_optimizer(Sparse(params()))
-    report = step(optimizer)
-    assert report.left_out == ("mask",)
-    assert report.memory.other_state_bytes > 0
-    assert report.memory.host_state_bytes == STATE_BYTES / 2
-    assert "mask" in str(report)
 
 
 def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
@@ -175,38 +145,37 @@ def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loop], Engine]:
-    """Times what the device would time, by the host's clock."""
+def timed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
+    """A loop with times that the device would measure, by the host's clock."""
 
-    def timed_by_host(loop: Loop) -> Engine:
+    def timed_by_host(**fields: Any) -> Loop:
+        loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=8192, **fields))
         engine = engine_of(loop.optimizer)
         assert isinstance(engine, Engine)
         engine.core.cache.stopwatch = Stopwatch(loop.device)
-        return engine
+        return loop
 
     monkeypatch.setattr(Stopwatch, "_mark", lambda *_: HostMark())
     return timed_by_host
 
 
 @pytest.mark.parametrize("fields", [*POLICIES.values(), {"parameters": True}], ids=[*POLICIES, "parameters"])
-def test_an_iteration_and_its_bound(mesh: DeviceMesh, timed: Any, fields: dict[str, Any]) -> None:
-    loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=8192, **fields))
-    timed(loop)
+def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
+    loop = timed(**fields)
     assert loop.train(1).optimizer.offload_report().iteration is None, "one step ends no iteration"
     for number in range(1, 6):
         report = loop.train(1, first=number).optimizer.offload_report()
         last = report.iteration
         assert 0 <= last.stalled_ms <= last.iteration_ms
-        assert 0 < last.bound_ms <= last.iteration_ms
-        assert last.bound_ms >= last.iteration_ms - last.stalled_ms
+        assert last.bound_ms > 0
+        assert last.iteration_ms - last.stalled_ms <= last.bound_ms <= last.iteration_ms
         assert last.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes > 0
     copies_ms = report.step.loaded_bytes / report.step.load_gb_per_s / 1e6
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
 
 
-def test_a_step_that_failed_ends_no_iteration(mesh: DeviceMesh, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=8192))
-    timed(loop)
+def test_a_step_that_failed_ends_no_iteration(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = timed()
     saved = loop.train(3).optimizer.state_dict()
     loop.backward(3)
     with monkeypatch.context() as patch:
@@ -276,11 +245,8 @@ Offloaded AdamW
 def test_metrics_are_flat_numbers_and_only_those_that_are_known() -> None:
     metrics = REPORT.metrics()
     assert metrics["memory/host_state_bytes"] == 8e9
-    assert (metrics["iteration/stalled_ms"], metrics["step/load_gb_per_s"], metrics["kept/buckets"]) == (
-        3.08,
-        47.23,
-        120,
-    )
+    assert (metrics["iteration/stalled_ms"], metrics["step/load_gb_per_s"]) == (3.08, 47.23)
+    assert metrics["kept/buckets"] == 120
     assert "step/store_gb_per_s" not in metrics
     assert "kept/reason" not in metrics
     assert all(type(value) is float for value in metrics.values())

@@ -6,7 +6,6 @@ has parts of it on each rank.
 
 import copy
 import io
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_offload.checkpoint import ShardChunks, ShardTensor, check_storage_writer, chunks_of, with_chunks
-from fsdp_offload.checkpoint.shard_tensor import part_of_full
+from fsdp_offload.checkpoint import ShardTensor, check_storage_writer, chunks_of, with_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from tests.loading import ragged as ragged_parts
 
 SHAPE = (5, 3, 2)
 WHOLE = torch.arange(30.0).view(SHAPE)
@@ -35,12 +34,9 @@ def plain(mesh: DeviceMesh) -> DTensor:
 
 
 @pytest.fixture
-def ragged(plain: DTensor) -> Tensor:
+def ragged(mesh: DeviceMesh) -> Tensor:
     """The whole, in one flat buffer of eight chunks."""
-    return with_chunks(plain, WHOLE.flatten().clone(), ragged_whole(7, 13))
-
-
-# --- save and load ---------------------------------------------------------------------------------------------------
+    return ragged_parts(WHOLE, mesh, 7, 13)
 
 
 def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
@@ -51,17 +47,6 @@ def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ra
     dcp.load({"a": target}, checkpoint_id=tmp_path)
     assert torch.equal(memory, WHOLE.flatten())
     assert memory._version > before  # how a pipeline notices that what it had loaded is stale
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0, 30), (1, 29), (7, 8), (0, 0), (30, 30)])
-def test_a_part_is_loaded(tmp_path: Path, ragged: Tensor, plain: DTensor, begin: int, end: int):
-    dcp.save({"a": ragged}, checkpoint_id=tmp_path)
-    memory = torch.full((end - begin,), -1.0)
-    dcp.load({"a": with_chunks(plain, memory, chunks_of(SHAPE, (begin, end)))}, checkpoint_id=tmp_path)
-    assert torch.equal(memory, WHOLE.flatten()[begin:end])
-
-
-# --- asynchronous saves ----------------------------------------------------------------------------------------------
 
 
 STAGERS: dict[str, Callable[[], Any]] = {
@@ -138,21 +123,15 @@ def test_other_operations_give_plain_tensors():
     assert shard.sum() == 6
 
 
-@pytest.mark.parametrize("write", [lambda t: t.fill_(1), lambda t: t.copy_(torch.ones_like(t))], ids=["fill", "copy"])
-def test_a_write_through_the_wrapper_counts_in_its_memory(write: Callable[[Tensor], object]) -> None:
+@pytest.mark.parametrize("name", ["fill_", "copy_", "add_"])
+def test_a_write_through_the_wrapper_counts_in_its_memory(name: str) -> None:
     """By which the tensors of ``for_load=True`` are known to have been loaded."""
     memory = torch.zeros(4)
-    write(ShardTensor(memory, chunks_of((4,))))
+    shard = ShardTensor(memory, chunks_of((4,)))
+    assert getattr(shard, name)(torch.ones(4) if name == "copy_" else 1) is shard
     assert memory._version == 1
-    assert torch.equal(memory, torch.ones(4))
-
-
-def test_operations_in_place_give_the_same_object():
-    shard = ShardTensor(torch.arange(4.0), chunks_of((4,)))
-    memory = shard.local
-    assert shard.add_(1) is shard
     torch._foreach_mul_([shard], 2)
-    assert torch.equal(memory, torch.tensor([2.0, 4.0, 6.0, 8.0]))
+    assert torch.equal(memory, torch.full((4,), 2.0))
 
 
 def test_flatten_and_unflatten():
@@ -165,13 +144,6 @@ def test_flatten_and_unflatten():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_tensor_gives_every_rectangle_of_a_part(plain: DTensor):
-    chunks = chunks_of(SHAPE, (3, WHOLE.numel() - 2))
-    assert len(chunks.rectangles) > 1
-    part = part_of_full(with_chunks(plain, torch.zeros(chunks.local_numel), chunks), WHOLE)
-    assert torch.equal(local_shard(part), WHOLE.flatten()[3:-2])
 
 
 def test_wrong_memory_is_refused(plain: DTensor):
@@ -204,21 +176,3 @@ def test_a_writer_that_keeps_one_chunk_is_refused(tmp_path: Path, ragged: Tensor
         check_storage_writer({"state": {"a": ragged}}, writer)
     check_storage_writer({"a": one_chunk, "b": plain, "c": 1}, writer)
     check_storage_writer({"a": ragged}, dcp.FileSystemWriter(tmp_path))
-
-
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def ragged_whole(*inner_bounds: int) -> ShardChunks:
-    bounds = [0, *inner_bounds, WHOLE.numel()]
-    return joined([chunks_of(SHAPE, (begin, end)) for begin, end in itertools.pairwise(bounds)])
-
-
-def joined(parts: list[ShardChunks]) -> ShardChunks:
-    """One rank with the parts of several, one after the other in its buffer."""
-    chunks = []
-    start = 0
-    for part in parts:
-        chunks += [chunk._replace(local_start=start + chunk.local_start) for chunk in part.chunks]
-        start += part.local_numel
-    return ShardChunks(parts[0].global_shape, (start,), tuple(chunks))

@@ -1,50 +1,46 @@
-"""``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users, torch and DCP expect them."""
+"""``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users and torch expect them.
+
+``distributed/test_sharded_checkpoints`` and ``test_same_files`` go through torch.distributed.checkpoint.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from tests.state_dicts import MAKERS, USED, MakeOptimizer, Run, all_used, assert_same, assert_same_runs, is_home, sgd
+from tests.state_dicts import (
+    MAKERS,
+    USED,
+    MakeOptimizer,
+    Run,
+    adamw,
+    assert_same,
+    assert_same_runs,
+    is_home,
+    sgd,
+)
 from tests.tiers import spread
-
-# What is there -------------------------------------------------------------------------------------------------------
 
 
 def test_state_is_keyed_by_the_models_parameters() -> None:
     run = Run()
-    assert len(run.optimizer.state) == 0
-    assert run.model.up.weight not in run.optimizer.state
+    param, state = run.model.up.weight, run.optimizer.state
+    assert len(state) == 0
+    assert param not in state
     run.train(0)
-    assert set(run.optimizer.state) == {run.params()[name] for name in USED}
-    state = run.optimizer.state[run.model.up.weight]
-    assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
-    assert state["exp_avg"].shape == (32, 16)
-    assert state["exp_avg"].untyped_storage().nbytes() == 32 * 16 * 4
-    assert state["step"] == 1
-
-
-def test_state_is_read_as_from_any_optimizer() -> None:
-    run = Run().train(0)
-    param = run.model.up.weight
-    assert run.optimizer.state.get(nn.Parameter(torch.ones(1))) is None
-    assert run.optimizer.state.get(param) is run.optimizer.state[param]
-    assert [len(state) for state in run.optimizer.state.values()] == [3] * 6
-    assert {param for param, _ in run.optimizer.state.items()} == set(run.optimizer.state)
-    assert run.optimizer.state.setdefault(param, {}) is run.optimizer.state[param]
-
-
-@spread(make=MAKERS, steps={"5": 5, "1": 1, "0": 0})
-def test_a_state_dict_is_what_it_would_be_without_offload(make: MakeOptimizer, steps: int) -> None:
-    plain, ours = (Run(make, offload=offload).train(*range(steps)) for offload in (False, True))
-    assert_same(ours.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert set(state) == {run.params()[name] for name in USED} == {param for param, _ in state.items()}
+    assert sorted(state[param]) == ["exp_avg", "exp_avg_sq", "step"]
+    assert state[param]["exp_avg"].shape == (32, 16)
+    assert state[param]["exp_avg"].untyped_storage().nbytes() == 32 * 16 * 4
+    assert state[param]["step"] == 1
+    assert state.get(nn.Parameter(torch.ones(1))) is None
+    assert state.get(param) is state[param] is state.setdefault(param, {})
+    assert [len(values) for values in state.values()] == [3] * 6
 
 
 def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
@@ -57,9 +53,6 @@ def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
     run.optimizer.synchronize()
     assert not torch.equal(view["state"][0]["exp_avg"], before)
     assert torch.equal(kept["state"][0]["exp_avg"], before)
-
-
-# Loading -------------------------------------------------------------------------------------------------------------
 
 
 @spread(
@@ -86,16 +79,11 @@ def test_training_goes_on_after_a_load_as_it_does_without_offload(
 
 def addresses_of(run: Run) -> dict[Tensor, int]:
     states = run.optimizer.state.items()
-    return {param: value.data_ptr() for param, state in states for value in state.values() if value.dim()}
+    return {param: value.data_ptr() for param, state in states for value in state.values() if is_shaped(value)}
 
 
-def test_what_is_loaded_is_copied_and_stays_as_it_was() -> None:
-    saved = Run(offload=False).train(0, 1).optimizer.state_dict()
-    kept = copy.deepcopy(saved)
-    loader = Run()
-    loader.optimizer.load_state_dict(saved)
-    loader.train(2, 3)
-    assert_same(saved, kept)
+def is_shaped(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def test_state_that_the_state_dict_does_not_have_is_gone() -> None:
@@ -106,41 +94,28 @@ def test_state_that_the_state_dict_does_not_have_is_gone() -> None:
     assert_same_runs(loader.train(0, 1), Run(offload=False).train(0, 1))
 
 
-def test_through_a_file(tmp_path: Path) -> None:
-    saver, loader = Run().train(0, 1), Run()
-    torch.save(saver.optimizer.state_dict(), tmp_path / "optimizer.pt")
-    assert (tmp_path / "optimizer.pt").stat().st_size < 20_000
-    loader.weights_from(saver)
-    loader.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    assert_same_runs(loader.train(2), Run(offload=False).train(0, 1, 2))
+def amsgrad(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
+
+
+def without_momentum(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
-def test_amsgrad_comes_with_the_groups(steps_before: int) -> None:
-    def amsgrad(params: Iterable[Any]) -> Optimizer:
-        return torch.optim.AdamW(params, lr=0.01, amsgrad=True)
-
-    saver, loader = Run(amsgrad, offload=False).train(0, 1), Run().train(*range(steps_before))
-    loader.weights_from(saver)
-    loader.optimizer.load_state_dict(saver.optimizer.state_dict())
-    assert is_home(loader)
-    assert_same_runs(loader, saver)
-    assert_same_runs(loader.train(2, 3), saver.train(2, 3))
-
-
-def test_momentum_comes_and_goes_with_the_groups() -> None:
-    def without(params: Iterable[Any]) -> Optimizer:
-        return torch.optim.SGD(params, lr=0.01)
-
-    with_momentum = Run(sgd, offload=False).train(0, 1)
-    loader = Run(sgd, offload=True).train(5)
-    plain = Run(without, offload=False).train(0, 1)
-    for saver in (plain, with_momentum):
+@pytest.mark.parametrize("makes", [(adamw, amsgrad), (amsgrad, adamw, amsgrad), (sgd, without_momentum, sgd)])
+def test_what_an_optimizer_keeps_comes_and_goes_with_the_groups(
+    makes: tuple[MakeOptimizer, ...], steps_before: int
+) -> None:
+    own, *others = makes
+    loader = Run(own).train(*range(steps_before))
+    for make in others:
+        saver = Run(make, offload=False).train(0, 1)
         loader.weights_from(saver)
         loader.optimizer.load_state_dict(saver.optimizer.state_dict())
+        assert is_home(loader)
         assert_same_runs(loader, saver)
-        loader.train(2)
-        assert_same_runs(loader, saver.train(2))
+        assert_same_runs(loader.train(2, 3), saver.train(2, 3))
 
 
 def test_old_checkpoints_have_counters_that_are_floats() -> None:
@@ -151,9 +126,6 @@ def test_old_checkpoints_have_counters_that_are_floats() -> None:
     loader.optimizer.load_state_dict(saved)
     assert isinstance(saved["state"][0]["step"], float)
     assert_same_runs(loader.train(2), saver.train(2))
-
-
-# Hooks ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -185,55 +157,35 @@ def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
         del events[2:]
 
 
-# What does not fit ---------------------------------------------------------------------------------------------------
+# Other values in the state of the first parameter, which has no more what is ``None``.
+IN_STATE: list[tuple[dict[str, Any], str]] = [
+    ({"exp_avg": None}, r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
+    ({"exp_avg": None, "other": torch.zeros(32, 16)}, r"up\.weight .*missing \['exp_avg'\], extra \['other'\]"),
+    ({"exp_avg": torch.zeros(16, 32)}, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
+    ({"exp_avg_sq": torch.zeros(32, 16).bfloat16()}, r"up\.weight, 'exp_avg_sq' .*float32.*bfloat16.*Nothing is cast"),
+    ({"exp_avg": [0.0] * 512}, r"up\.weight, 'exp_avg' should be a tensor, got list"),
+    ({"step": torch.ones(3)}, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
+    ({"step": "two"}, r"up\.weight, 'step' should be a number .*got 'two'"),
+]
 
 
-def in_state(**values: Any) -> Callable[[dict[str, Any]], object]:
-    """Other values in the state of the first parameter; it has no more what is ``None``."""
-
-    def spoil(saved: dict[str, Any]) -> None:
-        changed = {**saved["state"][0], **values}
-        saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
-
-    return spoil
+def with_values(values: dict[str, Any], saved: dict[str, Any]) -> None:
+    changed = {**saved["state"][0], **values}
+    saved["state"][0] = {name: value for name, value in changed.items() if value is not None}
 
 
-SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "missing": (in_state(exp_avg=None), r"state of up\.weight should have .*missing \['exp_avg'\], extra \[\]"),
-    "renamed": (
-        in_state(exp_avg=None, momentum_buffer=torch.zeros(32, 16)),
-        r"state of up\.weight .*missing \['exp_avg'\], extra \['momentum_buffer'\]",
-    ),
-    "wrongly shaped": (
-        in_state(exp_avg=torch.zeros(16, 32)),
-        r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)",
-    ),
-    "of another dtype": (
-        in_state(exp_avg_sq=torch.zeros(32, 16).bfloat16()),
-        r"up\.weight, 'exp_avg_sq' .*torch\.float32.*got .*torch\.bfloat16.*Nothing is cast",
-    ),
-    "no tensor": (in_state(exp_avg=[0.0] * 512), r"up\.weight, 'exp_avg' should be a tensor, got list"),
-    "a counter with elements": (
-        in_state(step=torch.ones(3)),
-        r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)",
-    ),
-    "a counter of text": (in_state(step="two"), r"up\.weight, 'step' should be a number .*got 'two'"),
-    "no such parameter": (
-        lambda saved: saved["state"].update({99: saved["state"][0]}),
-        r"state for \[99\], which none of its param groups lists",
-    ),
-    "fewer groups": (
-        lambda saved: saved["param_groups"].pop(),
-        r"param groups of \[4, 6\] parameters, the state dict \[4\]",
-    ),
-    "a larger group": (
+SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    *((partial(with_values, values), message) for values, message in IN_STATE),
+    (lambda saved: saved["state"].update({99: saved["state"][0]}), r"for \[99\], which none of its param groups lists"),
+    (lambda saved: saved["param_groups"].pop(), r"param groups of \[4, 6\] parameters, the state dict \[4\]"),
+    (
         lambda saved: saved["param_groups"][1]["params"].append(99),
         r"param groups of \[4, 6\] parameters, the state dict \[4, 7\]",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize(("spoil", "message"), SPOILT)
 def test_what_does_not_fit_is_named_and_nothing_has_changed(
     spoil: Callable[[dict[str, Any]], object], message: str
 ) -> None:
@@ -247,41 +199,3 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
     assert_same(run.optimizer.state_dict(), before)
     assert is_home(run)
     assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
-
-
-# torch.distributed.checkpoint ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("source", "target"), [(False, True), (True, False), (True, True)])
-def test_dcps_state_dicts_go_between_plain_and_offloaded(source: bool, target: bool) -> None:
-    saver, loader = Run(offload=source, prepare=all_used).train(0, 1), Run(offload=target, prepare=all_used)
-    saved = get_optimizer_state_dict(saver.model, saver.optimizer)
-    reference = Run(offload=False, prepare=all_used).train(0, 1)
-    assert_same(saved, get_optimizer_state_dict(reference.model, reference.optimizer))
-    loader.weights_from(saver)
-    set_optimizer_state_dict(loader.model, loader.optimizer, saved)
-    assert not target or is_home(loader)
-    assert_same_runs(loader.train(2), reference.train(2))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["fresh", "used"])
-def test_through_a_dcp_checkpoint(tmp_path: Path, steps_before: int) -> None:
-    saver, loader = Run(prepare=all_used).train(0, 1), Run(prepare=all_used).train(*range(5, 5 + steps_before))
-    dcp.save(
-        {"optimizer": get_optimizer_state_dict(saver.model, saver.optimizer)}, checkpoint_id=tmp_path, no_dist=True
-    )
-    reference = Run(offload=False, prepare=all_used).train(0, 1)
-    saved = get_optimizer_state_dict(reference.model, reference.optimizer)
-    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert written_bytes(tmp_path) == pytest.approx(written_bytes(tmp_path / "plain"), rel=0.02), "whole arenas?"
-    restored = {"optimizer": get_optimizer_state_dict(loader.model, loader.optimizer)}
-    dcp.load(restored, checkpoint_id=tmp_path, no_dist=True)
-    loader.weights_from(saver)
-    set_optimizer_state_dict(loader.model, loader.optimizer, restored["optimizer"])
-    assert is_home(loader)
-    assert_same_runs(loader.train(2), reference.train(2))
-
-
-def written_bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))

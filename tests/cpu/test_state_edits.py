@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload import offload_optimizer
 from fsdp_offload.core.engine import Engine
-from tests.parity import SMALL, Run, make_pair, params_of
+from tests.parity import Run, attach, make_pair, params_of
 
 
 class Twins(nn.Module):
@@ -68,7 +67,8 @@ def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], 
     pair.train(3)
 
 
-def test_none_resets_momentum() -> None:
+def test_none_is_no_momentum() -> None:
+    """Written by hand, and in a checkpoint of SGD that says so."""
     pair = make_pair(Twins, lambda params: optim.SGD(params, lr=0.1, momentum=0.9))
     pair.train(3)
 
@@ -77,29 +77,32 @@ def test_none_resets_momentum() -> None:
 
     pair.each(reset)
     pair.train(3)
-
-
-def test_a_checkpoint_of_sgd_that_says_none() -> None:
-    param = nn.Parameter(torch.ones(3))
-    optimizer = offload_quietly(optim.SGD([param], lr=0.1, momentum=0.9))
+    optimizer = pair.offloaded.optimizer
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": None}}})
-    assert not optimizer.state.get(param)
+    assert not any(optimizer.state.values())
 
 
 def test_a_tensor_of_the_users_own_is_left_alone() -> None:
+    """It is saved and loaded, and does not stand in the way of attaching again."""
     pair = make_pair(Twins, adamw)
     pair.train(2)
 
     def keep_average(run: Run) -> None:
-        for param in params_of(run.optimizer):
+        for param in params_of(run.optimizer)[:3]:
             run.optimizer.state[param]["ema"] = param.detach().clone()
             run.optimizer.state[param]["extent"] = torch.ones(5)
 
     pair.each(keep_average)
-    pair.train(3)
+    pair.train(2)
+    pair.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(pair.plain.optimizer.state_dict())))
+    pair.train(2)
     pair.detach()
-    pair.attach()  # and it does not stand in the way of attaching
-    pair.train(3)
+    pair.attach()
+    pair.train(2)
+    fresh = make_pair(Twins, adamw)
+    fresh.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(pair.plain.optimizer.state_dict())))
+    fresh.assert_same()
+    fresh.train(1)
 
 
 def test_a_state_tensor_of_the_wrong_shape_changes_nothing() -> None:
@@ -137,7 +140,7 @@ def test_hyperparameters_that_need_state_which_is_not_there_are_refused_before_t
 def test_memory_of_parameters_that_are_exchanged_again_and_again_does_not_grow() -> None:
     """As in Gaussian splatting: parameters and their state are replaced by larger or smaller ones."""
     param = nn.Parameter(torch.randn(1000))
-    optimizer = offload_quietly(optim.Adam([param]))
+    optimizer = attach(optim.Adam([param]))
     for size in range(1000, 1040):
         old, new = optimizer.param_groups[0]["params"][0], nn.Parameter(torch.randn(size))
         state = optimizer.state.pop(old, None)
@@ -158,6 +161,10 @@ def divide_group(optimizer: optim.Optimizer) -> None:
     optimizer.param_groups.append({**first, "params": [first["params"].pop()], "lr": 0.1})
 
 
+def add_group(optimizer: optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop(0)], "lr": 0.1})
+
+
 def join_groups(optimizer: optim.Optimizer) -> None:
     first, second = optimizer.param_groups
     first["params"] += second["params"]
@@ -171,8 +178,8 @@ def move_between_groups(optimizer: optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(
     "edits",
-    [[divide_group], [divide_group, move_between_groups], [divide_group, join_groups]],
-    ids=["divided", "moved", "joined"],
+    [[divide_group], [add_group], [divide_group, move_between_groups], [divide_group, join_groups]],
+    ids=["divided", "added", "moved", "joined"],
 )
 def test_groups_that_are_divided_elsewhere(edits: list[Callable[[optim.Optimizer], None]]) -> None:
     """All parameters come in the same order as before, but not in the same groups."""
@@ -183,8 +190,6 @@ def test_groups_that_are_divided_elsewhere(edits: list[Callable[[optim.Optimizer
             edit(run.optimizer)
         pair.train(2)
 
-
-# Copies --------------------------------------------------------------------------------------------------------------
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": lambda state: state.copy(),
@@ -231,8 +236,3 @@ def test_a_pickled_copy_of_the_state_is_a_plain_one() -> None:
     assert type(restored) is defaultdict
     for state, original in zip(restored.values(), pair.offloaded.optimizer.state.values(), strict=True):
         assert all(torch.equal(state[name], original[name]) for name in original)
-
-
-def offload_quietly(optimizer: optim.Optimizer) -> Any:
-    with pytest.warns(UserWarning, match="offload_optimizer"):
-        return offload_optimizer(optimizer, policy=SMALL)

@@ -13,48 +13,35 @@ from tests.parity import SMALL, Net, Pair, Zoo, local, make_pair, offloaded_name
 from tests.policies import with_share
 
 
-class Averaging(optim.Optimizer):
+class Averaging(optim.SGD):
     """Keeps an average of the gradients in whatever dtype its state has."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["average"] = torch.zeros_like(param)
-                state["average"].mul_(0.9).add_(param.grad, alpha=0.1)
-                param.sub_(state["average"], alpha=group["lr"])
+                if param.grad is not None:
+                    average = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                    average.mul_(0.9).add_(param.grad, alpha=0.1)
+                    param.sub_(average, alpha=group["lr"])
 
 
-def make_in_bfloat16(*names: str) -> Any:
+def make_in_bfloat16(optimizer: optim.Optimizer, args: object, kwargs: object) -> None:
     """A hook that makes the state of every parameter that has a gradient and no state yet."""
-
-    def hook(optimizer: optim.Optimizer, args: object, kwargs: object) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and not optimizer.state[param]:
-                    made = {name: torch.zeros_like(local(param), dtype=torch.bfloat16) for name in names}
-                    optimizer.state[param].update(made)
-
-    return hook
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and not optimizer.state[param]:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(local(param), dtype=torch.bfloat16)
 
 
-def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-    optimizer = optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
-    optimizer.register_step_pre_hook(make_in_bfloat16("momentum_buffer"))
+def sgd(params: Iterable[nn.Parameter], cls: type[optim.SGD] = optim.SGD) -> optim.Optimizer:
+    optimizer = cls(params, lr=0.05, momentum=0.9, foreach=False)
+    optimizer.register_step_pre_hook(make_in_bfloat16)
     return optimizer
 
 
 def averaging(params: Iterable[nn.Parameter]) -> optim.Optimizer:
-    optimizer = Averaging(params)
-    optimizer.register_step_pre_hook(make_in_bfloat16("average"))
-    return optimizer
+    return sgd(params, Averaging)
 
 
 def assert_in_bfloat16(pair: Pair) -> None:
@@ -82,22 +69,14 @@ def test_it_keeps_its_dtype(make: Any, policy: OffloadPolicy) -> None:
     pair.train(2)
 
 
-def test_attached_after_a_step() -> None:
+def test_attached_after_a_step_and_a_parameter_that_thaws_later() -> None:
     pair = make_pair(Net, sgd, policy=None)
+    pair.each(lambda run: run.model.down.requires_grad_(False))
     pair.train(2)
     pair.attach()
     pair.train(3)
     assert_in_bfloat16(pair)
-
-
-def test_a_parameter_that_thaws_later() -> None:
-    pair = make_pair(Net, sgd, policy=None)
-    for run in pair:
-        run.model.down.requires_grad_(False)
-    pair.attach()
-    pair.train(3)
-    for run in pair:
-        run.model.down.requires_grad_(True)
+    pair.each(lambda run: run.model.down.requires_grad_(True))
     pair.train(3)
     assert_in_bfloat16(pair)
 

@@ -11,7 +11,7 @@ from torch import nn, optim
 import fsdp_offload
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_report, remove_offload
 from fsdp_offload.checkpoint import get_optimizer_state_dict
-from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, train_step
+from tests.parity import SMALL, Net, Pair, Run, attach, make_pair
 
 
 @pytest.fixture
@@ -42,42 +42,40 @@ def adamw() -> Pair:
     return make_pair(Net, lambda params: optim.AdamW(params, lr=0.02), policy=None)
 
 
-class TestLookingAt:
-    def test_a_plain_optimizer(self) -> None:
-        optimizer = adamw().plain.optimizer
-        assert not is_offloaded(optimizer)
-        with pytest.raises(RuntimeError, match=r"this AdamW is not offloaded. Call offload_optimizer\(\) first"):
-            offload_report(optimizer)
-        fsdp_offload.synchronize(optimizer)  # nothing is under way
+@pytest.fixture(params=["accelerate", "lightning", "fabric"])
+def wrap(request: pytest.FixtureRequest) -> Any:
+    """What each framework puts around an optimizer."""
+    if request.param == "accelerate":
+        return request.getfixturevalue("accelerated")
+    return {"lightning": lightnings, "fabric": fabrics}[request.param]
 
-    def test_through_accelerate(self, accelerated: Any) -> None:
-        self.check(accelerated)
 
-    @pytest.mark.parametrize("wrap", [lightnings, fabrics])
-    def test_through_lightning(self, wrap: Any) -> None:
-        self.check(wrap)
+def test_a_plain_optimizer_is_told_from_an_offloaded_one() -> None:
+    optimizer = adamw().plain.optimizer
+    assert not is_offloaded(optimizer)
+    with pytest.raises(RuntimeError, match=r"this AdamW is not offloaded. Call offload_optimizer\(\) first"):
+        offload_report(optimizer)
+    fsdp_offload.synchronize(optimizer)  # nothing is under way
 
-    def check(self, wrap: Any) -> None:
-        """Wrapped before attaching and after it."""
-        for wrapped_first in (True, False):
-            run = adamw().offloaded
-            model, optimizer, names = run.model, run.optimizer, list(run.params)
-            wrapper = wrap(optimizer) if wrapped_first else None
-            assert wrapper is None or not is_offloaded(wrapper)
-            assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
-            wrapper = wrapper or wrap(optimizer)
-            assert is_offloaded(wrapper)
-            assert isinstance(optimizer, OffloadedOptimizer)
-            assert (
-                offload_report(wrapper).memory.host_state_bytes
-                == optimizer.offload_report().memory.host_state_bytes
-                > 0
-            )
-            fsdp_offload.synchronize(wrapper)
-            assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
-            remove_offload(wrapper)
-            assert not is_offloaded(wrapper)
-            assert type(optimizer) is optim.AdamW
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
+    run = adamw().offloaded
+    model, optimizer, names = run.model, run.optimizer, list(run.params)
+    wrapper = wrap(optimizer) if wrapped_first else None
+    assert wrapper is None or not is_offloaded(wrapper)
+    assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
+    wrapper = wrapper or wrap(optimizer)
+    assert is_offloaded(wrapper)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    host_bytes = optimizer.offload_report().memory.host_state_bytes
+    assert offload_report(wrapper).memory.host_state_bytes == host_bytes > 0
+    fsdp_offload.synchronize(wrapper)
+    assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
+    assert fsdp_offload.offload_optimizer(wrapper, exist_ok=True) is wrapper
+    remove_offload(wrapper)
+    assert not is_offloaded(wrapper)
+    assert type(optimizer) is optim.AdamW
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -88,12 +86,14 @@ def test_methods_on_lightnings_wrapper_run_on_the_real_optimizer(set_to_none: bo
     wrapper = lightnings(pair.offloaded.optimizer)
     assert isinstance(wrapper, OffloadedOptimizer)
 
+    def seen_from(run: Run) -> Any:
+        return wrapper if run is pair.offloaded else run.optimizer
+
     def step(run: Run, number: int) -> float:
-        optimizer = wrapper if run is pair.offloaded else run.optimizer
         loss = run.loss(number)
         loss.backward()
         run.optimizer.step()  # LightningOptimizer.step asks its strategy, which has none of ours to call
-        optimizer.zero_grad(set_to_none=set_to_none)
+        seen_from(run).zero_grad(set_to_none=set_to_none)
         return loss.item()
 
     pair.train(3, step)
@@ -102,93 +102,66 @@ def test_methods_on_lightnings_wrapper_run_on_the_real_optimizer(set_to_none: bo
     assert wrapper.param_groups is pair.offloaded.optimizer.param_groups
     saved = copy.deepcopy(wrapper.state_dict())
     pair.train(2, step)
-    wrapper.load_state_dict(saved)
-    pair.plain.optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.each(lambda run: seen_from(run).load_state_dict(copy.deepcopy(saved)))
     pair.train(2, step)
-    pair.each(lambda run: run.optimizer.zero_grad())
     for run in pair:
         run.model.register_parameter("late", nn.Parameter(torch.ones(3)))
-        optimizer = wrapper if run is pair.offloaded else run.optimizer
-        optimizer.add_param_group({"params": [run.model.late]})
+        seen_from(run).add_param_group({"params": [run.model.late]})
     pair.assert_same()
 
 
-# Scalers -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("with_scheduler", [False, True])
 @pytest.mark.parametrize("wrapped_first", [False, True])
-def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool, with_scheduler: bool) -> None:
-    """The wrapper has captured ``optimizer.step``, and puts it back after each step."""
+def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool) -> None:
+    """The wrapper has captured ``optimizer.step``, and puts it back after each step; a scheduler wraps it as well."""
     pair = adamw()
-    wrappers = {}
 
     def wrap(run: Run) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        if with_scheduler:
-            run.parts["scheduler"] = optim.lr_scheduler.LinearLR(run.optimizer, 0.5, 1.0, 5)
-        wrappers[id(run)] = accelerated(run.optimizer, scaler)
+        run.parts["scheduler"] = optim.lr_scheduler.LinearLR(run.optimizer, 0.5, 1.0, 5)
+        run.parts["wrapper"] = accelerated(run.optimizer, scaler)
 
-    def step(run: Run, number: int) -> float:
-        wrapper = wrappers[id(run)]
+    def step(run: Run, number: int) -> tuple[float, bool]:
+        wrapper = run.parts["wrapper"]
         wrapper.zero_grad()
         loss = run.loss(number)
         wrapper.scaler.scale(loss).backward()
         if number == 3:
             run.params["up.weight"].grad[0, 0] = float("inf")
         wrapper.step()
-        if with_scheduler:
-            run.parts["scheduler"].step()
+        run.parts["scheduler"].step()
         return loss.item(), wrapper.step_was_skipped
 
-    wrap(pair.plain)
+    for run in pair:
+        if run is pair.offloaded and not wrapped_first:
+            pair.attach()
+        wrap(run)
+    wrapper = pair.offloaded.parts["wrapper"]
     if wrapped_first:
-        wrap(pair.offloaded)
-        attach(wrappers[id(pair.offloaded)])
-    else:
-        pair.attach()
-        wrap(pair.offloaded)
+        attach(wrapper)
     pair.train(6, step)
-    assert pair.offloaded.is_offloaded
     assert offload_report(pair.offloaded.optimizer).step.stored_bytes > 0
     if wrapped_first:
-        remove_offload(wrappers[id(pair.offloaded)])
+        remove_offload(wrapper)
         pair.train(4, step)
 
 
-# Twice ---------------------------------------------------------------------------------------------------------------
-
-
-class TestExistOk:
-    def test_a_second_call_changes_nothing(self) -> None:
-        pair = adamw()
-        pair.attach(SMALL, with_model=True)
-        pair.train(2)
-        model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
-        for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
-            assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
-        pair.assert_same()
-        pair.train(2)
-
-    def test_it_attaches_where_it_is_not(self) -> None:
-        pair = adamw()
-        attach(pair.offloaded.optimizer, exist_ok=True)
-        assert pair.offloaded.is_offloaded
-        pair.train(2)
-
-    def test_another_offload_is_refused(self) -> None:
-        pair = adamw()
-        pair.attach()
-        optimizer = pair.offloaded.optimizer
-        for arguments, message in (
-            ({"policy": OffloadPolicy()}, r"offloaded already, with OffloadPolicy\(.*Call remove_offload\(\) first"),
-            ({"model": pair.offloaded.model}, r"offloaded already, without a model\. Call remove_offload"),
-        ):
-            with pytest.raises(RuntimeError, match=message):
-                fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments)
-        pair.train(2, train_step)
-
-    def test_through_a_wrapper(self, accelerated: Any) -> None:
-        wrapper = accelerated(adamw().offloaded.optimizer)
-        attach(wrapper)
-        assert fsdp_offload.offload_optimizer(wrapper, exist_ok=True) is wrapper
+def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
+    pair = adamw()
+    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
+    attach(optimizer, exist_ok=True)
+    assert pair.offloaded.is_offloaded
+    with pytest.raises(RuntimeError, match=r"offloaded already.*remove_offload\(\) first"):
+        fsdp_offload.offload_optimizer(optimizer)
+    for arguments, message in (
+        ({"policy": OffloadPolicy()}, r"offloaded already, with OffloadPolicy\(.*Call remove_offload\(\) first"),
+        ({"model": model}, r"offloaded already, without a model\. Call remove_offload"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments)
+    pair.train(2)
+    pair.detach()
+    pair.attach(SMALL, with_model=True)
+    for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
+        assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
+    pair.assert_same()
+    pair.train(2)

@@ -36,7 +36,7 @@ from tests.zoo.outcomes import (
     Outcome,
     Row,
 )
-from tests.zoo.pool import rows_of
+from tests.zoo.pool import judged_row
 from tests.zoo.table import TOML_MARK, prose_of, to_markdown, to_toml
 from tests.zoo.training import judge
 from tests.zoo.verdicts import traced_verdict
@@ -56,29 +56,17 @@ def eager() -> Iterator[None]:
 def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs: Any) -> Row:
     row = Row("", "", cls.__name__)
     for message in judge(cls, combinations, **kwargs):
-        if isinstance(message, Outcome):
-            row.outcomes.append(message)
-        elif isinstance(message, tuple):
-            row.recipe, row.problem = str(message[0] or ""), message[1]
+        row.take(message)
     return row
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        "torch.optim:Adafactor",
-        "torch.optim:Muon",
-        pytest.param("torch.optim.nadam:NAdam", marks=pytest.mark.long),
+        *(f"{HERE}:{name}" for name in ("Momentum", "Noisy", "SharedNorm")),
         "schedulefree.adamw_schedulefree:AdamWScheduleFree",
-        pytest.param("schedulefree.radam_schedulefree:RAdamScheduleFree", marks=pytest.mark.long),
-        pytest.param("schedulefree.sgd_schedulefree_reference:SGDScheduleFreeReference", marks=pytest.mark.long),
-        pytest.param("torchao.optim.adam:AdamW8bit", marks=pytest.mark.long),
         "torchao.optim.adam:AdamW4bit",
-        pytest.param("torchao.optim.adam:AdamWFp8", marks=pytest.mark.long),
         "transformers.optimization:Adafactor",
-        f"{HERE}:Momentum",
-        f"{HERE}:Noisy",
-        f"{HERE}:SharedNorm",
     ],
 )
 def test_the_same_bits(key: str) -> None:
@@ -138,18 +126,12 @@ def test_the_table_is_written_from_what_was_found(tmp_path: Path) -> None:
 # What the harness has to notice ---------------------------------------------------------------------------------------
 
 
-def with_another_lr(optimizer: Any, **kwargs: Any) -> None:
-    offload_optimizer(optimizer, **kwargs)
-    optimizer.param_groups[0]["lr"] *= 1.5
+def behind(change: Callable[[Any], object]) -> Callable[..., None]:
+    def attach(optimizer: Any, **kwargs: Any) -> None:
+        offload_optimizer(optimizer, **kwargs)
+        change(optimizer)
 
-
-def one_count_behind(optimizer: Any, **kwargs: Any) -> None:
-    offload_optimizer(optimizer, **kwargs)
-    optimizer.calls -= 1
-
-
-def drawing(optimizer: Any, **kwargs: Any) -> None:
-    random.random()
+    return attach
 
 
 def refusing_and_drawing(optimizer: Any, **kwargs: Any) -> None:
@@ -161,27 +143,27 @@ def failing(optimizer: Any, **kwargs: Any) -> None:
     raise TypeError("object layout differs")
 
 
-def failing_later(optimizer: Any, **kwargs: Any) -> None:
-    optimizer.step = lambda: {}["exp_avg"]
+REFUSED_FIRST = "after it was refused (ValueError: cannot be offloaded): generator['torch']"
+BROKEN: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., Any], str, str]] = {
+    "lr": (Momentum, behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG, "step 1: parameter first.weight"),
+    "a count": (Momentum, behind(lambda o: setattr(o, "calls", o.calls - 1)), WRONG, "attribute 'calls' is 5 and 4"),
+    "draws": (Momentum, lambda optimizer, **_: random.random(), WRONG, "generator['python']"),
+    "refuses and draws": (Momentum, refusing_and_drawing, WRONG, REFUSED_FIRST),
+    "refuses and draws as the step does": (
+        Noisy,
+        refusing_and_drawing,
+        WRONG,
+        "step 1: parameter first.weight differs",
+    ),
+    "fails": (Momentum, failing, ATTACH_CRASHED, "TypeError: object layout differs"),
+    "fails later": (
+        *(Momentum, behind(lambda o: setattr(o, "step", lambda: {}["exp_avg"]))),
+        *(CRASHED, "step 1: KeyError: 'exp_avg'"),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("cls", "attach", "outcome", "detail"),
-    [
-        (Momentum, with_another_lr, WRONG, "step 1: parameter first.weight differs"),
-        (Momentum, one_count_behind, WRONG, "attribute 'calls' is 5 and 4"),
-        (Momentum, drawing, WRONG, "generator['python']"),
-        (
-            Momentum,
-            refusing_and_drawing,
-            WRONG,
-            "after it was refused (ValueError: cannot be offloaded): generator['torch']",
-        ),
-        (Noisy, refusing_and_drawing, WRONG, "step 1: parameter first.weight differs"),
-        (Momentum, failing, ATTACH_CRASHED, "TypeError: object layout differs"),
-        (Momentum, failing_later, CRASHED, "step 1: KeyError: 'exp_avg'"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "attach", "outcome", "detail"), BROKEN.values(), ids=BROKEN)
 def test_what_attaching_breaks_is_noticed(
     cls: type[torch.optim.Optimizer], attach: Callable[..., None], outcome: str, detail: str
 ) -> None:
@@ -220,9 +202,8 @@ def test_how_to_train_a_class_is_found_out(cls: type[torch.optim.Optimizer], rec
 
 @pytest.mark.long
 def test_one_that_hangs_and_one_that_takes_the_interpreter_down_are_a_row_each() -> None:
-    names = ("Dying", "Hanging", "Momentum")
-    dying, hanging, last = rows_of("local", "", [f"{HERE}:{name}" for name in names], ONE, limit_s=4)
-    assert (dying.outcome, hanging.outcome, last.outcome) == (NOT_RUN, NOT_RUN, SAME)
+    dying, hanging = (judged_row("local", "", f"{HERE}:{name}", ONE, limit_s=4) for name in ("Dying", "Hanging"))
+    assert (dying.outcome, hanging.outcome) == (NOT_RUN, NOT_RUN)
     assert "the process ended with -6" in dying.detail
     assert "no answer within 4 s of CPU, in direction (local.py:" in hanging.detail
 

@@ -1,5 +1,6 @@
 """Everything in this folder needs an accelerator."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.gpu.streams import SLEEP_CYCLES, Slow
+from tests.overlapping import slow_down
 
 HERE = Path(__file__).parent
 
@@ -31,3 +35,20 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """As ``slow_down``, for one test."""
+    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def clean_device() -> Iterator[None]:
+    """For tests that count bytes of the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.synchronize()

@@ -1,11 +1,6 @@
-"""Asynchronous saves on real streams: files hold the state of their call, and nothing of it passes through the device.
+"""Asynchronous saves on a device: where bytes are, and how many. What files hold: ``test_conformance``."""
 
-As in ``test_streams``, each lane is slowed down in turn, so that whatever should have waited for it reads old bytes.
-"""
-
-import copy
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import nn
+from torch.utils._pytree import tree_map
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.checkpoint.writer_loan import Loan
-from tests.overlapping import slow_down
+from tests.async_writers import loaded, not_the_same
+from tests.gpu.streams import MIB, make, policy_of, train
+from tests.parity import host_copy
 
-MIB = 1 << 20
-SLEEP_CYCLES = 4_000_000  # about 2 ms: longer than a copy of any bucket here
-SIZES = [(512, 700), (64,), (300, 1100), (1, 1), (7, 12345), (128, 128), (1_000_003,)]
 ALL = 1 << 40
 
 
@@ -35,140 +27,31 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make(device: torch.device, policy: OffloadPolicy | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.ParameterList(nn.Parameter(torch.randn(size, device=device)) for size in SIZES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    if policy is not None:
-        offload_optimizer(optimizer, model=model, policy=policy)
-    return model, optimizer
-
-
-def policy(**options: Any) -> OffloadPolicy:
-    return OffloadPolicy(**{"device_bytes": 5 * MIB, "bucket_bytes": MIB, **options})
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    for number, param in enumerate(model.parameters()):
-        generator = torch.Generator(param.device).manual_seed(100 * step + number)
-        param.grad = torch.randn(param.shape, device=param.device, generator=generator)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def on_host(values: Any) -> Any:
-    """A copy of everything, on the host."""
-    if isinstance(values, dict):
-        return {key: on_host(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [on_host(value) for value in values]
-    return values.detach().to("cpu", copy=True) if isinstance(values, Tensor) else copy.deepcopy(values)
-
-
-def emptied(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: emptied(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [emptied(value) for value in values]
-    return torch.full_like(values, 77) if isinstance(values, Tensor) else None
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
-
-
-def holds(path: Path, state: Any) -> bool:
-    found = emptied(state)
-    dcp.load(found, checkpoint_id=path)
-    return same(state, found)
-
-
-class HeldWriter(FileSystemWriter):
-    """Reads nothing until it is let go."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)
-        self.go = threading.Event()
-
-    def write_data(self, *args: Any) -> Any:
-        assert self.go.wait(60)
-        return super().write_data(*args)
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """As ``slow_down``, for one test."""
-    yield lambda kind: slow_down(kind, SLEEP_CYCLES, monkeypatch.setattr)
-    torch.cuda.synchronize()
-
-
-CASES = {
-    "all": policy(snapshot_bytes=ALL),
-    "half": policy(snapshot_bytes=6 * MIB),
-    "none": policy(),
-    "some kept": policy(snapshot_bytes=ALL, device_bytes=9 * MIB),
-}
-
-
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@pytest.mark.parametrize("name", CASES)
-def test_saves_that_overlap_with_steps_hold_the_state_of_their_call(
-    device: torch.device, slow: Any, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Writers stand still until somebody waits for them: the next save, or a step without spare homes."""
-    slow(kind)
-    plain, run = make(device, None), make(device, CASES[name])
-    stager, in_flight, expected = ArenaStager(run[1]), [], []
-    wait = Loan.wait
-
-    def let_go_and_wait(loan: Loan) -> None:
-        for writer in in_flight:
-            writer.go.set()
-        wait(loan)
-
-    monkeypatch.setattr(Loan, "wait", let_go_and_wait)
-    for step in range(5):
-        for model, optimizer in (plain, run):
-            train(model, optimizer, step)
-        # The copy of the model is issued at once, while the last step's kernels sleep. What it has to be is known from
-        # the other side, without a synchronization that would hide a missing wait here.
-        writer = HeldWriter(tmp_path / str(step))
-        dcp.async_save(state_of(*run), storage_writer=writer, async_stager=stager)
-        in_flight.append(writer)
-        expected.append(on_host({"model": plain[0].state_dict(), "state": list(plain[1].state.values())}))
-    stager.close()
-    for number, state in enumerate(expected):
-        found = emptied(on_host(state_of(*run)))
-        dcp.load(found, checkpoint_id=tmp_path / str(number))
-        assert same(state["model"], found["model"]), f"model of save {number}"
-        for index, one in enumerate(state["state"]):
-            assert same(one, found["optimizer"]["state"][str(index)]), f"state {index} of save {number}"
-    assert all(torch.equal(a, b) for a, b in zip(plain[0].parameters(), run[0].parameters(), strict=True))
+    return tree_map(host_copy, values)
 
 
 def test_the_copy_of_the_model_is_waited_for(device: torch.device, tmp_path: Path) -> None:
     """It has arrived when ``async_save`` returns; training may write the parameters from then on."""
-    model, optimizer = make(device, policy(snapshot_bytes=ALL))
-    train(model, optimizer, 0)
+    model, optimizer = make(policy_of(snapshot_bytes=ALL))
+    train((model, optimizer), steps=[0])
     state = on_host(state_of(model, optimizer))
     stager = ArenaStager(optimizer)
     stager.stage(state_of(model, optimizer))  # the buffer is there, with old bytes in it
     stager._buffer.bytes.zero_()
-    torch.cuda._sleep(50 * SLEEP_CYCLES)  # 0.1 s
+    torch.cuda._sleep(200_000_000)  # 0.1 s
     staged = stager.stage(state_of(model, optimizer))
     now = {name: tensor.clone() for name, tensor in staged["model"].items()}  # at once, by the host
-    assert same(state["model"], now)
+    assert not [*not_the_same(state["model"], now)]
 
 
 def test_what_is_staged_is_pinned_and_the_memory_is_used_again(device: torch.device) -> None:
-    model, optimizer = make(device, policy(snapshot_bytes=ALL))
-    train(model, optimizer, 0)
+    model, optimizer = make(policy_of(snapshot_bytes=ALL))
+    train((model, optimizer), steps=[0])
     stager, addresses, host = ArenaStager(optimizer), set(), set()
     for step in range(4):
         staged = stager.stage(state_of(model, optimizer))
@@ -178,7 +61,7 @@ def test_what_is_staged_is_pinned_and_the_memory_is_used_again(device: torch.dev
         addresses.add(tuple(tensor.data_ptr() for tensor in staged["model"].values()))
         host.add(torch.cuda.host_memory_stats()["num_host_alloc"])
         del staged, tensors
-        train(model, optimizer, step + 1)
+        train((model, optimizer), steps=[step + 1])
     assert len(addresses) == 1
     assert len(host) == 1
 
@@ -195,8 +78,8 @@ def growth_of(action: Callable[[], Any]) -> int:
 
 def test_neither_saving_nor_loading_takes_device_memory(device: torch.device, tmp_path: Path) -> None:
     """With 14 MiB of state; also where the optimizer that loads has none yet."""
-    model, optimizer = make(device, policy(snapshot_bytes=ALL))
-    train(model, optimizer, 0)
+    model, optimizer = make(policy_of(snapshot_bytes=ALL))
+    train((model, optimizer), steps=[0])
     saved, stager = on_host(state_of(model, optimizer)), ArenaStager(optimizer)
     held: list[Any] = []
     growth = {
@@ -209,7 +92,7 @@ def test_neither_saving_nor_loading_takes_device_memory(device: torch.device, tm
             ).result()
         ),
     }
-    other_model, other = make(device, policy())
+    other_model, other = make(policy_of())
     template: dict[str, Any] = {}
     growth |= {
         "template": growth_of(
@@ -219,6 +102,7 @@ def test_neither_saving_nor_loading_takes_device_memory(device: torch.device, tm
         "set": growth_of(lambda: set_optimizer_state_dict(other_model, other, template["optimizer"])),
     }
     assert {name: nbytes for name, nbytes in growth.items() if nbytes >= MIB} == {}
-    assert growth_of(lambda: train(model, optimizer, 1)) > 4 * MIB  # what is measured can be seen
-    assert same(saved["optimizer"]["state"], on_host(get_optimizer_state_dict(other_model, other))["state"])
-    assert holds(tmp_path / "async", saved)
+    assert growth_of(lambda: train((model, optimizer), steps=[1])) > 4 * MIB  # what is measured can be seen
+    now = on_host(get_optimizer_state_dict(other_model, other))
+    assert not [*not_the_same(saved["optimizer"]["state"], now["state"])]
+    assert not [*not_the_same(saved, loaded(tmp_path / "async", saved))]

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
-from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.optimizers import fused_masters, with_masters
 from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
-from tests.parity import SMALL, Zoo, attach
-from tests.twins import make_twins
+from tests.parity import Zoo
+from tests.twins import Twins, make_twins
 
 pytest.importorskip("triton")
 
@@ -64,6 +63,11 @@ def test_any_size(kind: Any, numel: int) -> None:
     assert all(map(fused_masters._same_bits, *parts))
 
 
+def twins_of(kind: str, **options: Any) -> Twins:
+    options = options or {"fused": True}
+    return make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, **options), kind, device="cuda")
+
+
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     launch = fused_masters._launch
@@ -78,7 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["fp32", "remainder"])
 def test_a_step_takes_it_once_there_is_state(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), kind, device="cuda", policy=SMALL)
+    twins = twins_of(kind)
     twins.train(1)
     seen = launches(monkeypatch)
     twins.train(1)
@@ -96,7 +100,7 @@ def test_a_step_takes_it_once_there_is_state(kind: Any, monkeypatch: pytest.Monk
     ids=str,
 )
 def test_other_steps_do_without(kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, **kwargs), "remainder", device="cuda")
+    twins = twins_of("remainder", **kwargs)
     seen = launches(monkeypatch)
     twins.train(3)
     assert not seen
@@ -112,7 +116,7 @@ def test_it_steps_aside_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fused_masters, "_eager", otherwise)
     assert not is_exact(USUAL, "remainder", scratch("remainder", torch.bfloat16, torch.bfloat16))
     seen = launches(monkeypatch)
-    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), "remainder", device="cuda")
+    twins = twins_of("remainder")
     twins.train(1)
     tried = len(seen)
     twins.train(3)
@@ -131,25 +135,8 @@ def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
     allowed = [True]
     exact = with_masters.is_exact
     monkeypatch.setattr(with_masters, "is_exact", lambda *args: allowed[0] and exact(*args))
-    twins = make_twins(Zoo, lambda params: optim.AdamW(params, lr=0.02, fused=True), "remainder", device="cuda")
+    twins = twins_of("remainder")
     for turn in range(6):
         allowed[0] = turn % 2 == 0
         twins.train(1)
     twins.assert_trained()
-
-
-def test_no_temporaries() -> None:
-    param = nn.Parameter(torch.randn(1 << 22, device="cuda", dtype=torch.bfloat16))
-    optimizer = attach(
-        add_masters(optim.AdamW([param], lr=1e-3, fused=True), "remainder"),
-        policy=OffloadPolicy(device_bytes=1 << 28),
-    )
-    for _ in range(4):
-        param.grad = torch.randn_like(param)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        optimizer.step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 1 << 20  # the eager code has several of 16 MiB

@@ -1,16 +1,18 @@
 """Device and host memory against formulas with every term named."""
 
 import gc
-import os
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from tests.forks import resident_bytes
+from tests.async_writers import copied
+from tests.forks import in_forked_child, resident_bytes
+from tests.gpu.streams import MIB
 
-MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("clean_device")
+
 SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099), (32000, 1024), (1024, 3000)]
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 PARAM_BYTES = 4 * NUMEL
@@ -28,15 +30,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         param.grad = torch.randn_like(param)
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.fixture(autouse=True)
-def clean_device():
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.cuda.synchronize()
 
 
 DEVICE_BYTES = 96 * MIB
@@ -84,11 +77,7 @@ def test_state_dict_and_load_never_bring_the_state_to_the_device(device):
     torch.cuda.reset_peak_memory_stats()
     saved = optimizer.state_dict()
     assert all(state["exp_avg"].device.type == "cpu" for state in saved["state"].values())
-    copied = {
-        "state": {key: {k: v.clone() for k, v in state.items()} for key, state in saved["state"].items()},
-        "param_groups": saved["param_groups"],
-    }
-    optimizer.load_state_dict(copied)
+    optimizer.load_state_dict(copied(saved))
     assert peak_above(before) < MIB  # counters only
 
 
@@ -109,16 +98,11 @@ def test_host_memory_is_exact_pinned_and_freed(device):
 
 
 def test_a_forked_worker_does_not_duplicate_the_arena(device):
+    """A DataLoader worker, which looks at its own memory."""
     model, optimizer = make(device)
     offload_optimizer(optimizer, model=model)
     step(model, optimizer)
     torch.cuda.synchronize()
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:  # a DataLoader worker: looks at its own memory and leaves
-        os.write(write_end, str(resident_bytes()).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    in_child = int(os.read(read_end, 64))
-    assert in_child < resident_bytes() - 0.9 * STATE_BYTES
+    most_bytes = resident_bytes() - 0.9 * STATE_BYTES
+    assert in_forked_child(lambda: resident_bytes() < most_bytes) == 0
     step(model, optimizer)

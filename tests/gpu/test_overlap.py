@@ -1,6 +1,5 @@
-"""Overlap on real streams: the same bits whichever lane is slow, and other bits as soon as a wait is missing."""
+"""Overlap on real streams: what no axis of ``test_conformance`` has, and other bits where a wait is missing."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,41 +8,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import clip_grad_norm_
 from fsdp_offload.core.engine import Engine, engine_of
-from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, slow_down
+from fsdp_offload.cpu_update.worker import host_worker
+from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
+from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same
 
-SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than anything else that a group does here
-LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-SIZES = {"bucket_bytes": 256 << 10, "device_bytes": 6 * (256 << 10)}
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
-Slow = Callable[..., None]
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    """As ``slow_down``, for one test."""
-    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
-    torch.cuda.synchronize()
-
-
-def net() -> Net:
-    return Net(width=128, layers=5)
-
-
-def offloaded(mesh: DeviceMesh, fields: dict[str, Any], make: Callable[[Any], Optimizer] = adamw, **more: Any) -> Loop:
-    return Loop(mesh, make, OffloadPolicy(**{**SIZES, **fields}), net=net, **more)
 
 
 @pytest.fixture(scope="module")
 def expected(mesh: DeviceMesh) -> Loop:
-    return Loop(mesh, adamw, None, net=net).train(8)
-
-
-@EVERY_POLICY
-def test_same_bits_serially(mesh: DeviceMesh, expected: Loop, fields: dict[str, Any]) -> None:
-    assert same(expected, offloaded(mesh, {**fields, "serial": True}).train(8))
+    return plain(mesh).train(8)
 
 
 def others_take_what_is_free(loop: Loop, step: int) -> None:
@@ -65,26 +42,9 @@ def test_tensors_that_a_scheduler_writes(
         lr = torch.tensor(0.02, device="cuda")
         return AdamW(params, lr=lr, fused=not capturable, foreach=capturable, capturable=capturable)
 
-    plain = Loop(mesh, make, None, net=net).train(6)
+    plainly = plain(mesh, make).train(6)
     slow("U", LONG_CYCLES)
-    assert same(plain, offloaded(mesh, fields, make).train(6, others_take_what_is_free))
-
-
-def test_a_scale_that_its_scaler_writes(mesh: DeviceMesh, slow: Slow) -> None:
-    """Right after the step, in place, while fused updates are still to read it."""
-
-    def train(loop: Loop) -> list[Tensor]:
-        scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1)
-        for step in range(6):
-            scaler.scale(loop.model(loop.batch(step))).backward()
-            scaler.step(loop.optimizer)
-            scaler.update()
-            loop.optimizer.zero_grad()
-        return loop.everything()
-
-    plain = train(Loop(mesh, adamw, None, net=net))
-    slow("U", LONG_CYCLES)
-    assert all(map(torch.equal, plain, train(offloaded(mesh, POLICIES["forward"]))))
+    assert same(plainly, offloaded(mesh, fields, make).train(6, others_take_what_is_free))
 
 
 @BESIDE
@@ -95,14 +55,35 @@ def test_gradients_live_until_updates_have_read_them(
     assert same(expected, offloaded(mesh, POLICIES[overlap]).train(8, others_take_what_is_free))
 
 
-@pytest.mark.parametrize("deaf", ["compute", "store", "load"])
+IN_STEP, FORWARD = POLICIES["step"], POLICIES["forward"]
+STREAMED = {"overlap": "iteration", "parameters": True, "device_bytes": 10 * BUCKET_BYTES}
+
+
+# Each slows down what somebody should wait for.
+@pytest.mark.parametrize(
+    ("fields", "kind", "deaf"),
+    [
+        *((IN_STEP, "L", "compute"), (IN_STEP, "S", "load"), (IN_STEP, "U", "store")),
+        *((FORWARD, "U", "compute"), (FORWARD, "S", "load"), (FORWARD, "U", "store")),
+        *((STREAMED, "L", "compute"), (STREAMED, "S", "load")),
+    ],
+    ids=str,
+)
 def test_other_bits_without_a_wait(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, monkeypatch: pytest.MonkeyPatch, deaf: str
+    mesh: DeviceMesh,
+    expected: Loop,
+    slow: Slow,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    kind: str,
+    deaf: str,
 ) -> None:
-    """The suite can fail: gathers and stores do not wait for updates, loads not for stores."""
-    slow("S" if deaf == "load" else "U", LONG_CYCLES)
+    """The suite can fail: updates and gathers do not wait for loads or updates, loads not for stores, …"""
+    slow(kind, LONG_CYCLES)
     deafen(deaf, monkeypatch.setattr)
-    assert not same(expected, offloaded(mesh, POLICIES["forward"]).train(8))
+    loop = offloaded(mesh, fields).train(8)
+    torch.cuda.synchronize()
+    assert not same(expected, loop)
 
 
 def test_other_bits_without_the_wait_for_gradients(
@@ -126,30 +107,41 @@ def test_other_bits_without_the_wait_for_gradients(
     assert not all(same(expected, loop) for loop in loops)
 
 
-@EVERY_POLICY
-def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loop = offloaded(mesh, fields).train(4)
-    loop.optimizer.synchronize()
-    before = torch.cuda.memory_allocated()
-    loop.train(10, first=4)
-    loop.optimizer.synchronize()
-    assert torch.cuda.memory_allocated() <= before
+def clipped_now_and_then(loop: Loop, at: int) -> None:
+    clipped_step(loop, at, ALWAYS if at % 12 == 9 else NEVER)
+
+
+ON_CPU = {f"on the CPU {share}": {"overlap": "iteration", "host_fraction": share} for share in (0.4, 1.0)}
+HABITS = {name: (fields, None) for name, fields in {**POLICIES, **ON_CPU}.items()}
+HABITS["clipped"] = POLICIES["iteration"], clipped_now_and_then
+
+
+@pytest.mark.parametrize(("fields", "habit"), HABITS.values(), ids=HABITS)
+def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any], habit: Any) -> None:
+    loop, taken = offloaded(mesh, fields), []
+    for first in (0, 12):
+        loop.train(12, habit, first)
+        loop.optimizer.synchronize()
+        taken.append((torch.cuda.memory_allocated(), host_worker(loop.device)._slot_bytes))
+    assert taken[1][0] <= taken[0][0]
+    assert taken[1][1] == taken[0][1]
+    assert guesses_of(loop).taken_back == (2 if habit else 0)
 
 
 @BESIDE
-def test_auto_grows_where_compute_waits(mesh: DeviceMesh, slow: Slow, overlap: Any) -> None:
-    expected = Loop(mesh, adamw, None, net=net).train(20)
+def test_auto_grows_where_compute_waits(mesh: DeviceMesh, slow: Slow, overlap: str) -> None:
+    plainly = plain(mesh).train(20)
     slow("L", 10 * SLEEP_CYCLES)  # far slower than this forward, also on a slow host
-    loop = Loop(mesh, adamw, OffloadPolicy(overlap=overlap, bucket_bytes=256 << 10), net=net)
+    loop = offloaded(mesh, {"overlap": overlap, "device_bytes": "auto"})
     before = engine_of(loop.optimizer).staging_bytes()
-    assert same(expected, loop.train(20))
+    assert same(plainly, loop.train(20))
     assert engine_of(loop.optimizer).staging_bytes() > before
 
 
 @pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
 @BESIDE
 def test_same_bits_with_blocks_that_come_and_go(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, overlap: Any, kind: str
+    mesh: DeviceMesh, expected: Loop, slow: Slow, overlap: str, kind: str
 ) -> None:
     """Memory of a block is given out again, to activations and to other blocks, while its copies may still run."""
 
@@ -177,5 +169,19 @@ def test_same_bits_with_compiled_blocks(mesh: DeviceMesh, fields: dict[str, Any]
         for block in model.blocks:
             block.compile()
 
-    plain = Loop(mesh, adamw, None, net=net, prepare=compile_blocks).train(6)
-    assert same(plain, offloaded(mesh, fields, prepare=compile_blocks).train(6))
+    plainly = plain(mesh, prepare=compile_blocks).train(6)
+    assert same(plainly, offloaded(mesh, fields, prepare=compile_blocks).train(6))
+
+
+def test_a_guess_that_stands_does_not_wait_for_the_device(mesh: DeviceMesh) -> None:
+    """The host waits for the factor alone: compute goes on with work that was issued before."""
+    loop = train(offloaded(mesh, POLICIES["iteration"]), [NEVER] * 5)
+    torch.cuda.synchronize()
+    loop.backward(5)
+    clip_grad_norm_(loop.optimizer, NEVER)  # without a look at the norm, which would wait
+    behind = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    behind.record()
+    loop.step()
+    assert not behind.query()
+    assert guesses_of(loop).taken_back == 0

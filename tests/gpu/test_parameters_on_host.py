@@ -1,4 +1,4 @@
-"""Parameters on the host, on real streams: the same bits whichever lane is slow, other bits without a wait."""
+"""Parameters on the host, on a device: what lies where, and how much of it. The bits: ``test_conformance``."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -12,40 +12,8 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, same_values, save_and_load, slow_down
-
-SLEEP_CYCLES = 2_000_000  # about 1 ms
-LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
-Slow = Callable[..., None]
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    """As ``slow_down``, for one test."""
-    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
-    torch.cuda.synchronize()
-
-
-def net() -> Net:
-    return Net(width=128, layers=5)
-
-
-def on_host(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
-    sizes = {"bucket_bytes": 256 << 10, "device_bytes": 10 * (256 << 10)}
-    return Loop(mesh, adamw, OffloadPolicy(**{**sizes, "parameters": True, **fields}), net=net)
-
-
-# Each slows down what somebody should wait for.
-@pytest.mark.parametrize(("kind", "deaf"), [("L", "compute"), ("S", "load")])
-def test_other_bits_without_a_wait(
-    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch, kind: str, deaf: str
-) -> None:
-    plain = Loop(mesh, adamw, None, net=net).train(6)
-    slow(kind, LONG_CYCLES)
-    deafen(deaf, monkeypatch.setattr)
-    loop = on_host(mesh, POLICIES["iteration"]).train(6)
-    torch.cuda.synchronize()
-    assert not same(plain, loop)
+from tests.gpu.streams import SLEEP_CYCLES, Slow, offloaded
+from tests.overlapping import Loop, Net, adamw, same_values, save_and_load
 
 
 def deep() -> Net:
@@ -138,7 +106,7 @@ def test_what_comes_to_stay_leaves_iterations_their_room(
 
 
 def test_where_the_parameters_are(mesh: DeviceMesh) -> None:
-    loop = on_host(mesh, POLICIES["iteration"])
+    loop = offloaded(mesh, {"overlap": "iteration", "parameters": True})
     params = list(loop.model.parameters())
     assert {param.device.type for param in params} == {"cuda"}
     assert all(param.detach().to_local().is_pinned() for param in params)

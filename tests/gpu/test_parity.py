@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import optim
 
-from fsdp_offload import OffloadPolicy
 from tests.cpu.test_cut_table import check_entry, entries
 from tests.cpu.test_parity_optimizers import cases, model_for, plain_cases
 from tests.parity import Zoo, make_pair
@@ -16,9 +15,6 @@ def on_device(case: Any) -> bool:
     """torch has fused Adagrad on the CPU only."""
     cls, kwargs = case.values
     return not (cls is optim.Adagrad and kwargs.get("fused"))
-
-
-ROOMY = OffloadPolicy(bucket_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(("cls", "kwargs"), [case for case in cases() if on_device(case)])

@@ -1,44 +1,26 @@
-"""Phases on real streams: what leaves is gone, nothing grows, nothing blocks, and the waits are needed."""
+"""Phases on a device: what leaves is gone, and nothing blocks. The bits: ``test_conformance``."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy
-from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.items import Pool
-from tests.overlapping import POLICIES, Loop, Net, adamw, deafen, same, slow_down
+from tests.gpu.streams import BUCKET_BYTES, MIB, offloaded, plain
+from tests.gpu.test_memory import make, step
+from tests.overlapping import EVERY_POLICY
 from tests.parity import attach, leaves
 
-KIB, MIB = 1 << 10, 1 << 20
-SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the copies here
-LONG_CYCLES = 40_000_000  # longer than the host takes to issue what follows, so that a missing wait is surely seen
+KIB = 1 << 10
 BLOCKED_CYCLES = 1_000_000_000  # about 0.5 s: no call may last until the device has done that
 PHASES = ("offload", "release", "reload")
-SIZES = {"bucket_bytes": 256 * KIB, "device_bytes": 10 * 256 * KIB}
-EVERY_POLICY = pytest.mark.parametrize("fields", POLICIES.values(), ids=POLICIES)
-SHAPES = [(4096, 4096), (4096,), (8192, 2048), (1000, 4099)]
-Slow = Callable[..., None]
+ROOM = {"device_bytes": 10 * BUCKET_BYTES}
 
-
-@pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.synchronize()
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    return lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
@@ -47,35 +29,14 @@ def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
         getattr(optimizer, f"{phase}_states")()
 
 
-def looped(mesh: DeviceMesh, fields: dict[str, Any]) -> Loop:
-    return Loop(mesh, adamw, OffloadPolicy(**{**SIZES, **fields}), net=net)
-
-
-def net() -> Net:
-    return Net(width=128, layers=5)
-
-
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def make(shapes: Sequence[tuple[int, ...]], **policy: int) -> tuple[nn.Module, Optimizer, int]:
-    """With the bytes that are allocated before its optimizer is attached."""
-    model = nn.ParameterList(nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    before = torch.cuda.memory_allocated()
-    return model, attach(optimizer, model=model, policy=OffloadPolicy(**policy)), before
-
-
-def step(model: nn.Module, optimizer: Optimizer) -> None:
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("device_bytes", [96 * MIB, 256 * MIB, 1 << 40])
-def test_what_was_released_is_not_on_the_device(device_bytes: int) -> None:
-    model, optimizer, before = make(SHAPES, device_bytes=device_bytes, bucket_bytes=16 * MIB)
+def test_what_was_released_is_not_on_the_device(device: torch.device, device_bytes: int) -> None:
+    model, optimizer = make(device)
+    before = torch.cuda.memory_allocated()
+    attach(optimizer, model=model, policy=OffloadPolicy(device_bytes=device_bytes, bucket_bytes=16 * MIB))
     for number in range(4):
         step(model, optimizer)
         assert 0 < torch.cuda.memory_allocated() - before <= device_bytes + MIB, f"cycle {number}"
@@ -88,127 +49,23 @@ def test_what_was_released_is_not_on_the_device(device_bytes: int) -> None:
 @EVERY_POLICY
 def test_what_was_released_is_not_on_the_device_beside_a_model(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """As with a plain optimizer without its state. Gradients are gone as well, which updates beside the model read."""
-    Loop(mesh, adamw, None, net=net).train(1)  # what libraries take the first time is not ours
+    plain(mesh).train(1)  # what libraries take the first time is not ours
     gc.collect()
     before = torch.cuda.memory_allocated()
-    plain = Loop(mesh, adamw, None, net=net).train(3)
-    moments = [state[name] for state in plain.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    alone = plain(mesh).train(3)
+    moments = [state[name] for state in alone.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     state_bytes = sum(leaf.untyped_storage().nbytes() for moment in moments for leaf in leaves(moment))
     without_state = torch.cuda.memory_allocated() - before - state_bytes
     assert state_bytes > 2 * MIB
-    del plain, moments
+    del alone, moments
     gc.collect()
     before = torch.cuda.memory_allocated()
-    loop = looped(mesh, fields)
+    loop = offloaded(mesh, {**ROOM, **fields})
     for at in range(0, 9, 3):
         loop.train(3, first=at)
         go_through(loop.optimizer, ["offload", "release"])
         # Each tensor of the plain one's state took a multiple of 512 bytes.
         assert torch.cuda.memory_allocated() - before == pytest.approx(without_state, abs=128 * KIB)
-
-
-# The same bits, whichever lane is slow -------------------------------------------------------------------------------
-
-
-def take_what_is_released(optimizer: Optimizer) -> list[Tensor]:
-    """Release, and fill what that frees with sevens: who reads it now is wrong, and so is who still writes it."""
-    if not isinstance(optimizer, OffloadedOptimizer):
-        return []
-    engine = engine_of(optimizer)
-    assert isinstance(engine, Engine)
-    cache = engine.core.cache
-    blocks = [*(item.block for item in cache.held), *(block for pool in cache.pools for block in pool.free)]
-    addresses = {block.memory.data_ptr(): block.memory.numel() for block in blocks if block is not None}
-    assert addresses
-    del blocks
-    go_through(optimizer, ["release"])
-    taken: list[Tensor] = []
-    while any(not any(one.data_ptr() <= at < one.data_ptr() + one.numel() for one in taken) for at in addresses):
-        assert len(taken) < 2048, "the allocator has not given the memory out again"
-        taken += [torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda") for nbytes in addresses.values()]
-    return taken
-
-
-def assert_untouched(taken: list[Tensor]) -> None:
-    torch.cuda.synchronize()
-    assert all(bool((tensor == 7).all()) for tensor in taken), "released memory was written"
-
-
-def megatron(loop: Loop, at: int) -> None:
-    """Offload, release what others take at once, reload between the backward and the step."""
-    go_through(loop.optimizer, ["offload"])
-    taken = take_what_is_released(loop.optimizer) if at > 1 else []
-    loop.backward(at)
-    assert_untouched(taken)
-    del taken
-    go_through(loop.optimizer, ["reload"])
-    loop.step()
-
-
-def at_once(loop: Loop, at: int) -> None:
-    """All phases right after the step, while its last updates and stores still run."""
-    loop.backward(at)
-    loop.step()
-    go_through(loop.optimizer, ["offload"])
-    taken = take_what_is_released(loop.optimizer) if at > 1 else []
-    go_through(loop.optimizer, ["reload", "offload", "reload"])
-    assert_untouched(taken)
-
-
-@pytest.fixture(scope="module")
-def expected(mesh: DeviceMesh) -> Loop:
-    return Loop(mesh, adamw, None, net=net).train(8)
-
-
-@pytest.mark.parametrize("habit", [megatron, at_once])
-@pytest.mark.parametrize("kind", ["none", "L", "U", "S"])
-@EVERY_POLICY
-def test_same_bits_whichever_lane_is_slow(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, fields: dict[str, Any], kind: str, habit: Callable[[Loop, int], None]
-) -> None:
-    slow(kind)
-    assert same(expected, looped(mesh, fields).train(8, habit))
-
-
-@pytest.mark.parametrize("kind", ["L", "S"])
-@EVERY_POLICY
-def test_state_is_right_in_every_phase(mesh: DeviceMesh, slow: Slow, fields: dict[str, Any], kind: str) -> None:
-    """Whoever reads ``optimizer.state`` waits for the copy that is bringing it."""
-
-    def looking(loop: Loop, at: int) -> None:
-        loop.backward(at)
-        loop.step()
-        for phase in (*PHASES, "offload", "reload"):
-            go_through(loop.optimizer, [phase])
-            for state in loop.optimizer.state.values():
-                loop.seen.extend(leaf.cpu().double().sum().item() for leaf in leaves(state["exp_avg"]))
-
-    plain = Loop(mesh, adamw, None, net=net).train(5, looking)
-    slow(kind, LONG_CYCLES)
-    assert same(plain, looped(mesh, fields).train(5, looking))
-
-
-@pytest.mark.parametrize("wait", ["before memory is given back", "of loads for stores"])
-def test_a_wait_that_is_missing_is_seen(
-    mesh: DeviceMesh, expected: Loop, slow: Slow, monkeypatch: pytest.MonkeyPatch, wait: str
-) -> None:
-    """In the bits, or in memory that others have by then."""
-    slow("S", LONG_CYCLES)
-    if wait == "before memory is given back":
-        give_back = Cache._give_back
-
-        def give_back_at_once(self: Cache, pool: Pool) -> None:
-            pool.free[0].free = []
-            give_back(self, pool)
-
-        monkeypatch.setattr(Cache, "_give_back", give_back_at_once)
-    else:
-        deafen("load", monkeypatch.setattr)
-    try:
-        seen = not same(expected, looped(mesh, POLICIES["step"]).train(8, megatron))
-    except AssertionError as error:
-        seen = "released memory was written" in str(error)
-    assert seen
 
 
 # Nothing blocks ------------------------------------------------------------------------------------------------------
@@ -217,7 +74,7 @@ def test_a_wait_that_is_missing_is_seen(
 @EVERY_POLICY
 def test_no_phase_blocks_the_host(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """Each returns before the device has done what it was given earlier."""
-    loop = looped(mesh, fields).train(4)
+    loop = offloaded(mesh, {**ROOM, **fields}).train(4)
     go_through(loop.optimizer, PHASES)
     for phase in (*PHASES, *PHASES):
         torch.cuda.synchronize()

@@ -8,13 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, OffloadReport
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
+from tests.gpu.streams import BUCKET_BYTES
 from tests.overlapping import POLICIES, Loop, Net, adamw
 
 SLEEP_CYCLES = 10_000_000  # some milliseconds: longer than all that a group of this model computes
 FOREVER_CYCLES = 2_000_000_000  # about a second: longer than the host takes to issue an iteration
-BUCKET_BYTES = 256 << 10
 
 FIELDS = {
     **POLICIES,
@@ -49,20 +48,7 @@ def test_an_iteration_is_measured_from_the_second_step_on(mesh: DeviceMesh, fiel
         assert report.step is not None
         assert report.iteration is not None
         assert report.iteration.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes
-    assert report.step.load_gb_per_s is not None
-    assert report.step.store_gb_per_s is not None
-    assert min(report.step.load_gb_per_s, report.step.store_gb_per_s) > 0
-
-
-def test_bytes_are_those_of_the_plan(mesh: DeviceMesh) -> None:
-    loop = loop_of(mesh, {"device_bytes": 5 * BUCKET_BYTES})
-    report = report_of(loop.train(4))
-    engine = engine_of(loop.optimizer)
-    assert isinstance(engine, Engine)
-    moving_bytes = sum(bucket.state.nbytes for bucket in engine.core.buckets if not bucket.state.kept)
-    assert report.step is not None
-    assert report.step.loaded_bytes == report.step.stored_bytes == moving_bytes == report.kept.moving_bytes
-    assert report.memory.device_bytes <= 5 * BUCKET_BYTES
+    assert min(report.step.load_gb_per_s or 0, report.step.store_gb_per_s or 0) > 0
     assert report.memory.device_peak_bytes == torch.cuda.max_memory_allocated()
     assert report.memory.pinned
 

@@ -6,7 +6,7 @@ look at one tensor over all ranks; so a few tensors of every kind are planned on
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -84,63 +84,54 @@ def global_plan(plans: list[SavePlan]) -> Metadata:
 # A few tensors, all ranks --------------------------------------------------------------------------------------------
 
 
-KINDS: dict[str, tuple[str, tuple[Placement, ...], Shape]] = {
-    "even": ("fsdp", (Shard(0),), (2 * RANKS, 3)),
-    "uneven, some ranks empty": ("fsdp", (Shard(0),), (RANKS + 5000, 2)),
-    "fewer rows than ranks": ("fsdp", (Shard(0),), (1000, 2)),
-    "columns": ("fsdp", (Shard(1),), (3, RANKS + 1)),
-    "replicated and sharded": ("hsdp", (Replicate(), Shard(0)), (RANKS, 2)),
-    "two dimensions": ("fsdp, tp", (Shard(0), Shard(1)), (3 * RANKS // 8 - 1, 64)),
+Parts = Callable[[DTensor, int], Tensor]
+"""What a rank of that number saves of a tensor."""
+
+
+def plain(like: DTensor, rank: int) -> Tensor:
+    return like
+
+
+def interleaved(like: DTensor, rank: int) -> Tensor:
+    """Torch lists the rows one by one, which takes 50 ms for each rank: ours brings its own chunks."""
+    tensor = with_chunks(like, torch.empty(chunks_of(like).local_shape, device="meta"))
+    if rank % 1777 == 0 and len(chunks_of(like).chunks) == 1:
+        assert_plan_is_of_chunks(plan_of({"exp_avg": like}, rank), {"exp_avg": tensor})  # torch's own
+    return tensor
+
+
+def ragged(like: DTensor, rank: int) -> Tensor:
+    """It begins and ends in mid-row, and its neighbour goes on there; the last ranks have nothing."""
+    begin, end = part_of(math.prod(like.shape), RANKS - 11, rank)
+    return with_chunks(like, torch.empty(end - begin, device="meta"), chunks_of(tuple(like.shape), (begin, end)))
+
+
+STRIDED = (_StridedShard(0, split_factor=8), Shard(0))
+KINDS: dict[str, tuple[Parts, str, tuple[Placement, ...], Shape]] = {
+    "even": (plain, "fsdp", (Shard(0),), (2 * RANKS, 3)),
+    "uneven, some ranks empty": (plain, "fsdp", (Shard(0),), (RANKS + 5000, 2)),
+    "fewer rows than ranks": (plain, "fsdp", (Shard(0),), (1000, 2)),
+    "columns": (plain, "fsdp", (Shard(1),), (3, RANKS + 1)),
+    "replicated and sharded": (plain, "hsdp", (Replicate(), Shard(0)), (RANKS, 2)),
+    "two dimensions": (plain, "fsdp, tp", (Shard(0), Shard(1)), (3 * RANKS // 8 - 1, 64)),
+    "interleaved, uneven": (interleaved, "fsdp, tp", STRIDED, (2 * RANKS + 77, 2)),
+    "interleaved, few rows": (interleaved, "fsdp, tp", STRIDED, (100, 3)),
+    "flat buffer": (ragged, "fsdp", (Shard(0),), (RANKS, 7, 5)),
+    "hardly any elements": (ragged, "fsdp", (Shard(0),), (90, 10, 3)),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_of_one_tensor_are_a_valid_plan(kind: str) -> None:
-    mesh, placements, shape = KINDS[kind]
+    part, mesh, placements, shape = KINDS[kind]
     of_all_ranks = MeshOfAllRanks(mesh)
-    tensor = dtensor(of_all_ranks, placements, shape)
+    like = dtensor(of_all_ranks, placements, shape)
     plans = []
     for rank in of_all_ranks.each_rank():
+        tensor = part(like, rank)
         plans.append(plan_of({"exp_avg": tensor}, rank))
-        if rank % 5 == 0:
+        if rank % 5 == 0 and part is not interleaved:
             assert_plan_is_of_chunks(plans[-1], {"exp_avg": tensor})
-    assert_filled(global_plan(plans), shape)
-
-
-# torch lists the rows of an interleaved shard one by one, which takes 50 ms for each rank: ours brings its own chunks.
-INTERLEAVED: dict[str, Shape] = {"uneven": (2 * RANKS + 77, 2), "few rows": (100, 3)}
-
-
-@pytest.mark.parametrize("kind", INTERLEAVED)
-def test_all_ranks_of_interleaved_rows_are_a_valid_plan(kind: str) -> None:
-    shape = INTERLEAVED[kind]
-    of_all_ranks = MeshOfAllRanks("fsdp, tp")
-    like = dtensor(of_all_ranks, (_StridedShard(0, split_factor=8), Shard(0)), shape)
-    plans = []
-    for rank in of_all_ranks.each_rank():
-        tensor = with_chunks(like, torch.empty(chunks_of(like).local_shape, device="meta"))
-        plans.append(plan_of({"exp_avg": tensor}, rank))
-        if rank % 1777 == 0 and len(chunks_of(like).chunks) == 1:
-            assert_plan_is_of_chunks(plan_of({"exp_avg": like}, rank), {"exp_avg": tensor})  # torch's own
-    assert_filled(global_plan(plans), shape)
-
-
-# A ragged shard begins and ends in mid-row, and its neighbour goes on there.
-RAGGED: dict[str, Shape] = {"flat buffer": (RANKS, 7, 5), "hardly any elements": (90, 10, 3)}
-
-
-@pytest.mark.parametrize("kind", RAGGED)
-def test_all_ranks_of_a_ragged_tensor_are_a_valid_plan(kind: str) -> None:
-    shape = RAGGED[kind]
-    of_all_ranks = MeshOfAllRanks("fsdp")
-    like = dtensor(of_all_ranks, (Shard(0),), shape)
-    plans = []
-    for rank in of_all_ranks.each_rank():
-        begin, end = part_of(math.prod(shape), RANKS - 11, rank)  # the last ranks have nothing
-        ragged = with_chunks(like, torch.empty(end - begin, device="meta"), chunks_of(shape, (begin, end)))
-        plans.append(plan_of({"exp_avg": ragged}, rank))
-        if rank % 5 == 0:
-            assert_plan_is_of_chunks(plans[-1], {"exp_avg": ragged})
     assert_filled(global_plan(plans), shape)
     assert max(len(plan.items) for plan in plans) == (4 if kind == "flat buffer" else 1)
 
@@ -188,7 +179,7 @@ PARAMETERS = 500  # two state tensors each
 
 PLACED: list[tuple[str, tuple[Placement, ...]]] = [
     *[("fsdp", (Shard(0),)), ("hsdp", (Replicate(), Shard(0))), ("fsdp, tp", (Shard(0), Shard(1)))] * 4,
-    ("fsdp, tp", (_StridedShard(0, split_factor=8), Shard(0))),  # for which torch takes 15 ms each
+    ("fsdp, tp", STRIDED),  # for which torch takes 15 ms each
 ]
 
 

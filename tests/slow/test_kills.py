@@ -37,23 +37,29 @@ def flags(folder: Path) -> list[str]:
     return ["--folder", str(folder), *(str(part) for pair in sizes.items() for part in pair)]
 
 
-def start(world_size: int, folder: Path, stop_at: str = "", *, parameters: bool = False) -> list[Any]:
-    """The ranks of a training, as processes that go on in the background."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    context = multiprocessing.get_context("forkserver")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        context.Process(target=run_rank, args=(rank, world_size, port, folder, stop_at, parameters), daemon=True)
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
+class Ranks:
+    """A training in processes of its own, which may stop somewhere."""
+
+    def __init__(self, world_size: int, folder: Path, stop_at: str = "", *, parameters: bool = False) -> None:
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        context = multiprocessing.get_context("forkserver")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.reached = context.Semaphore(0)
+        self.ranks = []
+        for rank in range(world_size):
+            args = rank, world_size, port, folder, stop_at, self.reached, parameters
+            self.ranks.append(context.Process(target=run_rank, args=args, daemon=True))
+            self.ranks[-1].start()
+
+    def end(self, exit_code: int) -> None:
+        for rank in self.ranks:
+            rank.join(TIMEOUT_S)
+        assert [rank.exitcode for rank in self.ranks] == [exit_code] * len(self.ranks)
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path, stop_at: str, parameters: bool) -> None:
+def run_rank(rank: int, world_size: int, port: int, folder: Path, stop_at: str, reached: Any, parameters: bool) -> None:
     if parameters:  # on the host too, in the mode that has the most on its way at any time
         everything = functools.partial(OffloadPolicy, parameters=True, overlap="iteration")
         vars(async_checkpoint)["OffloadPolicy"] = everything
@@ -62,42 +68,29 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path, stop_at: str, 
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     torch.set_num_threads(1)
     if stop_at:
-        PLACES[stop_at](functools.partial(stop_here, marker(folder, stop_at, rank)))
+        PLACES[stop_at](functools.partial(stop_here, reached))
     async_checkpoint.main(flags(folder))
 
 
-def marker(folder: Path, stop_at: str, rank: int) -> Path:
-    return folder.with_name(f"{folder.name} {stop_at} {rank}".replace(" ", "_"))
-
-
-def stop_here(reached: Path) -> NoReturn:
-    reached.touch()
+def stop_here(reached: Any) -> NoReturn:
+    reached.release()
     time.sleep(10 * TIMEOUT_S)  # it is killed here
     raise AssertionError("nobody has killed this process")
 
 
-def finish(world_size: int, folder: Path, *, parameters: bool = False) -> None:
-    ranks = start(world_size, folder, parameters=parameters)
-    for rank in ranks:
-        rank.join(TIMEOUT_S)
-    assert [rank.exitcode for rank in ranks] == [0] * world_size
+def finish(world_size: int, folder: Path, **options: Any) -> None:
+    Ranks(world_size, folder, **options).end(0)
 
 
-def kill(world_size: int, folder: Path, stop_at: str, *, parameters: bool = False) -> None:
+def kill(world_size: int, folder: Path, stop_at: str, **options: Any) -> None:
     """Start a training, wait until its ranks are at the place where they stop, and kill them."""
-    ranks = start(world_size, folder, stop_at, parameters=parameters)
-    stopping = ranks[:1] if stop_at in ONLY_FIRST_RANK else ranks
-    reached = [marker(folder, stop_at, number) for number, _ in enumerate(stopping)]
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(path.exists() for path in reached):
-        assert time.monotonic() < deadline, f"nobody came to {stop_at}"
-        assert all(rank.is_alive() for rank in ranks), f"a rank ended before it came to {stop_at}"
-        time.sleep(0.01)
-    for rank in ranks:
+    training = Ranks(world_size, folder, stop_at, **options)
+    for _ in training.ranks[: 1 if stop_at in ONLY_FIRST_RANK else None]:
+        assert training.reached.acquire(timeout=TIMEOUT_S), f"nobody came to {stop_at}"
+    assert all(rank.is_alive() for rank in training.ranks), f"a rank ended before all came to {stop_at}"
+    for rank in training.ranks:
         rank.kill()
-    for rank in ranks:
-        rank.join(TIMEOUT_S)
-    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * world_size
+    training.end(-signal.SIGKILL)
 
 
 # Where they stop: each is given what to call there, and puts it in place ----------------------------------------------
@@ -183,42 +176,30 @@ def assert_equal(one: Path, other: Path) -> None:
     ],
 )
 def test_what_was_complete_survives(
-    world_size: int,
-    stop_at: str,
-    survives: int | None,
-    parameters: bool,
-    tmp_path: Path,
-    uninterrupted: Callable[[int], Path],
+    world_size: int, stop_at: str, survives: int | None, parameters: bool, tmp_path: Path, uninterrupted: Any
 ) -> None:
     """Also with parameters on the host, whose checkpoints are those of a training without."""
     folder, whole = tmp_path / "checkpoints", uninterrupted(world_size)
     kill(world_size, folder, stop_at, parameters=parameters)
-    if stop_at == "between steps":  # the second save may or may not have been found done by then
-        assert latest(folder) in (name_of(3), name_of(6))
-    else:
-        assert latest(folder) == (name_of(survives) if survives else None)
-    if latest(folder) is not None:
-        assert_equal(folder / latest(folder), whole / latest(folder))
+    found = latest(folder)
+    # The second save of two may or may not have been found done between steps.
+    assert found in ([name_of(3), name_of(6)] if stop_at == "between steps" else [survives and name_of(survives)])
+    if found is not None:
+        assert_equal(folder / found, whole / found)
     finish(world_size, folder, parameters=parameters)
     assert latest(folder) == name_of(STEPS)
     assert_equal(folder / name_of(STEPS), whole / name_of(STEPS))
 
 
-def test_a_run_that_is_killed_while_it_loads_changes_nothing(
-    tmp_path: Path, uninterrupted: Callable[[int], Path]
-) -> None:
+def test_a_run_that_is_killed_while_it_loads_changes_nothing(tmp_path: Path, uninterrupted: Any) -> None:
     folder, whole = tmp_path / "checkpoints", uninterrupted(2)
     kill(2, folder, "before metadata")
-    assert_does_not_load(folder / name_of(6))
+    # All data is there, and only the metadata is missing: the tests above would see a file that is not complete.
+    assert len(list((folder / name_of(6)).glob("*.distcp"))) == 2
+    with pytest.raises(Exception, match="metadata"):
+        read_checkpoint(folder / name_of(6))
     kill(2, folder, "after loading")
     assert latest(folder) == name_of(3)
     assert_equal(folder / name_of(3), whole / name_of(3))
     finish(2, folder)
     assert_equal(folder / name_of(STEPS), whole / name_of(STEPS))
-
-
-def assert_does_not_load(path: Path) -> None:
-    """All data is there, and only the metadata is missing; the tests above would see a file that is not complete."""
-    assert len(list(path.glob("*.distcp"))) == 2
-    with pytest.raises(Exception, match="metadata"):
-        read_checkpoint(path)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_offload.planning import buckets
-from fsdp_offload.planning.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Copy, Range, ShardSpec, plan_buckets
+from fsdp_offload.planning.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Range, ShardSpec, plan_buckets
 
 
 def adam(numel: int, *, itemsize: int = 4, cuttable: bool = True) -> ShardSpec:
@@ -79,16 +79,19 @@ def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects
     assert max(moved, default=-1) < plan.home_nbytes
 
 
+def homes_of(specs: list[ShardSpec], plan: BucketPlan) -> list[tuple[int, int]]:
+    """Offset and bytes of each leaf."""
+    leaves = [
+        zip(offsets, spec.leaf_nbytes, strict=True) for spec, offsets in zip(specs, plan.home_offsets, strict=True)
+    ]
+    return list(itertools.chain.from_iterable(leaves))
+
+
 @quick
 @plans
 def test_homes_and_places_in_a_slot_are_aligned_and_disjoint(specs: list[ShardSpec], bucket_bytes: int) -> None:
     plan = plan_buckets(specs, bucket_bytes)
-    homes = [
-        (offset, nbytes)
-        for spec, offsets in zip(specs, plan.home_offsets, strict=True)
-        for offset, nbytes in zip(offsets, spec.leaf_nbytes, strict=True)
-    ]
-    assert_aligned_and_disjoint(homes, plan.home_nbytes)
+    assert_aligned_and_disjoint(homes_of(specs, plan), plan.home_nbytes)
     for bucket in plan.buckets:
         places = [
             (offset, leaf_range_nbytes(specs[piece.shard], piece, leaf))
@@ -96,8 +99,7 @@ def test_homes_and_places_in_a_slot_are_aligned_and_disjoint(specs: list[ShardSp
             for leaf, offset in enumerate(offsets)
         ]
         assert_aligned_and_disjoint(places, bucket.nbytes)
-        for copy in bucket.copies:
-            assert not any(value % ALIGN_BYTES for value in copy)
+        assert not any(value % ALIGN_BYTES for copy in bucket.copies for value in copy)
 
 
 def assert_aligned_and_disjoint(places: list[tuple[int, int]], end: int) -> None:
@@ -151,13 +153,8 @@ def test_no_leaf_and_no_copy_crosses_a_break(specs: list[ShardSpec], bucket_byte
     assert list(plan.home_breaks) == sorted(set(plan.home_breaks))
     assert not any(offset % 4096 for offset in plan.home_breaks)
     pieces = list(itertools.pairwise([0, *plan.home_breaks, plan.home_nbytes]))
-    homes = [
-        (offset, nbytes)
-        for spec, offsets in zip(specs, plan.home_offsets, strict=True)
-        for offset, nbytes in zip(offsets, spec.leaf_nbytes, strict=True)
-    ]
     moved = [(copy.home_offset, copy.nbytes) for bucket in plan.buckets for copy in bucket.copies]
-    for offset, nbytes in homes + moved:
+    for offset, nbytes in homes_of(specs, plan) + moved:
         assert any(begin <= offset and offset + nbytes <= end for begin, end in pieces)
 
 
@@ -182,56 +179,27 @@ def test_biases_and_norms_beside_their_matrices_cost_less_than_one_percent() -> 
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def copies(plan: BucketPlan) -> list[tuple[Copy, ...]]:
-    return [bucket.copies for bucket in plan.buckets]
+def shown(plan: BucketPlan) -> str:
+    """Shard, begin and end of each range; buckets have a bar between them."""
+    buckets = ([f"{piece.shard}:{piece.start}-{piece.stop}" for piece in bucket.ranges] for bucket in plan.buckets)
+    return " | ".join(map(" ".join, buckets))
 
 
-CUTS: dict[str, tuple[list[ShardSpec], int, list[tuple[Range, ...]]]] = {
-    "small shards share a bucket": (
-        [adam(16), adam(10), adam(16)],
-        1024,
-        [(Range(0, 0, 16), Range(1, 0, 10), Range(2, 0, 16))],
-    ),
-    "a large shard fills buckets": (
-        [adam(300)],
-        1280,
-        [(Range(0, 0, 128),), (Range(0, 128, 256),), (Range(0, 256, 300),)],
-    ),
-    "a small shard is not cut to fill one": ([adam(448), adam(128)], 4096, [(Range(0, 0, 448),), (Range(1, 0, 128),)]),
-    "the end of a cut shard shares one with what follows": (
-        [adam(192), adam(16)],
-        1280,
-        [(Range(0, 0, 128),), (Range(0, 128, 192), Range(1, 0, 16))],
-    ),
-    "a large shard that must stay whole is alone": (
-        [adam(16), adam(4096, cuttable=False), adam(16)],
-        1024,
-        [(Range(0, 0, 16),), (Range(1, 0, 4096),), (Range(2, 0, 16),)],
-    ),
+WHOLE = adam(4096, cuttable=False)
+CUTS: dict[str, tuple[list[ShardSpec], int, str]] = {
+    "small shards share a bucket": ([adam(16), adam(10), adam(16)], 1024, "0:0-16 1:0-10 2:0-16"),
+    "a large shard fills buckets": ([adam(300)], 1280, "0:0-128 | 0:128-256 | 0:256-300"),
+    "a small shard is not cut to fill one": ([adam(448), adam(128)], 4096, "0:0-448 | 1:0-128"),
+    "the end of a cut shard shares one": ([adam(192), adam(16)], 1280, "0:0-128 | 0:128-192 1:0-16"),
+    "what must stay whole is alone": ([adam(16), WHOLE, adam(16)], 1024, "0:0-16 | 1:0-4096 | 2:0-16"),
     # An optimizer must see these: Adam gives an empty shard its counter, although nothing is moved.
-    "empty shards and those without state have one too": (
-        [adam(0), ShardSpec(70, (), cuttable=True)],
-        1024,
-        [(Range(0, 0, 0), Range(1, 0, 70))],
-    ),
+    "empty ones and those without state": ([adam(0), ShardSpec(70, (), cuttable=True)], 1024, "0:0-0 1:0-70"),
 }
 
 
 @pytest.mark.parametrize(("specs", "bucket_bytes", "ranges"), CUTS.values(), ids=CUTS)
-def test_which_ranges_share_a_bucket(
-    specs: list[ShardSpec], bucket_bytes: int, ranges: list[tuple[Range, ...]]
-) -> None:
-    assert [bucket.ranges for bucket in plan_buckets(specs, bucket_bytes).buckets] == ranges
-
-
-def test_a_cut_shard_stays_contiguous_at_home() -> None:
-    plan = plan_buckets([adam(300)], 1280)
-    assert plan.home_offsets == ((0, 1216),)
-    assert copies(plan) == [
-        (Copy(0, 0, 512), Copy(1216, 512, 512)),
-        (Copy(512, 0, 512), Copy(1728, 512, 512)),
-        (Copy(1024, 0, 192), Copy(2240, 192, 192)),
-    ]
+def test_which_ranges_share_a_bucket(specs: list[ShardSpec], bucket_bytes: int, ranges: str) -> None:
+    assert shown(plan_buckets(specs, bucket_bytes)) == ranges
 
 
 def test_a_cut_fills_what_is_left_of_a_bucket() -> None:

@@ -13,41 +13,28 @@ from fsdp_offload.device import copy_queues
 from fsdp_offload.device.copy_queues import ENOUGH, VARIABLE, ask_for_copy_queues
 
 
-@pytest.fixture(autouse=True)
-def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-
-
-def driver_is(initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "initialized", "before", "in_time", "after"),
+    [
+        ("13.0", False, {}, True, {VARIABLE: str(ENOUGH)}),
+        ("13.0", True, {VARIABLE: "8"}, True, {VARIABLE: "8"}),  # what the user has set stays
+        ("13.0", True, {}, False, {VARIABLE: str(ENOUGH)}),  # too late here, and for the processes that are started
+        (None, True, {}, True, {}),
+    ],
+    ids=["nobody has set it", "the user has", "too late", "a torch without CUDA"],
+)
+def test_what_is_asked_for(
+    cuda: str | None,
+    initialized: bool,
+    before: dict[str, str],
+    in_time: bool,
+    after: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(copy_queues, "_driver_is_initialized", lambda: initialized)
-
-
-def test_it_is_set_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver_is(False, monkeypatch)
-    environment: dict[str, str] = {}
-    assert ask_for_copy_queues(environment)
-    assert environment == {VARIABLE: str(ENOUGH)}
-
-
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver_is(True, monkeypatch)
-    environment = {VARIABLE: "8"}
-    assert ask_for_copy_queues(environment)
-    assert environment == {VARIABLE: "8"}
-
-
-def test_it_says_when_it_came_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver_is(True, monkeypatch)
-    environment: dict[str, str] = {}
-    assert not ask_for_copy_queues(environment)
-    assert environment == {VARIABLE: str(ENOUGH)}  # for the processes that this one starts
-
-
-def test_a_torch_without_cuda_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    environment: dict[str, str] = {}
-    assert ask_for_copy_queues(environment)
-    assert environment == {}
+    assert ask_for_copy_queues(before) == in_time
+    assert before == after
 
 
 def test_a_machine_without_a_driver_has_none_that_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,6 @@ def test_taken_from_the_end() -> None:
     assert names([10, 10, 10, 10], 1.0) == [0, 1, 2, 3]
 
 
-def test_what_is_too_large_is_passed_over() -> None:
-    assert names([10, 10, 80], 0.2) == [0, 1]
-    assert names([30, 10, 60], 0.4) == [0, 1]
-
-
-def test_one_more_where_that_is_nearer() -> None:
-    assert names([50, 50], 0.3) == [1]
-    assert names([50, 50], 0.2) == []
-
-
 def test_without_state_there_is_nothing_to_update() -> None:
     assert names([0, 10, 0], 1.0) == [1]
 

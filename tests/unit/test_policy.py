@@ -49,39 +49,36 @@ def test_equal_policies_are_equal_and_travel_between_processes() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("device_bytes", -1),
-        ("device_bytes", 0),
-        ("bucket_bytes", -64),
-        ("bucket_bytes", 0),
-        ("bucket_bytes", 100),
-        ("snapshot_bytes", -1),
-        ("host_limit_bytes", -1),
-    ],
-)
-def test_a_negative_or_too_small_size_is_an_error_that_names_it(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be at least \d+ bytes, got {value}$"):
-        OffloadPolicy(**{name: value})
+SIZES = ("device_bytes", "bucket_bytes", "snapshot_bytes", "host_limit_bytes")
+SMALL = {"device_bytes": (-1, 0), "bucket_bytes": (-64, 0, 100), "snapshot_bytes": (-1,), "host_limit_bytes": (-1,)}
+OVERLAPS = r"overlap must be one of \('step', 'forward', 'iteration'\), got"
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        ({name: value}, ValueError, rf"{name} must be at least \d+ bytes, got {value}$")
+        for name, values in SMALL.items()
+        for value in values
+    ),
+    *(
+        ({name: value}, TypeError, f"{name} must be an integer number of bytes.*, got {value!r}")
+        for name in SIZES
+        for value in (1e9, "256MiB", True)
+    ),
+    ({"device_bytes": "Auto"}, TypeError, "device_bytes must be an integer number of bytes or 'auto', got 'Auto'"),
+    *(({"overlap": value}, ValueError, rf"{OVERLAPS} {value!r}") for value in ("backward", None, 1)),
+    ({"parameters": 1}, TypeError, "parameters must be a bool, got 1"),
+    ({"serial": "yes"}, TypeError, "serial must be a bool, got 'yes'"),
+    (
+        {"parameters": True, "host_fraction": 0.5},
+        ValueError,
+        r"parameters=True updates on the device.*host_fraction=0\.5 on the CPU",
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["device_bytes", "bucket_bytes", "snapshot_bytes", "host_limit_bytes"])
-@pytest.mark.parametrize("value", [1e9, "256MiB", True])
-def test_a_size_is_an_integer(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be an integer number of bytes.*, got {value!r}"):
-        OffloadPolicy(**{name: value})
-
-
-def test_a_word_that_is_not_auto_is_told_of_auto() -> None:
-    with pytest.raises(TypeError, match="device_bytes must be an integer number of bytes or 'auto', got 'Auto'"):
-        OffloadPolicy(device_bytes="Auto")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", ["backward", None, 1])
-def test_a_choice_is_one_of_those_there_are(value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"overlap must be one of \('step', 'forward', 'iteration'\), got {value!r}"):
-        OffloadPolicy(overlap=value)
+@pytest.mark.parametrize(("fields", "error", "message"), REFUSED, ids=str)
+def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OffloadPolicy(**fields)
 
 
 def test_a_device_that_does_not_hold_two_buckets_says_what_to_write() -> None:
@@ -90,28 +87,3 @@ def test_a_device_that_does_not_hold_two_buckets_says_what_to_write() -> None:
     for part in (100 * MIB, 64 * MIB, f"Write device_bytes={128 * MIB} or more", "lower bucket_bytes"):
         assert str(part) in str(error.value)
     OffloadPolicy(device_bytes=128 * MIB, bucket_bytes=64 * MIB)
-
-
-def test_offloaded_parameters_are_updated_on_the_device() -> None:
-    assert OffloadPolicy(parameters=True).parameters
-    with pytest.raises(ValueError, match=r"parameters=True updates on the device.*host_fraction=0\.5 on the CPU"):
-        OffloadPolicy(parameters=True, host_fraction=0.5)
-    with pytest.raises(TypeError, match="parameters must be a bool, got 1"):
-        OffloadPolicy(parameters=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="serial must be a bool, got 'yes'"):
-        OffloadPolicy(serial="yes")  # type: ignore[arg-type]
-
-
-def test_a_word_that_there_never_was_is_pythons_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
-        OffloadPolicy(bucket_size=1)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("overlap", "updates_in_backward", "runs_on"),
-    [("step", False, False), ("forward", False, True), ("iteration", True, True)],
-)
-def test_what_overlap_means(overlap: Any, updates_in_backward: bool, runs_on: bool) -> None:
-    policy = OffloadPolicy(overlap=overlap)
-    assert policy.updates_in_backward == updates_in_backward
-    assert policy.runs_on_into_forward == runs_on

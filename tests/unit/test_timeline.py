@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace, timeline_of
-from examples.benchmarks.train import (
-    Bench,
-    chosen_policies,
-)
+from examples.benchmarks.train import Bench, chosen_policies
 from fsdp_offload import OffloadPolicy
 from tests.policies import with_share
 
@@ -30,32 +27,20 @@ class Trace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._correlations = itertools.count(1)
 
     def range(self, name: str, begin: float, end: float, thread: int = PYTHON) -> None:
         self._add("user_annotation", name, thread, begin, end)
         # The same range as seen on the device, where it lasts as long as its kernels. Meanwhile the host does others.
         self._add("gpu_user_annotation", name, COMPUTE, begin + 17.4, end + 17.4)
 
-    def runs(
-        self,
-        launch: float,
-        stream: int,
-        begin: float,
-        end: float,
-        *,
-        name: str = "gemm",
-        category: str = "kernel",
-        thread: int = PYTHON,
-    ) -> None:
-        correlation = next(self._correlations)
+    def runs(self, launch: float, stream: int, begin: float, end: float, name: str = "", thread: int = PYTHON) -> None:
+        """A kernel, or without a name what the stream is for."""
+        correlation = len(self.events) // 2
         runtime = ("cuda_runtime", "cudaLaunchKernel") if correlation % 2 else ("cuda_driver", "cuLaunchKernelEx")
         self._add(*runtime, thread, launch, launch + 0.01, correlation=correlation)
-        self._add(category, name, stream, begin, end, stream=stream, correlation=correlation)
-
-    def copies(self, launch: float, stream: int, begin: float, end: float, thread: int = PYTHON) -> None:
-        name = "Memcpy HtoD (Pinned -> Device)"
-        self.runs(launch, stream, begin, end, name=name, category="gpu_memcpy", thread=thread)
+        copies = stream in (LOAD, LOAD_TOO, STORE) and not name
+        what = ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)") if copies else ("kernel", name or "gemm")
+        self._add(*what, stream, begin, end, stream=stream, correlation=correlation)
 
     def _add(self, category: str, name: str, tid: int, begin: float, end: float, **args: Any) -> None:
         times = {"ts": begin * 1000, "dur": (end - begin) * 1000}
@@ -66,42 +51,50 @@ class Trace:
         return timeline_of({"traceEvents": others + self.events[::-1]})  # the order in the file means nothing
 
 
+# Name, begin and end on the host, and the thread.
+RANGES: list[tuple[Any, ...]] = [
+    ("train forward", 0, 2),
+    ("FSDP::all_gather (blocks.0)", 0, 0.5),
+    ("train backward", 2, 4),
+    ("FSDP::post_backward_reduce (blocks.0)", 3, 4, AUTOGRAD),
+    ("fsdp_offload L4", 3.5, 3.9, AUTOGRAD),
+    ("train clip", 4, 5),
+    ("train step", 5, 6),
+    ("fsdp_offload U4", 5.1, 5.2),
+    ("fsdp_offload S4", 5.2, 5.3),
+]
+# Launch on the host, stream, begin and end on the device, name, and the thread.
+RUNS: list[tuple[Any, ...]] = [
+    (0.2, GATHER, 0, 1, "ncclDevKernel_AllGather_RING_LL"),
+    (1, COMPUTE, 1, 6),
+    (2.5, COMPUTE, 6, 16, "gemm", AUTOGRAD),
+    (3.1, REDUCE, 14, 15, "cat", AUTOGRAD),
+    (3.6, LOAD, 15, 17, "", AUTOGRAD),
+    (3.7, LOAD_TOO, 17, 18, "", AUTOGRAD),
+    (4.5, COMPUTE, 16, 18, "norm"),
+    (5.15, UPDATE, 18, 21, "adam"),
+    (5.25, STORE, 21, 26),
+    (5.6, COMPUTE, 18, 20, "count"),
+]
+
+
 def overlapping() -> Trace:
     """Three iterations of which the host launches each before the device has begun it; updates run in the forward."""
     trace = Trace()
-    for number in range(3):
-        host, device = 20 * number, 20 * number + 15
-        trace.range("train forward", host, host + 2)
-        trace.range("FSDP::all_gather (blocks.0)", host, host + 0.5)
-        trace.runs(host + 0.2, GATHER, device, device + 1, name="ncclDevKernel_AllGather_RING_LL")
-        trace.runs(host + 1, COMPUTE, device + 1, device + 6)
-        trace.range("train backward", host + 2, host + 4)
-        trace.runs(host + 2.5, COMPUTE, device + 6, device + 16, thread=AUTOGRAD)
-        trace.range("FSDP::post_backward_reduce (blocks.0)", host + 3, host + 4, AUTOGRAD)
-        trace.runs(host + 3.1, REDUCE, device + 14, device + 15, name="cat", thread=AUTOGRAD)
-        trace.range("fsdp_offload L4", host + 3.5, host + 3.9, AUTOGRAD)
-        trace.copies(host + 3.6, LOAD, device + 15, device + 17, thread=AUTOGRAD)
-        trace.copies(host + 3.7, LOAD_TOO, device + 17, device + 18, thread=AUTOGRAD)
-        trace.range("train clip", host + 4, host + 5)
-        trace.runs(host + 4.5, COMPUTE, device + 16, device + 18, name="norm")
-        trace.range("train step", host + 5, host + 6)
-        trace.range("fsdp_offload U4", host + 5.1, host + 5.2)
-        trace.runs(host + 5.15, UPDATE, device + 18, device + 21, name="adam")
-        trace.range("fsdp_offload S4", host + 5.2, host + 5.3)
-        trace.runs(host + 5.25, STORE, device + 21, device + 26, category="gpu_memcpy")
-        trace.runs(host + 5.6, COMPUTE, device + 18, device + 20, name="count")
+    for host in (0, 20, 40):
+        device = host + 15
+        for name, begin, end, *thread in RANGES:
+            trace.range(name, host + begin, host + end, *thread)
+        for launch, stream, begin, end, *more in RUNS:
+            trace.runs(host + launch, stream, device + begin, device + end, *more)
     return trace
 
 
 def test_an_iteration_is_shown_with_what_the_one_before_has_left_running() -> None:
+    phases = {"forward": (0.0, 6.0), "backward": (6.0, 16.0), "clip": (16.0, 18.0), "step": (18.0, 20.0)}
     assert overlapping().timeline() == Timeline(
         ms=20.0,
-        phases=(
-            Phase("forward", 0.0, 6.0),
-            Phase("backward", 6.0, 16.0),
-            Phase("clip", 16.0, 18.0),
-            Phase("step", 18.0, 20.0),
-        ),
+        phases=tuple(Phase(name, *times) for name, times in phases.items()),
         spans=(
             Span(Lane.GATHER, 0.0, 1.0),
             Span(Lane.UPDATE, 0.0, 1.0, 4),  # 18 to 21 of the iteration before
@@ -127,17 +120,6 @@ def test_a_kernel_whose_launch_was_before_the_trace_belongs_to_no_range() -> Non
     assert trace.timeline().spans == (Span(Lane.COMPUTE, 0.0, 5.0), Span(Lane.GATHER, 1.0, 2.0))
 
 
-def test_buckets_are_told_apart_by_all_of_their_number() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.runs(0.05, COMPUTE, 1, 90)
-    for bucket in (3, 30, 31):
-        trace.range(f"fsdp_offload S{bucket}", bucket / 100 + 0.1, bucket / 100 + 0.105)
-        trace.copies(bucket / 100 + 0.102, STORE, bucket, bucket + 1)
-    stores = [span.bucket for span in trace.timeline().spans if span.lane is Lane.STORE]
-    assert stores == [3, 30, 31]
-
-
 @pytest.mark.parametrize(
     ("name", "launched", "message"),
     [("train backward", True, "no range 'train forward'"), ("train forward", False, "no kernels, copies or ops")],
@@ -151,25 +133,15 @@ def test_a_trace_that_shows_no_iteration_is_refused(name: str, launched: bool, m
         trace.timeline()
 
 
-# The bench's own loop, traced on the CPU ----------------------------------------------------------------------------
-
 SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def bench(mesh: DeviceMesh) -> Iterator[Bench]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny ops: more threads only wait for each other
-    yield Bench(torch.device("cpu"), layers=2, width=128, sequences=1, length=8, vocabulary=256, clip=True)
+    yield Bench(torch.device(mesh.device_type), layers=2, width=128, sequences=1, length=8, vocabulary=256, clip=True)
     torch.set_num_threads(threads)
-    dist.destroy_process_group()
-
-
-def traced(bench: Bench, policy: OffloadPolicy | None, path: Path) -> Timeline:
-    with bench.settled(policy) as (optimizer, clip):
-        bench.trace(optimizer, path, clip=clip)
-    return timeline_of(read_trace(path))
 
 
 def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
@@ -194,7 +166,10 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     bench: Bench,
     tmp_path: Path,
 ) -> None:
-    timeline = traced(bench, with_share(**SIZES, **fields), tmp_path / "a.trace.json.gz")
+    path = tmp_path / "a.trace.json.gz"
+    with bench.settled(with_share(**SIZES, **fields)) as (optimizer, clip):
+        bench.trace(optimizer, path, clip=clip)
+    timeline = timeline_of(read_trace(path))
     assert [one.name for one in timeline.phases] == phases
     assert begun_in(timeline, Lane.LOAD) == loaded_in
     # In the step the optimizer also counts it.
@@ -207,17 +182,6 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
-    for bucket in buckets:
-        loaded, updated, stored = (
-            [(span.begin_ms, span.end_ms) for span in timeline.spans if (span.lane, span.bucket) == (lane, bucket)]
-            for lane in found
-        )
-        for begin_ms, end_ms in loaded:  # for this update, or behind its store for the next
-            assert end_ms <= updated[0][0] or stored[-1][1] <= begin_ms, bucket
-        assert updated[-1][1] <= stored[0][0], bucket
-
-
-# Options and bounds -------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:

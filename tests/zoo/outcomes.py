@@ -58,6 +58,15 @@ class Row:
     problem: str = ""  # why the class does not count
     verdict: str = ""  # of the tracer
 
+    def take(self, message: Any) -> None:
+        """What :func:`tests.zoo.training.judge` says, and the tracer."""
+        if isinstance(message, Outcome):
+            self.outcomes.append(message)
+        elif isinstance(message, tuple):
+            self.recipe, self.problem = str(message[0] or ""), message[1]
+        elif isinstance(message, str):
+            self.verdict = message
+
     @property
     def worst(self) -> Outcome | None:
         """The outcome that the class is known by; one that does not count only where there is no other."""

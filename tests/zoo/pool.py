@@ -1,4 +1,4 @@
-"""Processes in which the classes of others run: one that hangs or takes the interpreter down is one row."""
+"""Each class of others runs in a process of its own: one that hangs or takes the interpreter down is one row."""
 
 import faulthandler
 import multiprocessing
@@ -9,10 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -23,7 +23,7 @@ from .outcomes import ATTACH_CRASHED, CRASHED, Combination, Outcome, Row
 from .training import judge, say
 from .verdicts import traced_verdict
 
-# A fresh interpreter that has imported torch once, from which each worker is forked.
+# A fresh interpreter that has imported torch once, from which each process is forked.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.zoo.training", "tests.zoo.libraries"])
 
@@ -32,90 +32,74 @@ _context.set_forkserver_preload(["tests.zoo.training", "tests.zoo.libraries"])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class WorkerDiedError(Exception):
+class DiedError(Exception):
     """The process is gone, or did not answer in time."""
 
 
-class Worker:
-    """A process that answers one task after the other, each with as many messages as it has to say."""
+def answers(limit_s: float, task: Callable[..., Iterable[Any]], *args: Any) -> Iterator[Any]:
+    """What ``task(*args)`` yields in a process of its own.
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._log = Path(tempfile.mkstemp(prefix="zoo-", suffix=".log")[1])
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs, str(self._log)), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-        self._log.unlink(missing_ok=True)
-
-    def ask(self, task: Callable[..., Iterable[Any]], *args: Any) -> Iterator[Any]:
-        """What ``task(*args)`` yields over there."""
-        try:
-            self._pipe.send((task, args))
-            while True:
-                self._wait()
-                ended, message = self._pipe.recv()
-                if ended:
-                    return
-                yield message
-        except (EOFError, ConnectionError) as error:
-            self._process.join()
-            raise WorkerDiedError(f"the process ended with {self._process.exitcode}. {self._last_words()}") from error
-
-    def _wait(self) -> None:
-        """For a message. A busy machine must not make a class look as if it hung: what counts is the worker's own time.
-
-        Raises:
-            WorkerDiedError: it has computed for longer than the limit, or stood still for ten times as long.
-        """
-        cpu = psutil.Process(self._process.pid).cpu_times
-        begin, begin_cpu = time.monotonic(), cpu()
-        while not self._pipe.poll(min(5.0, self._limit_s)):
-            used_s = sum(cpu()[:2]) - sum(begin_cpu[:2])
-            if used_s > self._limit_s or time.monotonic() - begin > 10 * self._limit_s:
-                raise WorkerDiedError(f"no answer within {self._limit_s:g} s of CPU, in {self._where()}")
-
-    def _where(self) -> str:
-        """The innermost function that runs over there, and the outer ones, as faulthandler writes them."""
-        assert self._process.pid is not None
-        size = self._log.stat().st_size
-        os.kill(self._process.pid, signal.SIGUSR1)
-        end = time.monotonic() + 10
-        while self._log.stat().st_size == size and time.monotonic() < end:
-            self._process.join(0.1)
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', self._log.read_text(errors="replace")[size:])
-        return ", called by ".join(f"{name} ({Path(path).name}:{line})" for path, line, name in frames[:30])
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return " / ".join(line.strip() for line in lines if line.strip())[:400]
+    Raises:
+        DiedError: it has crashed, has computed for longer than the limit, or stood still for ten times as long.
+    """
+    log = Path(tempfile.mkstemp(prefix="zoo-", suffix=".log")[1])
+    pipe, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_run, args=(theirs, str(log), task, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            _wait(pipe, limit_s, process, log)
+            yield pipe.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            lines = map(str.strip, log.read_text(errors="replace").splitlines())
+            last_words = " / ".join(filter(None, lines))[:400]
+            raise DiedError(f"the process ended with {process.exitcode}. {last_words}") from None
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+        log.unlink()
 
 
-def _serve(pipe: Connection, log: str) -> None:
-    """What a worker does: its output goes to the log, in which a crash leaves its traceback."""
+def _wait(pipe: Connection, limit_s: float, process: Any, log: Path) -> None:
+    """For a message. A busy machine must not make a class look as if it hung: what counts is the process's own time."""
+    begin, begin_cpu_s = time.monotonic(), _cpu_s(process.pid)
+    while not pipe.poll(min(5.0, limit_s)):
+        if _cpu_s(process.pid) - begin_cpu_s > limit_s or time.monotonic() - begin > 10 * limit_s:
+            raise DiedError(f"no answer within {limit_s:g} s of CPU, in {_where(process, log)}")
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _where(process: Any, log: Path) -> str:
+    """The innermost function that runs over there, and the outer ones, as faulthandler writes them."""
+    size = log.stat().st_size
+    os.kill(process.pid, signal.SIGUSR1)
+    end = time.monotonic() + 10
+    while log.stat().st_size == size and time.monotonic() < end:
+        process.join(0.1)
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', log.read_text(errors="replace")[size:])
+    return ", called by ".join(f"{name} ({Path(path).name}:{line})" for path, line, name in frames[:30])
+
+
+def _run(pipe: Connection, log: str, task: Callable[..., Iterable[Any]], args: tuple[Any, ...]) -> None:
+    """The process: its output goes to the log, in which a crash leaves its traceback."""
     stream = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            task, args = pipe.recv()
-        except EOFError:
-            return
-        os.truncate(log, 0)
-        for message in task(*args):
-            pipe.send((False, message))
-        pipe.send((True, None))
+    for message in task(*args):
+        pipe.send(message)
 
 
 def _end_with_parent() -> None:
@@ -126,15 +110,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def find_in(library: str) -> Iterator[Any]:
-    """What a worker does to look into a library."""
-    yield find(library)
-
-
 def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any]:
-    """What a worker does to judge a class, in messages that can be sent."""
-    if not dist.is_initialized():  # some ask for their rank
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """What a process does to judge a class, in messages that can be sent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # some ask for their rank
     try:
         loaded = load(cls)
     except Exception as error:  # noqa: BLE001  # found by one process, and not by another: a row
@@ -145,43 +123,32 @@ def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any
     yield traced_verdict(cls)
 
 
-def rows_of(
-    library: str, version: str, classes: list[str], combinations: tuple[Combination, ...], limit_s: float
-) -> Iterator[Row]:
-    """Judge these classes in one process, and in a fresh one after each that was its end."""
-    left = list(classes)
-    while left:
-        with Worker(limit_s) as worker:
-            died = False
-            while left and not died:
-                row, died = _row_of(worker, library, version, left.pop(0), combinations)
-                yield row
-
-
-def _row_of(
-    worker: Worker, library: str, version: str, cls: str, combinations: tuple[Combination, ...]
-) -> tuple[Row, bool]:
+def judged_row(library: str, version: str, cls: str, combinations: tuple[Combination, ...], limit_s: float) -> Row:
+    """Judge this class."""
     row = Row(library, version, cls)
     running: Combination | None = None
     try:
-        for message in worker.ask(judge_class, cls, combinations):
-            if isinstance(message, Outcome):
-                row.outcomes.append(message)
-                running = None
-            elif isinstance(message, Combination):
-                running = message
-            elif isinstance(message, str):
-                row.verdict = message
-            else:
-                row.recipe, row.problem = message
-    except WorkerDiedError as error:
+        for message in answers(limit_s, judge_class, cls, combinations):
+            row.take(message)
+            running = message if isinstance(message, Combination) else None
+    except DiedError as error:
         if running is None:
             row.problem = f"in a plain run: {error}"
         else:
             in_attach = "offload_optimizer (" in str(error)
             row.outcomes.append(Outcome(running, ATTACH_CRASHED if in_attach else CRASHED, str(error)))
-        return row, True
-    return row, False
+    return row
+
+
+def _find(library: str) -> Iterator[Found]:
+    yield find(library)
+
+
+def _look(limit_s: float, library: str) -> Found:
+    try:
+        return next(answers(limit_s, _find, library))
+    except DiedError as error:
+        return Found(library, "", (), (str(error),))
 
 
 def run_all(
@@ -197,31 +164,13 @@ def run_all(
     """Judge every class of ``libraries`` whose name is ``wanted``; each defining module counts once."""
     os.environ.update(ENVIRONMENT)
     seen: set[str] = set()
-    telling = threading.Lock()
-
-    def look(library: str) -> Found:
-        try:
-            with Worker(limit_s) as worker:
-                return next(worker.ask(find_in, library))
-        except WorkerDiedError as error:
-            return Found(library, "", (), (str(error),))
-
-    def work(library: str, version: str, classes: list[str]) -> None:
-        for row in rows_of(library, version, classes, combinations, limit_s):
-            with telling:
-                on_row(row)
-
-    def study(library: str) -> None:
-        found = look(library)
-        with telling:
+    with ThreadPoolExecutor(processes) as pool:
+        tasks = []
+        for found in pool.map(partial(_look, limit_s), libraries):
             classes = [cls for cls in found.classes if wanted(cls) and cls not in seen]
             seen.update(classes)
             on_found(found, len(classes))
-        first, *others = [classes[begin : begin + 25] for begin in range(0, len(classes), 25)] or [[]]
-        tasks.extend(pool.submit(work, library, found.version, piece) for piece in others)
-        work(library, found.version, first)
-
-    with ThreadPoolExecutor(processes) as pool:
-        tasks = [pool.submit(study, library) for library in libraries]
-        while tasks:  # each may have added others before it ends
-            tasks.pop().result()
+            about = found.library, found.version
+            tasks += [pool.submit(judged_row, *about, cls, combinations, limit_s) for cls in classes]
+        for task in as_completed(tasks):
+            on_row(task.result())

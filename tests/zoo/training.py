@@ -127,7 +127,7 @@ class Reference:
             return ""
         found = [
             *differences(self.training.optimizer, other.optimizer),
-            *_Comparison({}, {})("generator", self.generators, generators()),
+            *different(*(dict(flat("generator", one, {})) for one in (self.generators, generators()))),
         ]
         return "; ".join(found[:3])
 
@@ -224,73 +224,52 @@ def say(error: BaseException) -> str:
 
 # Comparing two optimizers ---------------------------------------------------------------------------------------------
 
+_PLAIN = (bool, int, float, str, Tensor)
+
 
 def differences(plain: Optimizer, other: Optimizer) -> Iterator[str]:
     """What is not the same in state, param groups and attributes."""
-    places = [
-        {
-            param: f"{number}.{place}"
-            for number, group in enumerate(one.param_groups)
-            for place, param in enumerate(group["params"])
-        }
-        for one in (plain, other)
-    ]
-    compare = _Comparison(*places)
-    for number, (one, two) in enumerate(zip(plain.param_groups, other.param_groups, strict=True)):
-        for key in sorted(one.keys() | two.keys()):
-            if key != "params":
-                yield from compare(f"param_groups[{number}][{key!r}]", one.get(key, _NOTHING), two.get(key, _NOTHING))
-    yield from compare("state", dict(plain.state), dict(other.state))
-    for name, value in vars(plain).items():
-        if isinstance(value, bool | int | float | str | Tensor):
-            yield from compare(f"attribute {name!r}", value, vars(other).get(name, _NOTHING))
+    attributes = [name for name, value in vars(plain).items() if isinstance(value, _PLAIN)]
+    yield from different(*(dict(_contents(one, attributes)) for one in (plain, other)))
 
 
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing"
+def _contents(optimizer: Optimizer, attributes: list[str]) -> Iterator[tuple[str, Any]]:
+    places: dict[Any, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        places |= {param: f"parameter {number}.{place}" for place, param in enumerate(group["params"])}
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield from flat(f"param_groups[{number}]", options, places)
+    yield from flat("state", dict(optimizer.state), places)
+    for name in attributes:
+        yield f"attribute {name!r}", vars(optimizer).get(name)
 
 
-_NOTHING = _Nothing()
+def flat(name: str, value: Any, places: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
+    """Everything within a value of any kind, by name; keys that are parameters are named by their ``places``."""
+    if isinstance(value, Mapping):
+        named = {places.get(key, key) if isinstance(key, Tensor) else key: one for key, one in value.items()}
+        yield f"keys of {name}", sorted(map(str, named))
+        for key, one in named.items():
+            yield from flat(f"{name}[{key!r}]", one, places)
+    elif isinstance(value, list | tuple):
+        yield f"length of {name}", len(value)
+        for number, one in enumerate(value):
+            yield from flat(f"{name}[{number}]", one, places)
+    elif isinstance(value, (*_PLAIN, np.ndarray)) or callable(value) or not hasattr(value, "__dict__"):
+        yield name, value if isinstance(value, (*_PLAIN, np.ndarray)) else type(value)
+    else:
+        yield from flat(name, vars(value), places)
 
 
-class _Comparison:
-    """Of two values of any kind; mappings may have parameters as keys, which are the same at the same place."""
-
-    def __init__(self, of_one: Mapping[Any, str], of_two: Mapping[Any, str]) -> None:
-        self._places = (of_one, of_two)
-
-    def __call__(self, name: str, one: Any, two: Any) -> Iterator[str]:
-        if isinstance(one, Tensor) and isinstance(two, Tensor):
-            if not same_tensor(one.detach(), two.detach()):
+def different(one: dict[str, Any], two: dict[str, Any]) -> Iterator[str]:
+    """Of two flat contents."""
+    for name in [*one, *(two.keys() - one.keys())]:
+        mine, others = one.get(name), two.get(name)
+        if isinstance(mine, Tensor) and isinstance(others, Tensor):
+            if not same_tensor(mine.detach(), others.detach()):
                 yield f"{name} differs"
-        elif isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
-            if not np.array_equal(one, two):
+        elif isinstance(mine, np.ndarray) and isinstance(others, np.ndarray):
+            if not np.array_equal(mine, others):
                 yield f"{name} differs"
-        elif isinstance(one, Mapping) and isinstance(two, Mapping):
-            yield from self._mappings(name, one, two)
-        elif isinstance(one, list | tuple) and isinstance(two, list | tuple):
-            if len(one) != len(two):
-                yield f"{name} has {len(one)} and {len(two)} items"
-            for number, pair in enumerate(zip(one, two, strict=False)):
-                yield from self(f"{name}[{number}]", *pair)
-        elif type(one) is not type(two) or isinstance(one, bool | int | float | str):
-            both_nan = one != one and two != two
-            if type(one) is not type(two) or not (both_nan or one == two):
-                yield f"{name} is {one!r} and {two!r}"
-        elif hasattr(one, "__dict__") and not callable(one):
-            yield from self(name, vars(one), vars(two))
-
-    def _mappings(self, name: str, one: Mapping[Any, Any], two: Mapping[Any, Any]) -> Iterator[str]:
-        one, two = (self._by_place(*pair) for pair in zip((one, two), self._places, strict=True))
-        if one.keys() != two.keys():
-            yield f"{name} has the keys {list(one)} and {list(two)}"
-        for key in one.keys() & two.keys():
-            yield from self(f"{name}[{key!r}]", one[key], two[key])
-
-    @staticmethod
-    def _by_place(mapping: Mapping[Any, Any], places: Mapping[Any, str]) -> dict[Any, Any]:
-        return {
-            f"parameter {places[key]}" if isinstance(key, Tensor) and key in places else key: value
-            for key, value in mapping.items()
-        }
+        elif type(mine) is not type(others) or not (mine == others or (mine != mine and others != others)):
+            yield f"{name} is {mine!r} and {others!r}"
