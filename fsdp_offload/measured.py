@@ -1,7 +1,8 @@
 """What the report says of one optimizer, read from its engine."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,18 +77,17 @@ def notes_of(engine: Engine) -> Iterator[str]:
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
     largest_bytes, limit_bytes = engine.largest_bytes(), engine.passing_bytes()
+    least_bytes = sum(pool.least * pool.nbytes for pool in engine.core.cache.pools)
     if largest_bytes > limit_bytes:
         yield (
             f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "
             f"device_bytes={engine.policy.device_bytes!r} leaves to pass through ({limit_bytes})."
         )
-    else:
-        least_bytes = sum(pool.least * pool.nbytes for pool in engine.core.cache.pools)
-        if least_bytes > limit_bytes:
-            yield (
-                f"One update needs {least_bytes} bytes of the device, parameters of the largest group and their state, "
-                f"more than device_bytes={engine.policy.device_bytes!r}."
-            )
+    elif least_bytes > limit_bytes:
+        yield (
+            f"One update needs {least_bytes} bytes of the device, parameters of the largest group and their state, "
+            f"more than device_bytes={engine.policy.device_bytes!r}."
+        )
     if left_out := _left_out(engine):
         own = " of its own" if whole else ""
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
@@ -123,16 +123,12 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     moved, watch = engine.core.last_moved, engine.core.cache.stopwatch
     if moved is None:
         return None, None
-    step = StepRecord(**asdict(moved))
-    if engine.host is not None:
-        host = engine.host.last_times()
-        step = replace(step, host_updated_bytes=host.state_bytes, host_update_ms=host.update_ms)
-        step = replace(step, host_waited_ms=host.waited_ms)
+    on_cpu = {} if engine.host is None else engine.host.last_times()
     last = None if watch is None else watch.last()
     if last is None:
-        return step, None
-    step = replace(step, load_gb_per_s=last.load_gb_per_s, store_gb_per_s=last.store_gb_per_s)
-    ways = ((moved.loaded_bytes, last.load_gb_per_s), (moved.stored_bytes, last.store_gb_per_s))
+        return StepRecord(**asdict(moved), **on_cpu), None
+    rates: dict[str, Any] = {"load_gb_per_s": last.load_gb_per_s, "store_gb_per_s": last.store_gb_per_s}
+    ways = zip((moved.loaded_bytes, moved.stored_bytes), rates.values(), strict=True)
     copies_ms = [nbytes / rate / 1e6 for nbytes, rate in ways if rate is not None]
     iteration_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
     iteration = IterationRecord(
@@ -142,7 +138,7 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
         # The copies that were timed may have shared the link with others: that all are as slow is not proven.
         bound_ms=min(iteration_ms, max(iteration_ms - stalled_ms, *copies_ms, 0.0)),
     )
-    return step, iteration
+    return StepRecord(**asdict(moved), **on_cpu, **rates), iteration
 
 
 def _kept(engine: Engine, state: list[Item], weights: list[Item]) -> KeptRecord:

@@ -138,30 +138,26 @@ class OffloadReport:
 
     def _memory_rows(self) -> Iterator[tuple[str, str]]:
         memory = self.memory
-        if memory.host_state_bytes:
-            yield "state on the host", _bytes(memory.host_state_bytes)
-        if memory.kept_state_bytes:
-            yield "  kept on the device", _bytes(memory.kept_state_bytes)
-        if memory.other_state_bytes:
-            yield "other state, where it was", _bytes(memory.other_state_bytes)
-        if memory.host_parameter_bytes:
-            yield "parameters on the host", _bytes(memory.host_parameter_bytes)
-        if memory.kept_parameter_bytes:
-            yield "  kept on the device", _bytes(memory.kept_parameter_bytes)
-        yield "host memory taken", f"{_bytes(memory.host_bytes)} {'pinned' if memory.pinned else 'not pinned'}"
-        if memory.spare_home_bytes:
-            yield "  spare homes", _bytes(memory.spare_home_bytes)
-        yield "device memory for that", _bytes(memory.device_bytes)
-        if memory.device_peak_bytes is not None:
-            yield "device peak", _bytes(memory.device_peak_bytes)
+        taken = {"host memory taken": " pinned" if memory.pinned else " not pinned", "device memory for that": ""}
+        for name, nbytes in (
+            ("state on the host", memory.host_state_bytes),
+            ("  kept on the device", memory.kept_state_bytes),
+            ("other state, where it was", memory.other_state_bytes),
+            ("parameters on the host", memory.host_parameter_bytes),
+            ("  kept on the device", memory.kept_parameter_bytes),
+            ("host memory taken", memory.host_bytes),
+            ("  spare homes", memory.spare_home_bytes),
+            ("device memory for that", memory.device_bytes),
+            ("device peak", memory.device_peak_bytes),
+        ):
+            if nbytes or name in taken:
+                yield name, _bytes(nbytes or 0) + taken.get(name, "")
 
     def _step_rows(self) -> Iterator[tuple[str, str]]:
         if (step := self.step) is not None:
             yield "last step: loaded", f"{_bytes(step.loaded_bytes)} in {step.loads} copies{_rate(step.load_gb_per_s)}"
-            yield (
-                "last step: stored",
-                f"{_bytes(step.stored_bytes)} in {step.stores} copies{_rate(step.store_gb_per_s)}",
-            )
+            stored = f"{_bytes(step.stored_bytes)} in {step.stores} copies"
+            yield "last step: stored", stored + _rate(step.store_gb_per_s)
             yield "last step: updated", f"{step.updates} buckets"
             if step.host_updated_bytes is not None:
                 waited = f"{step.host_update_ms:.1f} ms, {step.host_waited_ms:.1f} ms waited for"

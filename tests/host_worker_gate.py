@@ -7,19 +7,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fsdp_offload.cpu_update.worker import Task, host_worker
+from fsdp_offload.cpu_update.worker import host_worker
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 
 
 class Gate:
-    """A task that ends when it is opened."""
+    """A job that ends when it is opened."""
+
+    step = None
 
     def __init__(self) -> None:
         self.reached = threading.Event()
         self._open = threading.Event()
 
-    def may_pass(self, earlier: Task) -> bool:
+    def may_pass(self, earlier: object) -> bool:
         return False
 
     def begin(self, memory: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded
-from fsdp_offload.core.lanes import StreamLane
+from fsdp_offload.core.lanes import Lane
 from tests.at_home import not_at_home
 from tests.parity import attach, leaves, same_bits
 from tests.policies import with_share
@@ -170,26 +170,26 @@ def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] =
     Who does not wait for it is found.
     """
     name, method = {"L": ("load", "copy"), "S": ("store", "copy"), "U": (None, "run")}.get(kind, ("", "copy"))
-    issue = getattr(StreamLane, method)
+    issue = getattr(Lane, method)
 
-    def slowed(self: StreamLane, *args: Any, **options: Any) -> None:
+    def slowed(self: Lane, *args: Any, **options: Any) -> None:
         if name in (None, self.name):
-            with self._lane.running():
+            with self.running():
                 torch.cuda._sleep(cycles)
         issue(self, *args, **options)
 
-    patch(StreamLane, method, slowed)
+    patch(Lane, method, slowed)
 
 
 def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
     """Leave out all waits of the core's lane of that name."""
-    wait = StreamLane.wait
+    wait = Lane.wait
 
-    def deaf_wait(self: StreamLane, *marks: Any) -> None:
+    def deaf_wait(self: Lane, *marks: Any) -> None:
         if self.name != name:
             wait(self, *marks)
 
-    patch(StreamLane, "wait", deaf_wait)
+    patch(Lane, "wait", deaf_wait)
 
 
 # Habits --------------------------------------------------------------------------------------------------------------

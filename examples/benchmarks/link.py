@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from fsdp_offload.device.arena import Region
-from fsdp_offload.device.lanes import PIECE_BYTES, Lane, StreamLane, TurnsLane
+from fsdp_offload.device.lanes import PIECE_BYTES, Lane, TurnsLane
 from fsdp_offload.planning.buckets import BREAK_BYTES
 
 from .record import bench_device, median, print_record, run, wall_ms
@@ -48,10 +48,9 @@ def measure(
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
     """Measure how long a small copy to the device waits while large ones of ours are under way."""
-    one, two, three, four = (torch.Stream(device) for _ in range(4))
-    state, parameters = (TurnsLane(device, pair, PIECE_BYTES) for pair in ((one, two), (three, four)))
+    state, parameters = (TurnsLane(device, PIECE_BYTES, name=name) for name in ("state", "parameters"))
     lanes: dict[str, tuple[Lane, ...]] = {
-        "one_stream": (StreamLane(device, one),),
+        "one_stream": (Lane(device, torch.Stream(device)),),
         "taking_turns": (state,),
         "two_taking_turns": (parameters, state),
     }
@@ -99,7 +98,7 @@ class Link:
         begin = lanes[-1].mark()
         for lane in lanes:
             for chunk in range(chunks // len(lanes)):
-                lane.copy(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)
+                lane.copy([(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)])
         for lane in lanes[:-1]:
             lanes[-1].wait(lane.mark())
         end = lanes[-1].mark()

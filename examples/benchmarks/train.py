@@ -401,7 +401,7 @@ class Bench:
         none to hide behind then.
         """
         self.iterate(optimizer, 1, clip=clip)
-        compute = device_link(self._device).lanes(serial=False)["C"]
+        compute = device_link(self._device).lanes(serial=False).compute
         begin = compute.mark()
         self.iterate(optimizer, count, clip=clip)
         end = compute.mark()

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, inside
-from ..core.engine import engine_of as find_engine
 from ..core.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
-from ..state.mapping import OffloadedState, UnwaitedStates
+from ..state.mapping import OffloadedState
 
 
 @dataclass(eq=False)
@@ -25,6 +24,7 @@ class Attachment:
     """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
+        parked: parameters that leave the device with the state.
         until_first_step: ends what looks until then whether the optimizer was attached too early.
         hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
     """
@@ -34,7 +34,7 @@ class Attachment:
     undo_step: list[Callable[[], None]]
     bypass_guard: RemovableHandle
     hooks: ModelHooks | None = None
-    parked: ParkedParameters | None = None  # parameters that leave the device with the state
+    parked: ParkedParameters = field(default_factory=ParkedParameters)
     stepping: bool = False
     told_no_gradient: bool = False
     has_loaded_inside_step: bool = False
@@ -47,6 +47,11 @@ class Attachment:
         for end in self.until_first_step:
             end()
         self.until_first_step.clear()
+
+    def forget_reductions(self) -> None:
+        """Gradients have been cleared without a step."""
+        if self.hooks is not None:
+            self.hooks.forget_reductions()
 
     def tell_if_never_reloaded(self) -> None:
         """After a step: warn if the training loop never calls the hook that ``reload_before`` has wrapped."""
@@ -70,27 +75,22 @@ def attachment_of(optimizer: object) -> Attachment | None:
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 
+def attached(optimizer: Optimizer) -> Attachment:
+    """Return what attaching has added to an optimizer that is offloaded."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None, "an OffloadedOptimizer always has one"
+    return attachment
+
+
 offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 """All optimizers that are offloaded now, as far as somebody keeps them."""
 
 
-def engine_of(optimizer: Optimizer) -> Engine:
-    """Return the engine of an offloaded optimizer."""
-    engine = find_engine(optimizer)
-    assert engine is not None, "an OffloadedOptimizer always has an engine"
-    return engine
-
-
-def states_of(optimizer: Optimizer, engine: Engine) -> OffloadedState:
+def states_of(optimizer: Optimizer) -> OffloadedState:
     """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
     if not isinstance(optimizer.state, OffloadedState):
-        optimizer.state = OffloadedState(engine, optimizer.state)
+        optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
     return optimizer.state
-
-
-def unwaited_states(optimizer: Optimizer) -> UnwaitedStates:
-    """Return its entries as the engine sees them."""
-    return states_of(optimizer, engine_of(optimizer)).unwaited
 
 
 _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, find_offloaded
@@ -48,7 +49,7 @@ def check_attachable(optimizer: Optimizer) -> None:
         raise ValueError(
             f"offload_optimizer: {type(optimizer).__name__}: {updated_on_host(optimizer.offload_fraction)}"
         )
-    inner = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    inner = [name for name, value in vars(optimizer).items() if any(map(_is_optimizer, tree_leaves(value)))]
     if inner:
         raise ValueError(
             f"offload_optimizer: {type(optimizer).__name__} wraps another optimizer (its attribute {inner[0]!r}), "
@@ -65,6 +66,10 @@ def check_attachable(optimizer: Optimizer) -> None:
                 f"offload_optimizer: param_groups[{index}] has differentiable=True; a step that autograd follows needs "
                 "all state on the device."
             )
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, Optimizer)
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
@@ -198,14 +203,6 @@ def check_divisible(optimizer: Optimizer) -> None:
                 "beside others, and is stepped by kernels over lists, which update the others once for each of these "
                 "tensors. Give them a group of their own, or use foreach=False."
             )
-
-
-def _holds_optimizer(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(isinstance(item, Optimizer) for item in value)
-    if isinstance(value, dict):
-        return any(isinstance(item, Optimizer) for item in value.values())
-    return isinstance(value, Optimizer)
 
 
 def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:

@@ -19,15 +19,7 @@ from ..policy import OffloadPolicy, as_policy
 from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
-from .attachment import (
-    Attachment,
-    attachment_of,
-    redirect_captured_step,
-    states_of,
-    unwaited_states,
-    unwrap,
-    wrappers_around,
-)
+from .attachment import attached, attachment_of, states_of, unwrap, wrappers_around
 from .chain import offload_each
 from .checks import (
     as_whole,
@@ -44,11 +36,7 @@ from .checks import (
 from .offloaded_class import attach, detach
 from .optimizer import OffloadedOptimizer
 from .wrapped import is_wrapped, optimizers_in
-from .wrong_order import (
-    check_at_first_forward,
-    note_if_unsharded,
-    warn_if_another_steps,
-)
+from .wrong_order import check_at_first_forward, note_if_unsharded, warn_if_another_steps
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -101,8 +89,10 @@ def offload_optimizer(
     """
     given = None if policy is None else as_policy(policy)
     if is_wrapped(optimizer):
-        each = functools.partial(offload_optimizer, exist_ok=exist_ok, trust_separable=trust_separable)
-        offload_each(optimizer, each, remove_offload, model, given)
+        each = functools.partial(
+            offload_optimizer, model=model, policy=given, exist_ok=exist_ok, trust_separable=trust_separable
+        )
+        offload_each(optimizer, each, remove_offload, None if given is None else given.host_limit_bytes)
         return optimizer
     policy = as_policy(given)
     check_model(model)
@@ -148,15 +138,13 @@ def offload_optimizer(
         # As a forward needs them.
         order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
     engine.add(target, [param for param in order if param in planned], states.unwaited)
-    plain_step = type(target).step
-    attach(target, engine, states, model)
-    attachment = attachment_of(target)
-    assert attachment is not None
+    attachment = attach(target, engine, states, model, wrappers)
     try:
-        if wrappers:
-            attachment.undo_step += redirect_captured_step(target, plain_step, type(target).step, wrappers)
-        attachment.hooks = hook_model(model, target, engine, unwaited_states)
-        _watch_until_first_step(target, attachment, model)
+        attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
+        # Until the first step, a framework may still exchange the parameters or the optimizer.
+        attachment.until_first_step.append(warn_if_another_steps(target))
+        if model is not None and (check := check_at_first_forward(model, attachment)) is not None:
+            attachment.until_first_step.append(check)
     except BaseException:
         remove_offload(target)
         raise
@@ -213,9 +201,8 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
     engine = attachment.engine
     engine.steps.check_usable("remove_offload()")
-    if attachment.parked is not None:
-        attachment.parked.bring_back()
-    states = states_of(target, engine)
+    attachment.parked.bring_back()
+    states = states_of(target)
     engine.return_to_device(states.unwaited)
     detach(target, attachment)
     target.state = defaultdict(dict, states)
@@ -223,19 +210,9 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     return optimizer
 
 
-def _watch_until_first_step(optimizer: Optimizer, attachment: Attachment, model: nn.Module | None) -> None:
-    """Watch until the first step, since a framework may still exchange the parameters or the optimizer."""
-    attachment.until_first_step.append(warn_if_another_steps(optimizer))
-    check = None if model is None else check_at_first_forward(model, optimizer)
-    if check is not None:
-        attachment.until_first_step.append(check)
-
-
 def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
     """Refuse to leave an offload as it is where the second call asks for another one."""
-    attachment = attachment_of(optimizer)
-    assert attachment is not None
-    other = []
+    attachment, other = attached(optimizer), []
     if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
         policy = as_whole(policy)
     if policy is not None and policy != attachment.engine.policy:

@@ -1,9 +1,11 @@
 """Gives an optimizer another class, ``Offloaded<Name>``, and its own one back."""
 
+import functools
 import inspect
 import types
 import weakref
 from abc import ABCMeta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,20 +18,10 @@ from ..state.mapping import OffloadedState
 from .attachment import Attachment, attachment_of, offloaded, redirect_captured_step
 from .optimizer import OffloadedOptimizer
 
-# Attaching -----------------------------------------------------------------------------------------------------------
 
-
-_offloaded_classes: dict[type[Optimizer], type[Optimizer]] = {}
-
-
+@functools.cache
 def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     """Return ``Offloaded<Name>``: the mixin in front of the user's class; the same class every time."""
-    if cls not in _offloaded_classes:
-        _offloaded_classes[cls] = _mix_in(cls)
-    return _offloaded_classes[cls]
-
-
-def _mix_in(cls: type[Optimizer]) -> type[Optimizer]:
     # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
     step = torch.compiler.disable(OffloadedOptimizer.step)
 
@@ -70,18 +62,21 @@ def _can_become(cls: type[Optimizer], other: type[Optimizer]) -> bool:
     return True
 
 
-def attach(optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None) -> None:
+def attach(
+    optimizer: Optimizer, engine: Engine, states: OffloadedState, model: nn.Module | None, wrappers: Sequence[object]
+) -> Attachment:
     """Make ``optimizer`` an instance of its offloaded class, with ``states`` for its state."""
     plain_step = type(optimizer).step
-    optimizer.__class__ = offloaded_class(type(optimizer))
+    optimizer.__class__ = offloaded_class(type(optimizer))  # type: ignore[arg-type]  # a class has a hash
     optimizer.state = states
-    optimizer.__dict__[ENGINE_ATTRIBUTE] = Attachment(
+    attachment = optimizer.__dict__[ENGINE_ATTRIBUTE] = Attachment(
         engine,
         None if model is None else weakref.ref(model),
-        redirect_captured_step(optimizer, plain_step, type(optimizer).step),
+        redirect_captured_step(optimizer, plain_step, type(optimizer).step, wrappers),
         optimizer.register_step_pre_hook(_refuse_bypass),
     )
     offloaded.add(optimizer)
+    return attachment
 
 
 def detach(optimizer: Optimizer, attachment: Attachment) -> None:

@@ -5,56 +5,40 @@ import logging
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, find_offloaded, inside
+from ..core.engine import find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..measured import report_of
-from ..model.parking import ParkedParameters
 from ..report import OffloadReport
 from ..state.layout import is_trained
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
-from .attachment import attachment_of, engine_of, states_of
-from .checks import (
-    check_gradients_are_read,
-    check_params,
-    names_by_place,
-    refuse_capture,
-)
-from .wrong_order import (
-    RIGHT_ORDER,
-    refuse_exchanged,
-    refuse_foreign,
-)
+from .attachment import Attachment, attached, attachment_of, states_of
+from .checks import check_gradients_are_read, check_params, names_by_place, refuse_capture
+from .wrong_order import RIGHT_ORDER, refuse_exchanged, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _of_the_real_optimizer(
-    method: Callable[Concatenate["OffloadedOptimizer", _Args], _Result],
-) -> Callable[Concatenate["OffloadedOptimizer", _Args], _Result]:
+def _of_the_real_optimizer(method: _Method) -> _Method:
     """Call ``method`` on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
 
     @functools.wraps(method)
-    def of_the_real_optimizer(self: "OffloadedOptimizer", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def of_the_real_optimizer(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         inner = None if attachment_of(self) is not None else inside(self)
-        if inner is not None:
-            result: _Result = getattr(inner, method.__name__)(*args, **kwargs)
-            return result
-        return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs) if inner is None else getattr(inner, method.__name__)(*args, **kwargs)
 
-    return of_the_real_optimizer
+    return cast("_Method", of_the_real_optimizer)
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
@@ -119,7 +103,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         Raises:
             RuntimeError: an exception has left the state half updated.
         """
-        engine = engine_of(self)
+        engine = attached(self).engine
         engine.steps.check_usable("state_dict()")
         if engine.conventions.keeps_raw_state:
             plain: dict[str, Any] = self._plain_class.state_dict(self)
@@ -142,29 +126,26 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         Raises:
             ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
         """
-        engine = engine_of(self)
-        parked = _parked_by(self)
-        if parked is not None:
-            parked.bring_back()
-        attachment = attachment_of(self)
-        if engine.steps.begun and attachment is not None:
-            attachment.has_loaded_inside_step = True
-        states = states_of(self, engine)
+        attachment = attached(self)
+        engine, states = attachment.engine, states_of(self)
+        attachment.parked.bring_back()
+        attachment.has_loaded_inside_step |= engine.steps.begun
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
-        installed: list[bool] = []
+        installed = False
 
         def check(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             loaded.update(check_loadable(engine, self, saved))
             return {**saved, "state": {key: value for key, value in saved["state"].items() if isinstance(key, str)}}
 
         def install(_: Optimizer) -> None:
+            nonlocal installed
             loaded_state: dict[Any, Any] = self.state
             beside = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
             states.update(beside)
-            installed.append(True)
+            installed = True
             try:
                 engine.install(self, states.unwaited, loaded)
             except BaseException:  # more state than host memory
@@ -178,10 +159,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(install, prepend=True)
         try:
-            if engine.conventions.keeps_raw_state:
-                self._plain_class.load_state_dict(self, state_dict)
-            else:
-                Optimizer.load_state_dict(self, state_dict)
+            (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
                 others: dict[Any, Any] = self.state
                 loaded = {key: dict(state) for key, state in others.items() if isinstance(key, Tensor)}
@@ -189,14 +167,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         finally:
             last.remove()
             first.remove()
-        _forget_reductions(self)
+        attachment.forget_reductions()
 
     @_of_the_real_optimizer
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim.Optimizer`` does; room for the new parameters' state is taken at once."""
         self._plain_class.add_param_group(self, param_group)
-        engine = engine_of(self)
-        params = self.param_groups[-1]["params"]
+        attachment = attached(self)
+        engine, params = attachment.engine, self.param_groups[-1]["params"]
         known = dict(engine.names)
         try:
             for param, name in names_by_place(self).items():
@@ -204,17 +182,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             check_params(
                 engine.layouts.capabilities, params, engine.names, engine.device, on_host=engine.policy.parameters
             )
-            states = states_of(self, engine)
             eager = engine.conventions.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
-            engine.add(self, [param for param in new if eager or is_trained(param)], states.unwaited)
+            engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known
             raise
-        attachment = attachment_of(self)
-        if attachment is not None:
-            attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
+        attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
     @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -223,26 +198,24 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         Raises:
             RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
         """
-        engine_of(self).steps.skip()
-        if (attachment := attachment_of(self)) is not None:
-            attachment.has_loaded_inside_step = False
+        attachment = attached(self)
+        attachment.engine.steps.skip()
+        attachment.has_loaded_inside_step = False
         if False in (*args, *kwargs.values()):
-            engine_of(self).steps.wait_for_all()
+            attachment.engine.steps.wait_for_all()
             for param in filter(is_spent, _params_of(self)):
                 zero_spent(param)  # let go of in the backward
             with without_gradients(list(filter(is_zeroed, _params_of(self)))):
                 self._plain_class.zero_grad(self, *args, **kwargs)
         else:
             self._plain_class.zero_grad(self, *args, **kwargs)
-        _forget_reductions(self)
+        attachment.forget_reductions()
 
     @_of_the_real_optimizer
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
-        engine_of(self).synchronize()
-        parked = _parked_by(self)
-        if parked is not None:
-            parked.settle()
+        attached(self).engine.synchronize()
+        attached(self).parked.settle()
 
     @_of_the_real_optimizer
     def offload_states(self) -> None:
@@ -251,12 +224,11 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         Other state is at home already, or on its way since the step. Harmless when there is nothing to do. Everything
         may be done while the state is away: ``step()`` reloads by itself.
         """
-        engine = engine_of(self)
-        engine.phases.offload(states_of(self, engine).unwaited)
-        parked = _parked_by(self)
-        if parked is not None:
-            engine.steps.wait_for_all()  # updates on other streams write them
-            parked.offload()
+        attachment = attached(self)
+        attachment.engine.phases.offload(states_of(self).unwaited)
+        if attachment.parked.params:
+            attachment.engine.steps.wait_for_all()  # updates on other streams write them
+            attachment.parked.offload()
 
     @_of_the_real_optimizer
     def release_states(self) -> None:
@@ -264,11 +236,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         The memory goes to torch's allocator.
         """
-        engine = engine_of(self)
-        engine.phases.release()
-        parked = _parked_by(self)
-        if parked is not None:
-            parked.release()
+        attached(self).engine.phases.release()
+        attached(self).parked.release()
 
     @_of_the_real_optimizer
     def reload_states(self, *, free_host_memory: bool = False) -> None:
@@ -281,51 +250,35 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             free_host_memory: give back the pinned memory that masters of parameters were parked in, instead of keeping
                 it for the next :meth:`offload_states`. The host waits for the copies then. Homes of state stay.
         """
-        engine, parked = engine_of(self), _parked_by(self)
-        if parked is not None:
-            parked.reload()
-        engine.reload(states_of(self, engine).unwaited)
-        if free_host_memory and parked is not None:
-            parked.free_host_memory()
+        attachment = attached(self)
+        attachment.parked.reload()
+        attachment.engine.reload(states_of(self).unwaited)
+        if free_host_memory:
+            attachment.parked.free_host_memory()
 
     @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
         """Bytes by place, and what the last step moved and took; waits for that step. ``str()`` of it is a table."""
-        engine, parked = engine_of(self), _parked_by(self)
-        return report_of(engine, states_of(self, engine).unwaited, 0 if parked is None else parked.host_bytes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+        attachment = attached(self)
+        return report_of(attachment.engine, states_of(self).unwaited, attachment.parked.host_bytes)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(_NO_COPY.format(name=type(self).__name__))
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: its state lives in host memory that belongs to this "
+            "optimizer. Use state_dict(), or call remove_offload() first."
+        )
 
-
-_NO_COPY = (
-    "{name} cannot be copied or pickled: its state lives in host memory that belongs to this optimizer. Use "
-    "state_dict(), or call remove_offload() first."
-)
-
-
-def _parked_by(optimizer: Optimizer) -> ParkedParameters | None:
-    attachment = attachment_of(optimizer)
-    return None if attachment is None else attachment.parked
+    __deepcopy__ = __reduce_ex__
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _forget_reductions(optimizer: Optimizer) -> None:
-    attachment = attachment_of(optimizer)
-    if attachment is not None and attachment.hooks is not None:
-        attachment.hooks.forget_reductions()
-
-
 def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once."""
-    engine = _begin_step(self)
-    loss = None
+    attachment = _begin_step(self)
+    engine, loss = attachment.engine, None
     if closure is not None:
         if not engine.layouts.capabilities.known:
             raise RuntimeError(
@@ -335,40 +288,18 @@ def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = 
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
-        attachment = attachment_of(self)
-        assert attachment is not None
-        if attachment.until_first_step:
-            _check_still_of_model(self)
-            attachment.unwatch()
-        states = states_of(self, engine).unwaited
+        _check_first_step(attachment)
         if engine.conventions.reads_param_grad:
             check_gradients_are_read(self, engine.names)
-        if engine.step(self, states, kwargs):
-            attachment.has_updated, attachment.has_loaded_inside_step = True, False
-        else:
-            _explain_no_gradient(self)
-        attachment.tell_if_never_reloaded()
+        _end_step(attachment, updated=engine.step(self, states_of(self).unwaited, kwargs))
     return loss
-
-
-def _begin_step(self: OffloadedOptimizer) -> Engine:
-    engine = engine_of(self)
-    engine.steps.check_usable("step()", mid_step=True)
-    refuse_capture(engine.device)
-    parked = _parked_by(self)
-    if parked is not None:
-        parked.bring_back()
-    return engine
 
 
 def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """The plain step of a class that moves as a whole; it calls the closure itself."""
-    engine, attachment = _begin_step(self), attachment_of(self)
-    assert isinstance(engine, WholeEngine)
-    assert attachment is not None
-    if attachment.until_first_step:
-        _check_still_of_model(self)
-        attachment.unwatch()
+    attachment = _begin_step(self)
+    assert isinstance(attachment.engine, WholeEngine)
+    _check_first_step(attachment)
 
     def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
         seeing = [between(one) if callable(one) else one for one in args]
@@ -376,28 +307,33 @@ def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
         with unhooked(self):
             return plain_step_of(self._plain_class)(self, *seeing, **named)
 
-    result = engine.step_whole(self, lambda: states_of(self, engine).unwaited, run)
-    if not any(map(callable, (*args, *kwargs.values()))) and all(param.grad is None for param in _params_of(self)):
-        _explain_no_gradient(self)
-    else:
-        attachment.has_updated, attachment.has_loaded_inside_step = True, False
-    attachment.tell_if_never_reloaded()
+    result = attachment.engine.step_whole(self, lambda: states_of(self).unwaited, run)
+    closes = any(map(callable, (*args, *kwargs.values())))
+    _end_step(attachment, updated=closes or any(param.grad is not None for param in _params_of(self)))
     return result
 
 
-def _check_still_of_model(optimizer: Optimizer) -> None:
-    """Refuse an optimizer left with parameters that the model no longer uses, and that get no gradient."""
-    attachment = attachment_of(optimizer)
-    model = None if attachment is None or attachment.model is None else attachment.model()
-    if model is not None:
-        refuse_foreign(model, optimizer)
+def _begin_step(self: OffloadedOptimizer) -> Attachment:
+    attachment = attached(self)
+    attachment.engine.steps.check_usable("step()", mid_step=True)
+    refuse_capture(attachment.engine.device)
+    attachment.parked.bring_back()
+    return attachment
 
 
-def _explain_no_gradient(optimizer: Optimizer) -> None:
-    """Warn of steps without any gradient: legal, but often a mistake; the first ones of all, more often."""
-    _check_still_of_model(optimizer)
-    attachment = attachment_of(optimizer)
-    assert attachment is not None
+def _check_first_step(attachment: Attachment) -> None:
+    if attachment.until_first_step:
+        refuse_foreign(attachment)
+        attachment.unwatch()
+
+
+def _end_step(attachment: Attachment, *, updated: bool) -> None:
+    attachment.tell_if_never_reloaded()
+    if updated:
+        attachment.has_updated, attachment.has_loaded_inside_step = True, False
+        return
+    # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
+    refuse_foreign(attachment)
     if attachment.has_loaded_inside_step:
         attachment.has_loaded_inside_step = False
         warnings.warn(
@@ -406,13 +342,11 @@ def _explain_no_gradient(optimizer: Optimizer) -> None:
             "model as well), go on with zero_grad() and another backward.",
             stacklevel=2,
         )
-        return
-    if attachment.told_no_gradient:
-        return
-    attachment.told_no_gradient = True
-    if attachment.has_updated:
-        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-    else:
+    elif not attachment.told_no_gradient:
+        attachment.told_no_gradient = True
+        if attachment.has_updated:
+            logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
+            return
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "

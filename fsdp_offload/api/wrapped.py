@@ -26,8 +26,6 @@ _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
 
 def is_wrapped(optimizer: object) -> bool:
     """Return whether ``optimizer`` is none of torch's, but holds some: one of Megatron's, or a chain."""
-    if isinstance(optimizer, Optimizer) or isinstance(unwrap(optimizer), Optimizer):  # type: ignore[arg-type]
-        return False
     return any(True for _ in _holders(optimizer))
 
 
@@ -51,7 +49,7 @@ def optimizers_in(optimizer: Any) -> list[Optimizer]:
 def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
     """Find the fp32 masters that are parameters of each optimizer, as the one around it says."""
     masters: dict[Optimizer, list[Tensor]] = {}
-    for holder, inner in () if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer):
+    for holder, inner in _holders(optimizer):
         params = {param for group in inner.param_groups for param in group["params"]}
         named = [tensor for name in _MASTER_GROUPS for tensor in _tensors_in(getattr(holder, name, ()))]
         masters[inner] = [tensor for tensor in dict.fromkeys(named) if tensor in params]
@@ -65,7 +63,7 @@ def savers_of_all_masters(optimizer: Any) -> list[Optimizer]:
     """
     return [
         inner
-        for holder, inner in (() if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer))
+        for holder, inner in _holders(optimizer)
         if getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
         and any(True for _ in _tensors_in(getattr(holder, "shard_fp32_groups", ())))
     ]
@@ -77,7 +75,7 @@ def refuse_own_offload(optimizer: Any) -> None:
     Raises:
         ValueError: names the flag, and says what does the same here.
     """
-    for holder, _ in () if isinstance(unwrap(optimizer), Optimizer) else _holders(optimizer):
+    for holder, _ in _holders(optimizer):
         config = getattr(holder, "config", None)
         if getattr(config, "optimizer_cpu_offload", False):
             raise ValueError(
@@ -101,8 +99,8 @@ def updated_on_host(fraction: float) -> str:
 
 
 def _holders(optimizer: Any) -> Iterator[tuple[Any, Optimizer]]:
-    """Each optimizer of torch, with the object that holds it. A scheduler has one too, and is not one."""
-    if not hasattr(optimizer, "zero_grad"):
+    """Each optimizer of torch inside something else, with the object that holds it. A scheduler is not one."""
+    if isinstance(unwrap(optimizer), Optimizer) or not hasattr(optimizer, "zero_grad"):
         return
     chained = getattr(optimizer, "chained_optimizers", None)
     if isinstance(chained, Iterable):

@@ -2,9 +2,8 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import parameters_of
-from .attachment import attachment_of
+from .attachment import Attachment, attachment_of
 
 RIGHT_ORDER = (
     "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model); in a framework that "
@@ -58,31 +57,31 @@ def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) ->
     )
 
 
-def check_at_first_forward(model: nn.Module, optimizer: Optimizer) -> Callable[[], None] | None:
+def check_at_first_forward(model: nn.Module, attachment: Attachment) -> Callable[[], None] | None:
     """Refuse the first forward of a model that was sharded after its optimizer was attached.
 
     Returns:
         What ends that; ``None`` where it cannot happen any more: all parameters are sharded.
     """
-    if all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+    if all(map(is_dtensor, attachment.engine.names)):
         return None
-    reference = weakref.ref(optimizer)
+    reference = weakref.ref(attachment)
 
     def check(model: nn.Module, args: object) -> None:
-        del args
+        del model, args
         handle.remove()
-        attached = reference()
-        if attached is not None and attachment_of(attached) is not None:
-            refuse_foreign(model, attached)
+        if (attachment := reference()) is not None:
+            refuse_foreign(attachment)
 
     handle = model.register_forward_pre_hook(check)
     return handle.remove
 
 
-def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise where ``optimizer`` has parameters without a gradient that the model no longer uses."""
-    attachment = attachment_of(optimizer)
-    assert attachment is not None
+def refuse_foreign(attachment: Attachment) -> None:
+    """Raise where the optimizer has parameters without a gradient that its model no longer uses."""
+    model = None if attachment.model is None else attachment.model()
+    if model is None:
+        return
     of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers
     names = attachment.engine.names
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
@@ -94,35 +93,25 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Where a parameter is: known as long as its storage lives, and kept alive by nobody who looks.
+class _Watch(NamedTuple):
+    """Parameters of an optimizer that is offloaded and has not stepped yet, by storage and offset.
 
-    ``model.to()`` refuses parameters with a weak reference, even where it changes nothing.
+    These are known as long as the storage lives, and kept alive by nobody who looks. ``model.to()`` refuses parameters
+    with a weak reference, even where it changes nothing.
     """
 
-    storage: StorageWeakRef
-    offset: int
-
-    @classmethod
-    def of(cls, params: Iterable[Tensor]) -> "Iterator[_Memory]":
-        for local in map(local_shard, params):
-            if local.layout is torch.strided:  # sparse tensors, which others train, have no storage
-                yield cls(StorageWeakRef(local.untyped_storage()), int(local.storage_offset()))
+    name: str
+    places: set[tuple[StorageWeakRef, int]]
 
 
-class _Watch:
-    """The parameters of an optimizer that is offloaded and has not stepped yet."""
+def _places_of(optimizer: Optimizer) -> set[tuple[StorageWeakRef, int]]:
+    locals_ = [local_shard(param) for group in optimizer.param_groups for param in group["params"]]
+    strided = [one for one in locals_ if one.layout is torch.strided]  # sparse tensors have no storage
+    return {(StorageWeakRef(one.untyped_storage()), int(one.storage_offset())) for one in strided}
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.params = list(_Memory.of(param for group in optimizer.param_groups for param in group["params"]))
-        self.name = type(optimizer).__mro__[2].__name__
 
-    def is_over(self) -> bool:
-        return all(param.storage.expired() for param in self.params)
-
-    def has_one_of(self, params: set[_Memory]) -> bool:
-        return any(param in params and not param.storage.expired() for param in self.params)
+def _is_over(watch: _Watch) -> bool:
+    return all(storage.expired() for storage, _ in watch.places)
 
 
 _watches: list[_Watch] = []
@@ -137,8 +126,8 @@ def warn_if_another_steps(optimizer: Optimizer) -> Callable[[], None]:
     Returns:
         What ends the watch. Without that, it ends with the parameters.
     """
-    watch = _Watch(optimizer)
-    _watches[:] = [other for other in _watches if not other.is_over()] + [watch]
+    watch = _Watch(type(optimizer).__mro__[2].__name__, _places_of(optimizer))
+    _watches[:] = [other for other in _watches if not _is_over(other)] + [watch]
     if not _hook:
         _hook.append(register_optimizer_step_post_hook(_look_who_steps))
 
@@ -156,10 +145,9 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
     if attachment_of(other) is not None:
         return
     # The hook stays even without a watch: torch is going through its hooks, and none may leave meanwhile.
-    _watches[:] = [watch for watch in _watches if not watch.is_over()]
-    params = (param for group in other.param_groups for param in group["params"])
-    stepped = set(_Memory.of(params)) if _watches else set()
-    for watch in [watch for watch in _watches if watch.has_one_of(stepped)]:
+    _watches[:] = [watch for watch in _watches if not _is_over(watch)]
+    stepped = _places_of(other) if _watches else set()
+    for watch in [one for one in _watches if any(not storage.expired() for storage, _ in one.places & stepped)]:
         _watches.remove(watch)
         warnings.warn(
             f"{type(other).__name__}.step() updated the parameters of the {watch.name} that offload_optimizer() was "

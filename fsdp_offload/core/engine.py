@@ -30,7 +30,7 @@ from .contents import Contents
 from .early import Early
 from .guesses import Guesses
 from .items import Item
-from .lanes import HostLane, Lanes
+from .lanes import Lanes
 from .lending import SpareHomes
 from .loop import Core
 from .phases import Phases
@@ -84,8 +84,7 @@ class Engine(Contents):
         self._updates = BucketUpdates(
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
         )
-        if host is not None:
-            self._updates.host = HostLane(host, self.plan.host_shards)
+        self._updates.host = host
         lanes = Lanes(self._link, serial=policy.serial)
         self.core = Core(lanes, device, policy.overlap, self._updates)
         self.guesses = Guesses(self, capabilities, self._updates)
@@ -359,7 +358,7 @@ class Engine(Contents):
 
     def _free_at_peak(self) -> int:
         # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
-        return self._link.room_beside(self._link.taken_bytes().peak)
+        return self._link.room_beside(self._link.taken_bytes("peak"))
 
     # In the backward --------------------------------------------------------------------------------------------------
 
@@ -422,7 +421,7 @@ class Engine(Contents):
         if self.device.type == "cpu":
             return True
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
-        room_bytes = self._link.room_beside(self._link.taken_bytes().now)
+        room_bytes = self._link.room_beside(self._link.taken_bytes("current"))
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:

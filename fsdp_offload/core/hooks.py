@@ -30,7 +30,7 @@ class ModelHooks:
         hooks = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
         last = self._left_behind = LeftBehind(
-            self._model, None if engine.host is None else engine.host.last.wait_without_owner
+            self._model, None if engine.host is None else engine.host.wait_without_owner
         )
         self._steps = engine.steps  # the engine may go first
         self._undo: list[Callable[[], None]] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cpu_update.updates import HostUpdates
 from ..device.lanes import Mark
 from ..optimizers import Conventions
 from ..optimizers.base import LogicalStep
@@ -21,7 +22,6 @@ from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
 from .buckets import Bucket
 from .homes import Plan
-from .lanes import HostLane
 from .lending import SpareHomes
 from .weights import Weights
 
@@ -46,7 +46,7 @@ class BucketUpdates:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
         self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
         self._spare_homes = spare_homes
-        self.host: HostLane | None = None
+        self.host: HostUpdates | None = None
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shadow = Shadow(cls)
@@ -70,7 +70,7 @@ class BucketUpdates:
             copy_scheduled=self._copies_options,
         )
         if self.host is not None:
-            self.host.begin(optimizer)
+            self.host.begin(optimizer, self._plan.host_shards())
         self._states, self._groups = states, len(optimizer.param_groups)
         self.without_state = [param for param in self._plan.shards if not states.get(param)]
 

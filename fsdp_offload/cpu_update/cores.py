@@ -17,35 +17,25 @@ def update_threads() -> int:
     return max(1, cores - max(1, cores // 8))
 
 
-def cores_near(device: torch.device, root: Path = Path("/")) -> frozenset[int]:
-    """Cores of this process on the device's NUMA node; all of them where nothing is known. ``root`` is for tests."""
+def cores_near(device: torch.device) -> frozenset[int]:
+    """Cores of this process on the device's NUMA node; all of them where nothing is known."""
     allowed = frozenset(os.sched_getaffinity(0))
     if device.type != "cuda":
         return allowed
-    near = cores_of_pci(_pci_address(device), root) & allowed
-    return near or allowed
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+    return cores_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers)) & allowed or allowed
 
 
 def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
-    """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``); none where the kernel does not say."""
+    """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``); none where the kernel does not say.
+
+    ``root`` is for tests. The kernel lists cores as ``"0-3,8,10-11"``.
+    """
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
-        return parse_cores((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
+        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
+        parts = [part.partition("-") for part in listed.split(",") if part]
+        return frozenset(core for begin, _, end in parts for core in range(int(begin), int(end or begin) + 1))
     except (OSError, ValueError):
         return frozenset()  # virtual machines and containers often hide it; the node is then -1 or missing
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """The kernel's lists of cores: ``"0-3,8,10-11"``."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        begin, _, end = part.partition("-")
-        if begin:
-            cores.update(range(int(begin), int(end or begin) + 1))
-    return frozenset(cores)
-
-
-def _pci_address(device: torch.device) -> str:
-    found = torch.cuda.get_device_properties(device)
-    numbers = [getattr(found, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

@@ -21,133 +21,87 @@ from ..optimizers.bound_range import BoundRange
 from .fingerprint import Fingerprint, Hasher
 
 
-class MirroredBucket:
-    """Host memory of a bucket that is kept from step to step.
+class Mirror:
+    """The parameters of a bucket, and their host memory, which is kept from step to step.
 
     Attributes:
         ranges: all of them, bound to parameters on the device.
-        uploaded: recorded behind the last way up of its parameters and behind their fingerprint.
+        is_known: the chosen ones are the same on the device, unless somebody else has written there.
+        nbytes: of the chosen ones, which the last step has updated.
+        uploaded: recorded behind the last way up of parameters and behind their fingerprint.
     """
 
     def __init__(self, ranges: Sequence[BoundRange]) -> None:
         self.ranges = list(ranges)
+        self.is_known, self.nbytes = False, 0
         self.uploaded: Mark | None = None
-        self._at: dict[tuple[int, int], BoundRange] = {}
-        self._parts: dict[tuple[int, ...], MirroredPart] = {}
-        self._known: MirroredPart | None = None  # whose weights are on the device what they are here
+        self._on_host: dict[tuple[int, int], BoundRange] = {}
         self._weights = [_mirrored(bound) for bound in ranges]
-        self._layouts = [(bound.param.shape, bound.param.stride()) for bound in ranges]
+        self._key = _key(ranges)
+        self._chosen: Sequence[int] = ()
+        self._params: list[Tensor] = []  # on the device; behind them on the host, and both in pieces for the way up
+        self._own: list[Tensor] = []
+        self._up: list[tuple[Tensor, Tensor]] = []
+        self._print: Fingerprint | None = None
+        self._kept = self._now = torch.empty(0)
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
         """Return whether ``ranges`` are bound to the same memory, and in the same order of elements."""
-        return len(ranges) == len(self.ranges) and all(
-            (one is other or (one.shard is other.shard and one.address == other.address and one.start == other.start))
-            and (other.param.shape, other.param.stride()) == layout
-            for one, other, layout in zip(self.ranges, ranges, self._layouts, strict=True)
-        )
+        return _key(ranges) == self._key
 
     def on_host(self, index: int, side: int) -> BoundRange:
         """A range bound to the mirror, and to its state in the place ``side``."""
-        found = self._at.get((index, side))
+        found = self._on_host.get((index, side))
         if found is None:
             bound = self.ranges[index]
             values = bound.shard.values_at(side, bound.start, bound.stop)
-            found = self._at[index, side] = replace(bound, param=self._weights[index], values=values)
+            found = self._on_host[index, side] = replace(bound, param=self._weights[index], values=values)
         return found
 
-    def part(self, indices: tuple[int, ...]) -> "MirroredPart":
-        """Those ranges that take part in a step."""
-        found = self._parts.get(indices)
-        if found is None:
-            if len(self._parts) >= _KEPT_PARTS:
-                self._parts = {part.indices: part for part in (self._known,) if part is not None}
-            weights = [self._weights[index] for index in indices]
-            params = [self.ranges[index].param.data for index in indices]  # ``data``: main counts these writes
-            state = (value for index in indices for value in self.ranges[index].values.values())
-            state_bytes = sum(value.nbytes for value in state)
-            found = self._parts[indices] = MirroredPart(indices, weights, params, state_bytes)
-        return found
-
-    def is_known(self, part: "MirroredPart") -> bool:
-        """Return whether the mirror has what was last uploaded of ``part``."""
-        return self._known is part
-
-    def forget(self) -> None:
-        """Forget what the mirror held: it is about to be written."""
-        self._known = None
-
-    def upload(self, part: "MirroredPart", up: Lane, hasher: Hasher) -> Mark:
-        """Issue the way up of ``part``, and keep its fingerprint."""
-        if part.copy_up(up, hasher):
-            self._known = part
-        self.uploaded = up.mark()
-        return self.uploaded
-
-
-class MirroredPart:
-    """Some ranges of a bucket: their weights on the host, and their memory on the device.
-
-    Attributes:
-        indices: which ranges.
-        state_bytes: of their state.
-    """
-
-    def __init__(self, indices: tuple[int, ...], weights: list[Tensor], params: list[Tensor], state_bytes: int) -> None:
-        self.indices = indices
-        self.state_bytes = state_bytes
-        self._weights = weights
-        self._params = params
-        self._kept: Tensor | None = None
-        self._now: Tensor | None = None
-        dense = [_is_dense(param) and param.stride() == host.stride() for param, host in self._pairs()]
-        flat = [(_flat(p), _flat(h)) for (p, h), is_dense in zip(self._pairs(), dense, strict=True) if is_dense]
-        pieces = pieces_of(flat, PIECE_BYTES)
-        self._up_to, self._up_from = [a for a, _ in pieces], [b for _, b in pieces]
-        # What has to be rearranged on its way is copied one by one, and comes down each time.
-        self._others = [pair for pair, is_dense in zip(self._pairs(), dense, strict=True) if not is_dense]
-        self._print = None if self._others else Fingerprint(p for p, _ in flat)
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._params, self._weights, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the mirrored parameters."""
-        return sum(weights.nbytes for weights in self._weights)
+    def choose(self, indices: Sequence[int]) -> None:
+        """Choose the ranges that have a gradient in this step; no other update of this bucket is under way."""
+        if indices == self._chosen:
+            return
+        self._chosen, self.is_known = indices, False
+        self._own = [self._weights[index] for index in indices]
+        self._params = [self.ranges[index].param.data for index in indices]  # ``data``: main counts these writes
+        self.nbytes = sum(weights.nbytes for weights in self._own)
+        pairs = list(zip(self._params, self._own, strict=True))
+        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
+        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
+        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
+        self._up = [*pieces_of(flat, PIECE_BYTES), *others]
+        self._print = None if others else Fingerprint(param for param, _ in flat)
 
     def copy_down(self, down: Lane) -> None:
-        """Issue the way down of all weights."""
-        if self._weights:
-            down.copy_all(self._weights, self._params)
+        """Issue the way down of all weights: the mirror is about to be written."""
+        self.is_known = False
+        if self._own:
+            down.copy_all(self._own, self._params)
 
     def compare(self, changed: Tensor, hasher: Hasher) -> None:
         """Record in ``changed`` (``bool``, shape ``()``, on the host) whether somebody wrote, in the current stream.
 
         It waits for nothing: ``changed`` says it when the stream has got there.
         """
-        assert self._print is not None and self._kept is not None
-        if self._now is None:
-            self._now = torch.empty_like(self._kept)
+        assert self._print is not None
         self._print.write(self._now, hasher)
         changed.copy_(torch.ne(self._now, self._kept).any(), non_blocking=True)
 
-    def copy_up(self, up: Lane, hasher: Hasher) -> bool:
-        """Issue the way up; whether a fingerprint of what is then on the device is kept."""
-        if self._up_to:
-            up.copy_all(self._up_to, self._up_from)
-        with up.running():
-            for param, weights in self._others:
-                param.copy_(weights)  # waits where it has to be rearranged
-            if self._print is None:
-                return False
-            if self._kept is None:
-                self._kept = torch.empty(self._print.rows, dtype=torch.int64, device=hasher.weights.device)
-            self._print.write(self._kept, hasher)
-        return True
-
-
-_KEPT_PARTS = 2
-"""One pattern of gradients at a time is the rule."""
+    def copy_up(self, up: Lane, hasher: Hasher) -> Mark:
+        """Issue the way up, and keep a fingerprint of what is then on the device."""
+        if self._up:
+            up.copy_all([param for param, _ in self._up], [own for _, own in self._up])
+        if self._print is not None:
+            with up.running():
+                if len(self._kept) != self._print.rows:
+                    self._kept, self._now = torch.empty(
+                        2, self._print.rows, dtype=torch.int64, device=hasher.weights.device
+                    )
+                self._print.write(self._kept, hasher)
+            self.is_known = True
+        self.uploaded = up.mark()
+        return self.uploaded
 
 
 def like(source: Tensor, memory: Tensor) -> Tensor:
@@ -158,15 +112,15 @@ def like(source: Tensor, memory: Tensor) -> Tensor:
     return memory.view(source.dtype).as_strided(source.shape, stride)
 
 
+def _key(ranges: Sequence[BoundRange]) -> list[tuple[object, ...]]:
+    return [(one.shard, one.address, one.start, one.param.shape, one.param.stride()) for one in ranges]
+
+
 def _mirrored(bound: BoundRange) -> Tensor:
     mirror = bound.shard.mirror
     assert mirror is not None, "what the host updates has a mirror"
     itemsize = bound.param.element_size()
     return like(bound.param, mirror[bound.start * itemsize : bound.stop * itemsize])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _flat(dense: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Tensors among them are copied at once, and brought to the host by the thread that updates, when it comes to the step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..device.lanes import Lane
 from ..optimizers import Capabilities
@@ -21,28 +23,31 @@ from ..state.store import UserState
 
 
 class HostStep:
-    """Values that the buckets of one logical step share on the host; only the worker looks into them."""
+    """Values that the buckets of one logical step share on the host; only the threads look into them.
+
+    Attributes:
+        gradient_divisor: of the user's gradients in a fused kernel.
+        created: state that updates have made where there was none.
+        failed: an update has failed, so that later ones are left out.
+    """
 
     def __init__(
         self, cls: type[Optimizer], capabilities: Capabilities, optimizer: Optimizer, shards: Iterable[StateShard]
     ) -> None:
         """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
         attributes = instance_attributes(optimizer)
-        self.values = SimpleNamespace(**{name: _cloned(value) for name, value in attributes.items()})
-        self.values.param_groups = [
-            {name: _cloned(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
+        self._values = tree_map_only(Tensor, _copy, {**attributes, "param_groups": groups})
         self.gradient_divisor = _gradient_divisor(attributes)
-        dtypes: list[set[torch.dtype]] = [set() for _ in optimizer.param_groups]
+        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
         for shard in shards:
-            if shard.group >= 0:
-                dtypes[shard.group].add(shard.param.dtype)
-        self.pinned = [
-            capabilities.host_options(group, of_group)
-            for group, of_group in zip(optimizer.param_groups, dtypes, strict=True)
-        ]
+            dtypes[shard.group].add(shard.param.dtype)
+        self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
+        self.conventions = capabilities.conventions
         self.shadow = Shadow(cls, without_hooks=nullcontext)  # those tables are the main thread's
+        self.group_count = len(groups)
         self.created: dict[Tensor, UserState] = {}
         self.failed = False
         self._shared: SharedValues | None = None
@@ -50,14 +55,14 @@ class HostStep:
     def shared(self, down: Lane) -> SharedValues:
         """Hyperparameters, with tensors on the host: brought there for the first bucket."""
         if self._shared is None:
-            values = self.values
             with down.running():
-                values.__dict__.update({name: _on_host(value) for name, value in values.__dict__.items()})
-                values.param_groups = [
-                    {name: _on_host(value) for name, value in group.items()} for group in values.param_groups
-                ]
-            self._shared = SharedValues(values, self.pinned)  # type: ignore[arg-type]
+                values = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
+            self._shared = SharedValues(values, self._pinned)  # type: ignore[arg-type]
         return self._shared
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _gradient_divisor(attributes: Mapping[str, Any]) -> Tensor | None:
@@ -68,18 +73,3 @@ def _gradient_divisor(attributes: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(found_inf, Tensor):
         return scale.clone()
     return torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
-
-
-def _cloned(value: Any) -> Any:
-    return _with_tensors(value, lambda tensor: tensor.detach().clone())
-
-
-def _on_host(value: Any) -> Any:
-    return _with_tensors(value, Tensor.cpu)
-
-
-def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change`` applied to the tensors in it: betas may be a tuple of them."""
-    if type(value) in (tuple, list):
-        return type(value)(_with_tensors(one, change) for one in value)
-    return change(value) if isinstance(value, Tensor) else value

@@ -82,12 +82,8 @@ class Region:
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:
         """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``.
 
-        Args:
-            nbytes: the size.
-            device: whose driver locks the pages.
-            pin: whether to lock them at all.
-            breaks: page-aligned offsets, ascending, that no tensor and no copy will cross. The pieces between them are
-                touched and locked in parallel; a copy across two pieces would be refused by the driver.
+        ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
+        are touched and locked in parallel, and the driver refuses a copy across two.
 
         Raises:
             RuntimeError: the driver refuses to page-lock the memory.
@@ -100,14 +96,23 @@ class Region:
             self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.bytes: Tensor = self._owner
             return
-        mapping = _map(max(nbytes, 1))
+        mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A forked child (a DataLoader worker) must neither inherit these pages nor copy them when we write.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        # Fewer page faults: touching is about twice as fast, and so is locking.
+        mapping.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise([0, *breaks, nbytes])]
         lock = partial(_register, device) if self.pinned else None
         locked: dict[int, int] = {}
         mapping.before_unmap = partial(_unregister, locked, device, os.getpid())
         _touch_and_lock(pieces, lock, locked)
-        _raise_lock_errors(pieces, locked)
+        if failed := {code for code in locked.values() if code}:
+            raise RuntimeError(
+                f"cudaHostRegister refused to page-lock {nbytes} bytes of host memory (CUDA error {sorted(failed)}). "
+                "Check the memory that may be locked (ulimit -l, the container's limits), or pass "
+                "OffloadPolicy(pin_memory=False) to go on with slower, pageable memory."
+            )
         self._owner = mapping
         self.bytes = self.range(0, nbytes, torch.uint8, (nbytes,), (1,))
 
@@ -128,15 +133,6 @@ class Region:
             count = nbytes // dtype.itemsize
             flat = torch.frombuffer(self._owner, dtype=dtype, count=count, offset=offset)
         return flat.as_strided(shape, stride)
-
-
-def _map(nbytes: int) -> _Mapping:
-    mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked child (a DataLoader worker) must neither inherit these pages nor copy them when we write.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    # Fewer page faults: touching is about twice as fast, and so is locking.
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 def _touch_and_lock(
@@ -175,16 +171,6 @@ def _usable_cores() -> int:
 def _register(device: torch.device, address: int, nbytes: int) -> int:
     with torch.cuda.device(device):
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-
-
-def _raise_lock_errors(pieces: Sequence[tuple[int, int]], errors: Mapping[int, int]) -> None:
-    failed = {code for code in errors.values() if code}
-    if failed:
-        raise RuntimeError(
-            f"cudaHostRegister refused to page-lock {sum(nbytes for _, nbytes in pieces)} bytes of host memory (CUDA "
-            f"error {sorted(failed)}). Check the memory that may be locked (ulimit -l, the container's limits), or "
-            "pass OffloadPolicy(pin_memory=False) to go on with slower, pageable memory."
-        )
 
 
 def _unregister(locked: Mapping[int, int], device: torch.device, creator_pid: int) -> None:

@@ -40,31 +40,29 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
     Raises:
         MemoryError: says what is needed, what there is, and what to do.
     """
-    advice = (
-        "Shard over more ranks, or, if the machine has memory that the kernel does not report yet, say how much may be "
-        "used with OffloadPolicy.host_limit_bytes."
-    )
     if limit_bytes is not None:
-        if held_bytes + needed_bytes > limit_bytes:
-            held = f"{held_bytes} are taken already and " if held_bytes else ""
+        held = f"{held_bytes} are taken already and " if held_bytes else ""
+        allowed = f"{held}OffloadPolicy.host_limit_bytes allows {limit_bytes}"
+        limits = [
+            (held_bytes + needed_bytes, limit_bytes, f"{needed_bytes} bytes of host memory on this rank; {allowed}")
+        ]
+    else:
+        memory, ranks = host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available, each_bytes = f"{memory.available_bytes} are available", held_bytes + needed_bytes
+        together = f"{each_bytes * ranks} in all; the limit is {memory.total_bytes}"
+        limits = [
+            (needed_bytes, memory.available_bytes, f"{needed_bytes} bytes of host memory on this rank; {available}"),
+            (
+                *(each_bytes * ranks, memory.total_bytes),
+                f"{each_bytes} bytes of host memory on each of the {ranks} ranks of this host, {together}",
+            ),
+        ]
+    for asked_bytes, most_bytes, what in limits:
+        if asked_bytes > most_bytes:
             raise MemoryError(
-                f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
-                f"{held}OffloadPolicy.host_limit_bytes allows {limit_bytes}. {advice}"
+                f"The optimizer state to offload needs {what}. Shard over more ranks, or, if the machine has memory "
+                "that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
             )
-        return
-    memory = host_memory()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if needed_bytes > memory.available_bytes:
-        raise MemoryError(
-            f"The optimizer state to offload needs {needed_bytes} bytes of host memory on this rank; "
-            f"{memory.available_bytes} are available. {advice}"
-        )
-    together_bytes = (held_bytes + needed_bytes) * ranks
-    if together_bytes > memory.total_bytes:
-        raise MemoryError(
-            f"The optimizer state to offload needs {held_bytes + needed_bytes} bytes of host memory on each of the "
-            f"{ranks} ranks of this host, {together_bytes} in all; the limit is {memory.total_bytes}. {advice}"
-        )
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

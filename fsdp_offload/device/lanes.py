@@ -17,10 +17,11 @@ The serial lanes run the same actions one by one on the current stream and wait 
 
 import functools
 import math
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,59 +72,68 @@ def _cuts(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
 class Mark(Protocol):
     """A point in a lane that others wait for."""
 
+    def resolved(self) -> "Mark | None":
+        """Return the mark that streams can wait for, if any; the CPU's is known when it has updated."""
+
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
     def passed(self) -> bool:
         """Return whether the lane has passed this point; at once."""
 
-    def elapsed_ms_since(self, earlier: "Mark") -> float:
+    def elapsed_ms_since(self, earlier: Any) -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
 
 
-class Lane(Protocol):
-    """Runs actions of one kind, in order."""
+class EventMark:
+    """Somebody else's event, to be waited for."""
 
-    def wait(self, mark: Mark) -> None:
-        """Let what follows in this lane start only after ``mark``."""
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
 
-    def running(self) -> AbstractContextManager[None]:
-        """Within it, copies and kernels are issued to this lane."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy ``source`` into ``target``, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
-
-    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Cut copies into the pieces that :meth:`copy_pieces` wants."""
-
-    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
-        """Issue, in order, what :meth:`cut` has made."""
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy each source into its target, of the same shape and dtype, in one call; at least one of them."""
-
-    def mark(self, reuse: Mark | None = None) -> Mark:
-        """A mark at the current end of the lane; ``reuse`` is an old mark of this lane that may be moved here."""
-
-
-class StreamMark:
-    """An event on a stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.Event(device, enable_timing=True)
+    def resolved(self) -> Mark:
+        """Itself."""
+        return self
 
     def synchronize(self) -> None:
-        """Block the host until the stream has passed this point."""
+        """Block the host until the event has passed."""
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Return whether the stream has passed this point."""
+        """Return whether the event has passed."""
         return self.event.query()
 
-    def elapsed_ms_since(self, earlier: Mark) -> float:
+    def elapsed_ms_since(self, earlier: "EventMark") -> float:
         """Milliseconds on the device between two marks that have both been passed."""
-        assert isinstance(earlier, StreamMark)
         return earlier.event.elapsed_time(self.event)
+
+
+class StreamMark(EventMark):
+    """An event of ours on a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.Event(device, enable_timing=True))
+
+
+class HostMark:
+    """A point that has been passed already: serial lanes wait before they mark."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def resolved(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def passed(self) -> bool:
+        """It has."""
+        return True
+
+    def elapsed_ms_since(self, earlier: "HostMark") -> float:
+        """Milliseconds on the host's clock."""
+        return (self.seconds - earlier.seconds) * 1e3
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -151,88 +161,103 @@ class _CurrentStream:
             torch.accelerator.set_device_index(self._index)
 
 
-class StreamLane:
-    """A lane on a stream of its own, or on the one that is current whenever it is used."""
+class Lane:
+    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used.
 
-    def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
-        self._device = device
-        self._stream = stream
+    Attributes:
+        name: tells lanes apart.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute") -> None:
+        self.name = name
+        self._device, self._stream = device, stream
+        self._in_use = threading.RLock()  # threads share the lanes of a device, and a copy may change a lane's stream
 
     @property
     def _now(self) -> torch.Stream:
         return self._stream if self._stream is not None else current_stream(self._device)
 
-    def wait(self, mark: Mark) -> None:
-        """Order this lane's stream behind ``mark``; the host goes on."""
+    def wait(self, *marks: Mark | None) -> None:
+        """Let what follows in this lane start only after ``marks``; the host goes on, unless one is the CPU's."""
+        for mark in marks:
+            known = None if mark is None else mark.resolved()
+            if known is not None:
+                with self._in_use:
+                    self._wait(known)
+
+    def _wait(self, mark: Mark) -> None:
         if isinstance(mark, StreamMark):
             self._now.wait_event(mark.event)
-        elif isinstance(mark, EventMark):
+        else:
+            assert isinstance(mark, EventMark)
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
-        else:
-            assert isinstance(mark, HostMark)
 
     def running(self) -> AbstractContextManager[None]:
-        """Make this lane's stream the current one."""
+        """Within it, copies and kernels are issued to this lane."""
         return nullcontext() if self._stream is None else _CurrentStream(self._device, self._stream)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Issue a copy between the device and host memory; the host goes on where that is page-locked."""
-        self.copy_pieces(self.cut([(target, source)]))
-
-    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Return the copies uncut."""
-        return copies
-
-    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         """Issue copies between the device and host memory; the host goes on where that is page-locked."""
+        with self._in_use:
+            self._copy(copies)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
         with self.running():
-            for target, source in pieces:
+            for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Issue copies; other threads may run meanwhile."""
+        """Copy each source into its target, of the same shape and dtype, in one call; other threads run meanwhile."""
         with self.running():
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
-    def mark(self, reuse: Mark | None = None) -> Mark:
-        """Record an event at the end of this lane's stream."""
-        mark = reuse if isinstance(reuse, StreamMark) else StreamMark(self._device)
+    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
+        with self.running():
+            function()
+
+    def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Note, for lanes that look for races, that others read and write these here now."""
+
+    def mark(self) -> Mark:
+        """Return the current end of this lane."""
+        with self._in_use:
+            return self._mark()
+
+    def _mark(self) -> Mark:
+        mark = StreamMark(self._device)
         self._now.record_event(mark.event)
         return mark
 
 
-class TurnsLane(StreamLane):
+class TurnsLane(Lane):
     """A lane on two streams that take turns: each piece of a copy is released only when the one before has finished.
 
     Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy beside them waits 0.2 ms instead of until the
     last of the copies; pieces of one stream, or gated by a third, do not let it pass.
     """
 
-    def __init__(self, device: torch.device, streams: tuple[torch.Stream, torch.Stream], turn_bytes: int) -> None:
+    def __init__(self, device: torch.device, turn_bytes: int, *, name: str) -> None:
         """Take turns after ``turn_bytes`` at most."""
-        super().__init__(device, streams[0])
+        super().__init__(device, torch.Stream(device), name=name)
         self._turn_bytes = turn_bytes
-        self._next = streams[1]
+        self._next = torch.Stream(device)
         self._done, self._next_done = torch.Event(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
-    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Into pieces."""
-        return pieces_of(copies, self._turn_bytes)
-
-    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
-        """Issue copies, as many of them in a turn as make up a piece."""
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """In pieces, as many of them in a turn as make up a turn."""
         with self.running():
-            for target, source in pieces:
+            for target, source in pieces_of(copies, self._turn_bytes):
                 if not self._fits(target):
                     torch.accelerator.set_stream(self._take_turns())
                 target.copy_(source, non_blocking=True)
                 self._piece_bytes += target.numel()
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Issue copies, none larger than a turn, as many of them in a turn as make up a piece."""
+        """Issue copies, none larger than a turn, as many of them in a turn as make up a turn."""
         begin = 0
         while begin < len(targets):
             end = begin
@@ -258,97 +283,17 @@ class TurnsLane(StreamLane):
         return self._stream
 
 
-class EventMark:
-    """Somebody else's event, to be waited for."""
+class SerialLane(Lane):
+    """A lane on the current stream that waits for each of its actions."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
-
-    def synchronize(self) -> None:
-        """Block the host until the event has passed."""
-        self.event.synchronize()
-
-    def passed(self) -> bool:
-        """Return whether the event has passed."""
-        return self.event.query()
-
-    def elapsed_ms_since(self, earlier: Mark) -> float:
-        """Not known: others' events have no times."""
-        raise NotImplementedError
-
-
-class HostMark:
-    """A point that has been passed already: serial lanes wait before they mark."""
-
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def passed(self) -> bool:
-        """It has."""
-        return True
-
-    def elapsed_ms_since(self, earlier: Mark) -> float:
-        """Milliseconds on the host's clock."""
-        assert isinstance(earlier, HostMark)
-        return (self.seconds - earlier.seconds) * 1e3
-
-
-class SerialLane:
-    """A lane that waits for each of its actions."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def wait(self, mark: Mark) -> None:
+    def _wait(self, mark: Mark) -> None:
         """Return at once: whatever was issued before has finished."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run on the current stream."""
-        yield
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the current stream."""
-        self.copy_pieces([(target, source)])
-
-    def cut(self, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Return the copies uncut."""
-        return copies
-
-    def copy_pieces(self, pieces: Iterable[Copy]) -> None:
-        """Copy on the current stream."""
-        for target, source in pieces:
-            target.copy_(source, non_blocking=True)
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy on the current stream."""
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-
-    def mark(self, reuse: Mark | None = None) -> Mark:
+    def _mark(self) -> Mark:
         """Wait for the device, then note the time."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return HostMark()
-
-
-def wait_on(stream: torch.Stream | None, lane: Lane, mark: Mark) -> None:
-    """Let what follows on ``stream`` (``None``: in ``lane``) start only after ``mark``."""
-    if stream is None or not isinstance(mark, StreamMark):
-        lane.wait(mark)
-    else:
-        stream.wait_event(mark.event)
-
-
-def stream_mark(stream: torch.Stream | None, lane: Lane) -> Mark:
-    """A mark at the current end of ``stream``; of ``lane`` where it is ``None``, or all is serial anyway."""
-    if stream is None or not isinstance(lane, StreamLane):
-        return lane.mark()
-    mark = StreamMark(stream.device)
-    stream.record_event(mark.event)
-    return mark
 
 
 def recorded(name: str) -> AbstractContextManager[object]:

@@ -1,56 +1,43 @@
 """The link of one device: its lanes, and the memory that it has left."""
 
-import threading
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, Lane, SerialLane, StreamLane, TurnsLane
+from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, Lane, SerialLane, TurnsLane
 
 
-class Allocated(NamedTuple):
-    """Bytes of a device that are in use, and the most that ever were since the statistics were last reset."""
+class LinkLanes(NamedTuple):
+    """Lanes for loads, stores, updates beside the model, and the stream that is current."""
 
-    now: int
-    peak: int
+    load: Lane
+    store: Lane
+    update: Lane
+    compute: Lane
 
 
 class DeviceLink:
     """Lanes of the copies of one device, shared by all offloaded optimizers there.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
-
-    Attributes:
-        in_use: threads that step optimizers of their own take turns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.in_use = threading.RLock()
-        self._copy_lanes: tuple[Lane, Lane] | None = None
+        self._lanes: LinkLanes | None = None
         self._host_lanes: tuple[Lane, Lane] | None = None
-        self._update_lane: Lane | None = None
-        self._compute: Lane = StreamLane(device, None) if device.type != "cpu" else SerialLane(device)
 
-    def lanes(self, *, serial: bool, beside_compute: bool = False) -> dict[str, Lane]:
-        """The lanes for loads (``"L"``), updates (``"U"``) and stores (``"S"``), and the current stream (``"C"``).
-
-        Args:
-            serial: one lane for all, which waits for each action.
-            beside_compute: updates have a stream of their own.
-        """
+    def lanes(self, *, serial: bool) -> LinkLanes:
+        """Return the lanes of all optimizers of this device; with ``serial``, and on the CPU, none overlaps another."""
         if serial or self.device.type == "cpu":
-            lane = SerialLane(self.device)
-            return {"L": lane, "U": lane, "S": lane, "C": lane}
-        if self._copy_lanes is None:
-            # The same lanes for all users: copies of one kind are in order, whoever issues them.
-            self._copy_lanes = self._turns_lane(PIECE_BYTES), self._turns_lane(STORED_PIECE_BYTES)
-        load, store = self._copy_lanes
-        if beside_compute and self._update_lane is None:
-            # Ahead of the model's kernels: everything that comes later waits for updates, and they are short.
-            self._update_lane = StreamLane(self.device, torch.Stream(self.device, priority=-1))
-        update = self._update_lane if beside_compute and self._update_lane is not None else self._compute
-        return {"L": load, "U": update, "S": store, "C": self._compute}
+            return LinkLanes(*(SerialLane(self.device, name=name) for name in LinkLanes._fields))
+        if self._lanes is None:  # the same for all users: copies of one kind are in order, whoever issues them
+            # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
+            update = Lane(self.device, torch.Stream(self.device, priority=-1), name="update")
+            load = TurnsLane(self.device, PIECE_BYTES, name="load")
+            store = TurnsLane(self.device, STORED_PIECE_BYTES, name="store")
+            self._lanes = LinkLanes(load, store, update, Lane(self.device))
+        return self._lanes
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
         """Return the lanes of updates on the host: down for gradients and rewritten parameters, up for parameters.
@@ -59,26 +46,23 @@ class DeviceLink:
         turn wait for updates and for places.
         """
         if serial or self.device.type == "cpu":
-            lane = SerialLane(self.device)
-            return lane, lane
+            return SerialLane(self.device, name="down"), SerialLane(self.device, name="up")
         if self._host_lanes is None:
             # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
-            self._host_lanes = StreamLane(self.device, torch.Stream(self.device)), self._turns_lane(PIECE_BYTES)
+            down = Lane(self.device, torch.Stream(self.device), name="down")
+            self._host_lanes = down, TurnsLane(self.device, PIECE_BYTES, name="up")
         return self._host_lanes
 
-    def _turns_lane(self, turn_bytes: int) -> "TurnsLane":
-        return TurnsLane(self.device, (torch.Stream(self.device), torch.Stream(self.device)), turn_bytes)
+    def taken_bytes(self, when: Literal["current", "peak"]) -> int:
+        """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.
 
-    def taken_bytes(self) -> Allocated:
-        """All that is in use, and the gaps between, which only an allocation that fits can have. On the CPU, zero.
-
-        The peak is no less than what was ever taken at once: both parts need not have been largest together.
+        With the gaps between, which only an allocation that fits can have. The peak is no less than what was ever taken
+        at once: both parts need not have been largest together.
         """
         if self.device.type == "cpu":
-            return Allocated(0, 0)
+            return 0
         stats = torch.accelerator.memory_stats(self.device)
-        parts = "allocated_bytes.all", "inactive_split_bytes.all"
-        return Allocated(*(sum(stats[f"{part}.{when}"] for part in parts) for when in ("current", "peak")))
+        return int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
 
     def room_beside(self, taken_bytes: int) -> int:
         """Device memory that this process may have beside so much, less a twentieth of all. On the CPU, none."""

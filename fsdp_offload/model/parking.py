@@ -19,52 +19,116 @@ from torch import Tensor
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory
 from ..device.lanes import Mark
-from ..device.link import device_link
-from ..planning.buckets import ALIGN_BYTES, BREAK_BYTES
+from ..device.link import DeviceLink, device_link
+from ..planning.buckets import BREAK_BYTES, aligned
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.guard import Guard, WriteWatch
 
 Storage = torch.UntypedStorage
 
 
-class Place(NamedTuple):
-    """One storage, and where its bytes are kept in a region."""
-
+class _Place(NamedTuple):
     storage: Storage
-    offset: int
     nbytes: int
+    offset: int  # in the region
 
 
-def lay_out(storages: Sequence[Storage]) -> list[Place]:
-    """A place for each, one after the other."""
-    places, offset = [], 0
-    for storage in storages:
-        places.append(Place(storage, offset, storage.nbytes()))
-        offset += -(-storage.nbytes() // ALIGN_BYTES) * ALIGN_BYTES
-    return places
+Ends = list[tuple[DeviceLink, Mark]]
+"""The ends of copies, of each device."""
 
 
-def new_region(nbytes: int, device: torch.device, no_room: str, limit_bytes: int | None = None) -> Region:
-    """Host memory for what is parked, page-locked where there is an accelerator.
+def wait_for(ends: Ends) -> None:
+    """Let the current streams wait for copies: they are about to free the source, or to use the target."""
+    for link, end in ends:
+        link.lanes(serial=False).compute.wait(end)
 
-    Raises:
-        MemoryError: there is not enough; says ``no_room``, with ``{nbytes}`` filled in.
+
+class Parking:
+    """Host memory for storages that leave the device, kept from one time to the next.
+
+    Attributes:
+        region: the memory; ``None``: none has been taken.
+        storages: those that are parked, or were the last to be.
     """
-    try:
-        check_host_memory(nbytes, limit_bytes)
-    except MemoryError as error:
-        raise MemoryError(no_room.format(nbytes=nbytes)) from error
-    return Region(nbytes, device=device, pin=device.type != "cpu", breaks=range(BREAK_BYTES, nbytes, BREAK_BYTES))
 
+    def __init__(self, no_room: str, limit_bytes: int | None = None) -> None:
+        """``no_room``: what a MemoryError says, with ``{nbytes}`` filled in. ``limit_bytes``: as a policy has it."""
+        self.region: Region | None = None
+        self.storages: Sequence[Storage] = ()
+        self._no_room, self._limit_bytes = no_room, limit_bytes
+        self._places: list[tuple[DeviceLink, list[_Place]]] = []
 
-def pieces(region: Region, places: Sequence[Place]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
-    for place in places:
-        whole = torch.empty(0, dtype=torch.uint8, device=place.storage.device).set_(place.storage)
-        begin, end = place.offset, place.offset + place.nbytes
-        first_break = (begin // BREAK_BYTES + 1) * BREAK_BYTES
-        for start, stop in pairwise([begin, *range(first_break, end, BREAK_BYTES), end]):
-            yield region.bytes[start:stop], whole[start - begin : stop - begin]
+    def make_room(self, storages: Sequence[Storage]) -> None:
+        """Choose what is parked next, and take memory for it, page-locked where there is an accelerator.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        self.storages, offset = storages, 0
+        places: dict[torch.device, list[_Place]] = {}
+        for storage in storages:
+            places.setdefault(storage.device, []).append(_Place(storage, storage.nbytes(), offset))
+            offset += aligned(storage.nbytes())
+        self._places = [(device_link(device), on_device) for device, on_device in places.items()]
+        if not storages or (self.region is not None and self.region.nbytes >= offset):
+            return
+        self.region = None  # before the next is taken: there may not be room for both
+        try:
+            check_host_memory(offset, self._limit_bytes)
+        except MemoryError as error:
+            raise MemoryError(self._no_room.format(nbytes=offset)) from error
+        device, breaks = storages[0].device, range(BREAK_BYTES, offset, BREAK_BYTES)
+        self.region = Region(offset, device=device, pin=device.type != "cpu", breaks=breaks)
+
+    def store(self) -> Ends:
+        """Start copying them to the region, after what the current streams do now."""
+        ends = []
+        for link, places in self._places:
+            lanes = link.lanes(serial=False)
+            lanes.store.wait(lanes.compute.mark())
+            lanes.store.copy(list(self._pieces(places)))
+            ends.append((link, lanes.store.mark()))
+        return ends
+
+    def free(self) -> None:
+        """Give back the device's memory, in the order of the current streams."""
+        for storage in self.storages:
+            storage.resize_(0)
+
+    def load(self) -> Ends:
+        """Allocate on the current streams, start copying back, and forget the storages.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room on the device. They stay away.
+        """
+        ends = []
+        try:
+            for link, places in self._places:
+                lanes = link.lanes(serial=False)
+                for place in places:
+                    place.storage.resize_(place.nbytes)
+                # What the current stream gets may still be in use by what was issued to it before; so may the region,
+                # by the copies that came before.
+                lanes.load.wait(lanes.compute.mark())
+                lanes.load.copy([(own, host) for host, own in self._pieces(places)])
+                ends.append((link, lanes.load.mark()))
+        except BaseException:  # most likely, somebody else still has the memory
+            for link, _ in self._places:
+                link.synchronize()
+            self.free()
+            raise
+        self.storages, self._places = (), []
+        return ends
+
+    def _pieces(self, places: Sequence[_Place]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
+        assert self.region is not None
+        for storage, nbytes, begin in places:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            end = begin + nbytes
+            first_break = (begin // BREAK_BYTES + 1) * BREAK_BYTES
+            for start, stop in pairwise([begin, *range(first_break, end, BREAK_BYTES), end]):
+                yield self.region.bytes[start:stop], whole[start - begin : stop - begin]
 
 
 # What an optimizer alone uses ----------------------------------------------------------------------------------------
@@ -106,24 +170,19 @@ class ParkedParameters:
         limit_bytes: host memory that may be taken.
     """
 
-    def __init__(self, params: Sequence[Tensor], limit_bytes: int | None) -> None:
+    def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
         self.params = list(params)
-        self._limit_bytes = limit_bytes
-        self._places: list[Place] = []
-        self._region: Region | None = None
-        self._copied: Mark | None = None
+        self._parking = Parking(_NO_ROOM, limit_bytes)
+        self._copied: Ends = []
         self._copied_versions: list[int] = []
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
 
     @property
-    def _device(self) -> torch.device:
-        return self._places[0].storage.device
-
-    @property
     def host_bytes(self) -> int:
         """Host memory taken for them."""
-        return 0 if self._region is None else self._region.nbytes
+        region = self._parking.region
+        return 0 if region is None else region.nbytes
 
     def offload(self) -> None:
         """Start copying them to the host, after what the current stream does now.
@@ -136,17 +195,11 @@ class ParkedParameters:
             return
         # Looked up each time: `param.data = ...` gives a parameter another storage.
         storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
-        self._places = lay_out([storage for storage in storages if storage.nbytes()])
-        if not self._places:
-            return
-        device = self._device
-        needed_bytes = self._places[-1].offset + self._places[-1].nbytes
-        if self._region is None or self._region.nbytes < needed_bytes:
-            self.free_host_memory()
-            self._region = new_region(needed_bytes, device, _NO_ROOM, self._limit_bytes)
-        self._store()
-        self._guard(_WATCH)
-        self._where = _Where.LEAVING
+        self._parking.make_room([storage for storage in storages if storage.nbytes()])
+        if self._parking.storages:
+            self._store()
+            self._guard(_WATCH)
+            self._where = _Where.LEAVING
 
     def release(self) -> None:
         """Free the device's memory, in the order of the current stream."""
@@ -154,10 +207,9 @@ class ParkedParameters:
             return
         if self._versions() != self._copied_versions:
             self._store()
-        self._wait_for_copy()
+        wait_for(self._copied)
         self._guard(_GUARD)
-        for place in self._places:
-            place.storage.resize_(0)
+        self._parking.free()
         self._where = _Where.AWAY
 
     def reload(self) -> None:
@@ -166,36 +218,17 @@ class ParkedParameters:
         Raises:
             torch.OutOfMemoryError: they have no room on the device, and stay on the host.
         """
-        if self._where is _Where.LEAVING:
-            self._where = _Where.COMING  # the device still has them
-            return
-        if self._where is not _Where.AWAY:
-            return
-        assert self._region is not None, "they have been parked in it"
-        link = device_link(self._device)
-        with link.in_use:
-            lanes = link.lanes(serial=False)
-            try:
-                for place in self._places:
-                    place.storage.resize_(place.nbytes)
-            except BaseException:
-                for place in self._places:
-                    place.storage.resize_(0)
-                raise
-            # What the current stream gets may still be in use by what was issued to it before; so may the region.
-            lanes["L"].wait(lanes["C"].mark())
-            for host, own in pieces(self._region, self._places):
-                lanes["L"].copy(own, host)
-            self._copied = lanes["L"].mark()
-        self._where = _Where.COMING
+        if self._where is _Where.AWAY:
+            self._copied = self._parking.load()
+        if self._where in (_Where.AWAY, _Where.LEAVING):  # in the latter case the device still has them
+            self._where = _Where.COMING
 
     def settle(self) -> None:
         """The current stream is about to use them: what has been reloaded is there, and may be used."""
-        if self._where is not _Where.COMING:
-            return
-        self._wait_for_copy()
-        self._take_off_guard()
-        self._where = _Where.HERE
+        if self._where is _Where.COMING:
+            wait_for(self._copied)
+            self._take_off_guard()
+            self._where = _Where.HERE
 
     def bring_back(self) -> None:
         """Have them on the device, wherever they are."""
@@ -203,15 +236,7 @@ class ParkedParameters:
         self.settle()
 
     def _store(self) -> None:
-        """Start copying them to the region."""
-        assert self._region is not None, "there is one for all of them"
-        link = device_link(self._device)
-        with link.in_use:
-            lanes = link.lanes(serial=False)
-            lanes["S"].wait(lanes["C"].mark())  # the last update, and whoever has written to them
-            for host, own in pieces(self._region, self._places):
-                lanes["S"].copy(host, own)
-            self._copied = lanes["S"].mark()
+        self._copied = self._parking.store()  # after the last update, and whoever has written to them
         self._copied_versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -221,19 +246,12 @@ class ParkedParameters:
         self._take_off_guard()
         self._take_off_guard = guard.put_on(layer for param in self.params for layer in (param, local_shard(param)))
 
-    def _wait_for_copy(self) -> None:
-        """Let the current stream wait: it is about to free the source, or to use the target."""
-        assert self._copied is not None, "a copy has been issued"
-        link = device_link(self._device)
-        with link.in_use:
-            link.lanes(serial=False)["C"].wait(self._copied)
-
     def free_host_memory(self) -> None:
         """Give back the region; the host waits for copies from it. Nothing if they are away."""
         if self._where in (_Where.HERE, _Where.COMING):
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._region = None
+            for _, end in self._copied:
+                end.synchronize()
+            self._parking.region = None
 
 
 def owns_its_storage(tensor: Tensor) -> bool:

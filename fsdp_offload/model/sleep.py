@@ -13,15 +13,13 @@ The arena is one pinned region for each model. It is kept from one sleep to the 
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..device.arena import Region
-from ..device.link import DeviceLink, device_link
+from ..device.link import device_link
 from ..torch_compat.dtensor import is_dtensor, local_shard
 from ..torch_compat.fully_shard import (
     drop_gathered_gradients,
@@ -31,8 +29,8 @@ from ..torch_compat.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from .asleep import fall_asleep, is_asleep
-from .parking import Place, Storage, lay_out, new_region, pieces
+from ..torch_compat.guard import Guard
+from .parking import Parking, Storage, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +46,13 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
 
     When it returns, the device's memory is free: torch's allocator has it. For another process or another allocator
     call ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one region
-    of exactly the bytes to be kept. It is taken at the first call, page-locked where there is an accelerator, used
-    again by later ones, and replaced where they need more.
+    of exactly the bytes to be kept, page-locked where there is an accelerator; later calls use it again, and replace
+    it where they need more. Called again while the model is asleep, this does nothing. A model on the CPU is treated
+    in the same way; what a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
 
-    Called again while the model is asleep, it does nothing. A model on the CPU is treated in the same way; what a
-    model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, is at home and stays.
-
-    The addresses of the tensors change. CUDA graphs over them have to be captured again. A CUDA IPC handle that another
-    process has opened keeps the old memory, and that memory on the device, until it is closed there: close it before,
-    and send a new handle after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy,
-    in shared memory) stays where it is, and a warning names it; so do tensors that are not dense.
+    The addresses of the tensors change: capture CUDA graphs again; close CUDA IPC handles in other processes before,
+    and send new ones after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy, in
+    shared memory) stays where it is, and so do tensors that are not dense; a warning names them.
 
     Args:
         model: the whole model or a part of it. Where ``fully_shard`` keeps parameters gathered, they are resharded.
@@ -73,23 +68,38 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     """
     if gradients not in ("offload", "drop"):
         raise ValueError(f"offload_model: gradients must be 'offload' or 'drop', got {gradients!r}.")
-    if _sleep_of(model) is not None:
+    if _SLEEP in model.__dict__:
         return 0
     for module in fsdp_modules(model):
         # The root keeps its parameters gathered after a forward without backward.
         module.reshard()
     wait_for_updates(model)
-    found = [*_own_tensors(model), *(_gradients_of(model) if gradients == "offload" else ())]
-    storages, left = _storages_of(found, at_home=uses_cpu_offload_policy(model))
-    _tell(model, left)
-    places = lay_out(storages)
-    if places:
-        _store(_region_for(model, places), places)
+    # A part of the model, or another model with which it shares parameters, may be asleep already.
+    awake = {name: param for name, param in model.named_parameters() if not _GUARD.guards(param)}
+    found = [*model.named_parameters(), *model.named_buffers()]
+    if gradients == "offload":
+        found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
+        found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
+    storages = _storages_of(model, found)
+    moved_bytes, parking = sum(storage.nbytes() for storage in storages), _parkings.setdefault(model, Parking(_NO_ROOM))
+    parking.make_room(storages)
+    for device in dict.fromkeys(storage.device for storage in storages):
+        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+        device_link(device).synchronize()
+    for _, stored in parking.store():
+        stored.synchronize()
     if gradients == "drop":
-        _drop_gradients(model)
-    if places:
-        _free(model, places, [*(tensor for _, tensor in found), *sharded_data(model)])
-    return sum(place.nbytes for place in places)
+        for param in awake.values():
+            param.grad = None
+        drop_gathered_gradients(model)
+    if storages:
+        tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
+        away = {storage._cdata for storage in storages}
+        asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
+        parking.free()
+        modules: list[Any] = [model, *fsdp_modules(model)]
+        model.__dict__[_SLEEP] = _Sleep(asleep, modules)
+    return moved_bytes
 
 
 def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
@@ -107,22 +117,49 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         torch.OutOfMemoryError: the device's memory is not free yet (on the CPU a ``RuntimeError``). The model is still
             asleep, and it can be called again.
     """
-    sleep = _sleep_of(model)
-    if sleep is not None:
-        _load(_regions[model], sleep)
+    if _SLEEP in model.__dict__:
+        _load(_parkings[model], model.__dict__[_SLEEP])
         del model.__dict__[_SLEEP]
     if free_host_memory:
-        _regions.pop(model, None)  # a region waits for the device before it lets go of its pages
+        _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
 
 
-@dataclass(eq=False)
 class _Sleep:
-    """State of a sleeping model: what it is to get back, and who refuses to be used until then."""
+    """Tensors whose memory is away: whoever computes with one, saves it, or calls one of the modules, is told so.
 
-    places: Sequence[Place]
-    tensors: Sequence[Tensor]
-    modules: Iterable[nn.Module]
-    wake_up: Callable[[], None]
+    torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process on the CPU
+    and makes a CUDA context unusable, and ``torch.save`` writes a file that lacks the bytes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+        self._tensors, self._modules = tensors, modules
+        self.begin()
+
+    def begin(self) -> None:
+        """Refuse from now on."""
+        self._take_off = _GUARD.put_on(self._tensors)
+        # Before fully_shard's own hook, which would be left half way by an error within it.
+        modules = dict.fromkeys(self._modules)
+        self._hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
+
+    def end(self) -> None:
+        """Refuse nothing any more."""
+        self._take_off()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _refuse_call(module: nn.Module, args: object) -> None:
+    del args
+    _GUARD.refuse(f"{type(module).__name__}.forward()")
+
+
+# Gradients are refused as well: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
+_GUARD = Guard(
+    "Asleep",
+    "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
+    lets_gradients=False,
+)
 
 
 _NO_ROOM = (
@@ -133,111 +170,21 @@ _NO_ROOM = (
 _SLEEP = "_fsdp_offload_sleep"
 """A model's attribute while it is asleep. Not a table: what its tensors refer to may refer to the model."""
 
-_regions: "weakref.WeakKeyDictionary[nn.Module, Region]" = weakref.WeakKeyDictionary()
+_parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
-def _sleep_of(model: nn.Module) -> _Sleep | None:
-    return model.__dict__.get(_SLEEP)
-
-
-# Moving -------------------------------------------------------------------------------------------------------------
-
-
-def _store(region: Region, places: Sequence[Place]) -> None:
-    """Copy into the arena, and wait for that; the tensors stay as they are."""
-    by_device = _by_device(places)
-    for link, _ in by_device:
-        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-        link.synchronize()
-    stored = []
-    for link, on_device in by_device:
-        with link.in_use:
-            lane = link.lanes(serial=False)["S"]
-            for host, device in pieces(region, on_device):
-                lane.copy(host, device)
-            stored.append(lane.mark())
-    for mark in stored:
-        mark.synchronize()
-
-
-def _free(model: nn.Module, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
-    """Give back the device's memory; from now on those of ``tensors`` that lived there refuse to be used."""
-    away = {_key(place.storage) for place in places}
-    asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
-    modules: list[Any] = [model, *fsdp_modules(model)]
-    for place in places:
-        place.storage.resize_(0)
-    model.__dict__[_SLEEP] = _Sleep(places, asleep, modules, fall_asleep(asleep, modules))
-
-
-def _load(region: Region, sleep: _Sleep) -> None:
+def _load(parking: Parking, sleep: _Sleep) -> None:
     """Allocate and copy, in the order of the current stream. After an error everything is asleep as before."""
-    sleep.wake_up()
-    by_device = _by_device(sleep.places)
+    sleep.end()
     try:
-        for link, places in by_device:
-            with link.in_use:
-                lanes = link.lanes(serial=False)
-                # What the current stream gets may still be in use by what was issued to it before.
-                lanes["L"].wait(lanes["C"].mark())
-                for place in places:
-                    place.storage.resize_(place.nbytes)
-                    for host, device in pieces(region, [place]):
-                        lanes["L"].copy(device, host)
-                lanes["C"].wait(lanes["L"].mark())
-    except BaseException:  # most likely, somebody else still has the memory
-        for link, _ in by_device:
-            link.synchronize()
-        for place in sleep.places:
-            place.storage.resize_(0)
-        sleep.wake_up = fall_asleep(sleep.tensors, sleep.modules)
+        wait_for(parking.load())
+    except BaseException:
+        sleep.begin()
         raise
 
 
-def _by_device(places: Sequence[Place]) -> list[tuple[DeviceLink, list[Place]]]:
-    devices: dict[torch.device, list[Place]] = {}
-    for place in places:
-        devices.setdefault(place.storage.device, []).append(place)
-    return [(device_link(device), on_device) for device, on_device in devices.items()]
-
-
-# The arena ----------------------------------------------------------------------------------------------------------
-
-
-def _region_for(model: nn.Module, places: Sequence[Place]) -> Region:
-    """The one of the last sleep, if it is large enough."""
-    nbytes = places[-1].offset + places[-1].nbytes
-    region = _regions.get(model)
-    if region is None or region.nbytes < nbytes:
-        region = None
-        _regions.pop(model, None)  # before the next is taken: there may not be room for both
-        region = _regions[model] = new_region(nbytes, places[0].storage.device, _NO_ROOM)
-    return region
-
-
 # What a model consists of -------------------------------------------------------------------------------------------
-
-
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, param in model.named_parameters():
-        # A part of the model, or another model with which it shares parameters, may be asleep already.
-        if not is_asleep(param) and param.grad is not None:
-            yield f"{name}.grad", param.grad
-    for grad in gathered_gradients(model):
-        yield "a gradient that is not reduced yet", grad
-
-
-def _drop_gradients(model: nn.Module) -> None:
-    for param in model.parameters():
-        if not is_asleep(param):
-            param.grad = None
-    drop_gathered_gradients(model)
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -265,20 +212,13 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _lives_in(tensor: Tensor, away: set[int]) -> bool:
-    return any(leaf.layout == torch.strided and _key(leaf.untyped_storage()) in away for leaf in _leaves(tensor))
+    return any(leaf.layout == torch.strided and leaf.untyped_storage()._cdata in away for leaf in _leaves(tensor))
 
 
-# Storages -----------------------------------------------------------------------------------------------------------
-
-
-def _key(storage: Storage) -> int:
-    return int(storage._cdata)
-
-
-def _storages_of(found: Sequence[tuple[str, Tensor]], *, at_home: bool) -> tuple[list[Storage], dict[str, str]]:
-    """The storages to move, each once, and why others stay, by name. ``at_home``: what is on the CPU stays there."""
+def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
+    """The storages to move, each once; a warning names others, once: a loop sleeps thousands of times."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
-    at_home = at_home or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
+    at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
     movable: dict[int, tuple[str, Storage]] = {}
     left: dict[str, str] = {}
     fixed: list[Storage] = []
@@ -294,22 +234,17 @@ def _storages_of(found: Sequence[tuple[str, Tensor]], *, at_home: bool) -> tuple
             left[name] = "its memory is not torch's to free"
             fixed.append(storage)
         elif storage.nbytes():  # nothing, or asleep as a part of something else
-            movable[_key(storage)] = (name, storage)
+            movable[storage._cdata] = (name, storage)
     for key, (name, storage) in list(movable.items() if fixed else ()):
         if any(_overlap(storage, other) for other in fixed):
             left[name] = "it shares memory that is not torch's to free"
             del movable[key]
-    return [storage for _, storage in movable.values()], left
-
-
-def _tell(model: nn.Module, left: dict[str, str]) -> None:
-    """Once for each name: a loop sleeps thousands of times."""
     told = _told.setdefault(model, set())
-    new = {name: why for name, why in left.items() if name not in told}
-    if new:
-        told.update(new)
-        shown = "; ".join(f"{name}: {why}" for name, why in list(new.items())[:4])
+    if new := left.keys() - told:
+        told |= new
+        shown = "; ".join([f"{name}: {why}" for name, why in left.items() if name in new][:4])
         logger.warning("offload_model leaves %d tensors where they are (%s)", len(new), shown)
+    return [storage for _, storage in movable.values()]
 
 
 def _overlap(one: Storage, other: Storage) -> bool:

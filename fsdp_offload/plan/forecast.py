@@ -76,7 +76,11 @@ class Plan:
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
         # With parameters on the host, the link has more to do that may come late.
-        return min(close, key=lambda one: (*_asks(one.policy), one.needed_bytes), default=None)
+        return min(
+            close,
+            key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes),
+            default=None,
+        )
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
@@ -131,10 +135,6 @@ class Plan:
             for one in self.forecasts
         ]
         return {**names, **settings, "policies": policies}
-
-
-def _asks(policy: OffloadPolicy | None) -> tuple[bool, bool]:
-    return policy is not None, policy is not None and policy.parameters
 
 
 def plan(
@@ -201,8 +201,8 @@ def _forecast(
         host_bytes=host_bytes,
         host_bytes_per_host=per_host,
         resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
-        iteration_ms=found.ms,
-        tokens_per_s=training.tokens_per_step / found.ms * 1e3,
+        iteration_ms=found.reading.iteration_ms,
+        tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
         limit=found.limit,
         why_not=why_not,
         lines=lines_to_write(policy, training.masters),

@@ -74,18 +74,15 @@ def _read(path: Path) -> dict[str, Machine]:
     """Read tables ``[name]`` of ``field = { value, source }``."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"machine {path}: {error}") from None
-    found = {}
-    for name, numbers in tables.items():
-        try:
-            for number in numbers.values():
-                if not number["value"] > 0 or not number["source"].strip():
-                    raise ValueError(f"got {number!r}")
-            found[name] = Machine(name=name, **{field: number["value"] for field, number in numbers.items()})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"machine {path}, {name}: its numbers must be those of Machine, each as {{ value = <positive number>, "
-                f"source = <text> }}: {error}"
-            ) from None
-    return found
+        for number in (number for numbers in tables.values() for number in numbers.values()):
+            if not number["value"] > 0 or not number["source"].strip():
+                raise ValueError(f"got {number!r}")
+        return {
+            name: Machine(name=name, **{field: number["value"] for field, number in numbers.items()})
+            for name, numbers in tables.items()
+        }
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"machine {path}: its tables [name] must have the numbers of Machine, each as "
+            f"{{ value = <positive number>, source = <text> }}: {error}"
+        ) from None

@@ -81,26 +81,22 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
         return Model(type(model).__name__, model, (*blocks, model), _loss)
     if not isinstance(model, str | Path):
         raise ValueError(f"model must be a module, a name or a path; got {type(model).__name__}")
-    if ":" in str(model) and not Path(model).exists():
-        return model_of(_made(str(model)))
-    return _of_config(str(model))
+    if ":" not in str(model) or Path(model).exists():
+        return _of_config(str(model))
+    module, _, name = str(model).partition(":")
+    try:
+        with torch.device("meta"):
+            made = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ValueError(f"model {model!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Model | nn.Module):
+        raise ValueError(f"model {model!r}: {name}() must return a module, got {type(made).__name__}")
+    return model_of(made)
 
 
 def builtin_models() -> dict[str, Path]:
     """Configs that come with the package: name → file."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "models").glob("*.json"))}
-
-
-def _made(target: str) -> "Model | nn.Module":
-    module, _, name = target.partition(":")
-    try:
-        with torch.device("meta"):
-            made = getattr(importlib.import_module(module), name)()
-    except Exception as error:
-        raise ValueError(f"model {target!r} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Model | nn.Module):
-        raise ValueError(f"model {target!r}: {name}() must return a module, got {type(made).__name__}")
-    return made
 
 
 def _of_config(model: str) -> Model:

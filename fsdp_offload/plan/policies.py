@@ -39,16 +39,13 @@ def name_of(policy: OffloadPolicy | None) -> str:
 def lines_to_write(policy: OffloadPolicy | None, masters: Masters = "none") -> str:
     """The code of a policy; no offload needs none, unless masters are wanted."""
     lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
-    return "\n".join(lines if policy is None else [*lines, _line_of(policy)])
-
-
-def _line_of(policy: OffloadPolicy) -> str:
-    texts = []
-    for field in fields(policy):
-        value = getattr(policy, field.name)
-        if value != field.default:
-            in_mib = field.name.endswith("bytes") and value != "auto" and value % MIB == 0
+    if policy is not None:
+        texts = []
+        for name, value in ((one.name, getattr(policy, one.name)) for one in fields(policy)):
+            in_mib = name.endswith("bytes") and isinstance(value, int) and value % MIB == 0
             text = f"{value // MIB} << 20" if in_mib else json.dumps(value) if isinstance(value, str) else str(value)
-            texts.append(f"{field.name}={text}")
-    said = f", policy=OffloadPolicy({', '.join(texts)})" if texts else ""
-    return f"offload_optimizer(optimizer, model=model{said})"
+            if value != getattr(OffloadPolicy, name):
+                texts.append(f"{name}={text}")
+        said = f", policy=OffloadPolicy({', '.join(texts)})" if texts else ""
+        lines.append(f"offload_optimizer(optimizer, model=model{said})")
+    return "\n".join(lines)

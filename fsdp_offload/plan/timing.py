@@ -68,24 +68,17 @@ class Parts:
 
 
 class Estimate(NamedTuple):
-    """One iteration: its milliseconds, what decides them, and how long compute waits for what streams."""
+    """One iteration: the times that training would measure, and what decides them."""
 
-    ms: float
+    reading: Reading
     limit: str  # compute, gathers, link, or launches
-    stalled_ms: float = 0.0
-    in_step_ms: float = 0.0
-
-    @property
-    def reading(self) -> Reading:
-        """The times that training would measure."""
-        return Reading(self.stalled_ms, self.ms, in_step_ms=self.in_step_ms)
 
 
 def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
     """Estimate an iteration with these blocks on the device; ``None``: without offload."""
     if blocks is None:
         ms = parts.passes_ms + parts.clip_ms + parts.update_ms
-        return _launched(Estimate(ms, parts.limit), parts.launch_ms)
+        return _launched(Estimate(Reading(0.0, ms), parts.limit), parts.launch_ms)
     state = sum(group.state_bytes for group in parts.groups) - blocks.kept_state
     params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params
     params *= blocks.policy.parameters
@@ -107,7 +100,8 @@ def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: flo
     stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
     ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
     ms += parts.clip_ms + after_ms
-    return Estimate(ms, "link" if stalled_ms > 1e-4 * ms else parts.limit, stalled_ms, in_step_ms)
+    reading = Reading(stalled_ms, ms, in_step_ms=in_step_ms)
+    return Estimate(reading, "link" if stalled_ms > 1e-4 * ms else parts.limit)
 
 
 def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Estimate:
@@ -128,7 +122,7 @@ def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Est
     in_wait = min(1.0, late_ms / copies_ms) if copies_ms else 0.0
     ms = passes + beside_ms + parts.clip_ms + late_ms + excess_ms + (1 - in_wait) * parts.update_ms
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
-    return Estimate(max(ms, copies_ms), "link" if is_late else parts.limit, stalled_ms + excess_ms)
+    return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
 
 def _excess_ms(state: int, params: int, parts: Parts) -> float:
@@ -141,7 +135,9 @@ def _excess_ms(state: int, params: int, parts: Parts) -> float:
 
 def _launched(found: Estimate, host_ms: float) -> Estimate:
     """A host that is late makes the device wait; while the device waits for state, the host goes on."""
-    return found._replace(ms=host_ms, limit="launches") if host_ms > found.ms else found
+    if host_ms <= found.reading.iteration_ms:
+        return found
+    return Estimate(found.reading._replace(iteration_ms=host_ms), "launches")
 
 
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45

@@ -1,6 +1,7 @@
 """Parameters that the host updates come down only where somebody else has written them, and then always."""
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,8 +16,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
-from fsdp_offload.cpu_update.mirror import MirroredPart
-from fsdp_offload.device.lanes import TurnsLane
+from fsdp_offload.cpu_update.mirror import Mirror
+from fsdp_offload.device.lanes import TurnsLane, pieces_of
 from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
 from tests.overlapping import EVERY_POLICY, Loop, policy_of
@@ -28,7 +29,9 @@ ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 
 def weights_down_bytes(optimizer: Optimizer) -> int:
     """Of parameters that came down in the last step."""
-    return int(engine_of(optimizer).host.last_times().weights_down_bytes)
+    host = engine_of(optimizer).host
+    host.wait_quietly()
+    return sum(job.weights_down_bytes for job in host._jobs.values())
 
 
 # What comes down -----------------------------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ def test_every_write_is_followed(mesh: DeviceMesh, write: Callable[[Tensor], obj
 
 def test_without_the_comparison_writes_are_lost(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite can fail."""
-    monkeypatch.setattr(MirroredPart, "compare", lambda self, changed, hasher: changed.fill_(False))
+    monkeypatch.setattr(Mirror, "compare", lambda self, changed, hasher: changed.fill_(False))
     with pytest.raises(AssertionError, match=r"parameter 1\.weight"):
         test_every_write_is_followed(mesh, WRITES["data"], sharded=True)
 
@@ -173,6 +176,7 @@ class Turns(TurnsLane):
     """Without streams: notes how much was copied in each turn."""
 
     def __init__(self, turn_bytes: int) -> None:
+        self._in_use = threading.RLock()
         self._piece_bytes = 0
         self._turn_bytes = turn_bytes
         self.turns: list[int] = []
@@ -202,19 +206,19 @@ def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     targets, sources = copies(60, 340, 100, 0, 7)
     loads = Turns(100)
-    for target, source in zip(targets, sources, strict=True):
-        loads.copy(target, source)
+    for pair in zip(targets, sources, strict=True):
+        loads.copy([pair])
     assert loads.turns == [60, 100, 100, 100, 40, 100]
     assert all(map(torch.equal, targets, sources))
 
     (target,), (source,) = copies(10_000)
     large, cuts = Turns(4096), [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
-    pieces = large.cut([(target[begin:end], source[begin:end]) for begin, end in cuts])
-    assert [one.numel() for one, _ in pieces] == [300, 3284, 3584, 1832, 1000]
-    large.copy_pieces(pieces)
+    pairs = [(target[begin:end], source[begin:end]) for begin, end in cuts]
+    assert [one.numel() for one, _ in pieces_of(pairs, 4096)] == [300, 3284, 3584, 1832, 1000]
+    large.copy(pairs)
     assert large.turns == [3584, 3584], "as few as possible, about equally"
     assert torch.equal(target, source)
-    assert large.cut([]) == []
+    assert pieces_of([], 4096) == []
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -383,18 +383,18 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
 def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = offloaded()
     take_step(optimizer)
-    lane, held = type(engine_of(optimizer).core.lanes.load._lane), []
-    copy_pieces = lane.copy_pieces
+    lane, held = type(engine_of(optimizer).core.lanes.load), []
+    copy = lane._copy
 
-    def noting(self: Any, pieces: Any) -> None:
-        in_use = engine_of(optimizer)._link.in_use
+    def noting(self: Any, copies: Any) -> None:
+        in_use = self._in_use
         is_held = lambda: not (in_use.acquire(blocking=False) and not in_use.release())  # noqa: E731
         thread = threading.Thread(target=lambda: held.append(is_held()))
         thread.start()
         thread.join()
-        copy_pieces(self, pieces)
+        copy(self, copies)
 
-    monkeypatch.setattr(lane, "copy_pieces", noting)
+    monkeypatch.setattr(lane, "_copy", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held

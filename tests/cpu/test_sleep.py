@@ -182,15 +182,15 @@ def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) ->
     model = nn.ParameterList([torch.randn(1000), torch.randn(50, 100), torch.randn(1024), torch.randn(7)])
     before = snapshot(model)
     copied: list[tuple[int, int]] = []
-    pieces = parking.pieces
+    pieces = parking.Parking._pieces
 
-    def noting(region: Any, places: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        for host, device in pieces(region, places):
-            begin = host.data_ptr() - region.bytes.data_ptr()
+    def noting(self: Any, places: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for host, device in pieces(self, places):
+            begin = host.data_ptr() - self.region.bytes.data_ptr()
             copied.append((begin, begin + host.numel()))
             yield host, device
 
-    monkeypatch.setattr(room, "pieces", noting)
+    monkeypatch.setattr(parking.Parking, "_pieces", noting)
     assert offload_model(model) == sum(end - begin for begin, end in copied) == 4 * (1000 + 5000 + 1024 + 7)
     assert all(begin // 4096 == (end - 1) // 4096 for begin, end in copied)
     with torch.no_grad():
@@ -502,14 +502,14 @@ def test_a_wrapper_sleeps_by_its_inner_tensors() -> None:
 
 
 def memory_of(model: nn.Module) -> "weakref.ref[object]":
-    return weakref.ref(room._regions[model]._owner)
+    return weakref.ref(room._parkings[model].region._owner)
 
 
 def test_host_memory_is_exact_is_kept_and_grows_with_the_model() -> None:
     model = make()
     model.register_buffer("large", torch.randn(1 << 18))
     moved = offload_model(model)
-    assert moved <= room._regions[model].nbytes <= moved * 1.001
+    assert moved <= room._parkings[model].region.nbytes <= moved * 1.001
     memory = memory_of(model)
     reload_model(model)
     model.unused.grad = torch.ones(3)

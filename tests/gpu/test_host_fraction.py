@@ -16,7 +16,7 @@ from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update.fingerprint import Fingerprint, Hasher
 from fsdp_offload.cpu_update.job import HostJob
-from fsdp_offload.cpu_update.mirror import MirroredPart
+from fsdp_offload.cpu_update.mirror import Mirror
 from fsdp_offload.cpu_update.updates import HostUpdates
 from tests import host_worker_gate
 from tests.conformance import oracle
@@ -105,12 +105,12 @@ def test_other_bits_without_the_wait_for_late_writes(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """The suite can fail: what goes down has to wait for what the user has issued before ``step()``."""
-    monkeypatch.setattr(HostUpdates, "after", lambda *_: None)
+    monkeypatch.setattr(HostUpdates, "wait", lambda *_: None)
     assert compare(case_of("step", 1.0, (late,) * 6), device, LATE) != []
 
 
 def test_other_bits_without_the_comparison(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MirroredPart, "compare", lambda self, changed, hasher: changed.fill_(False))
+    monkeypatch.setattr(Mirror, "compare", lambda self, changed, hasher: changed.fill_(False))
     assert compare(case_of("step", 1.0, ("weights",) * 6), device, LATE) != []
 
 

@@ -88,16 +88,16 @@ from fsdp_offload.device.link import device_link
 
 device = torch.device("cuda", 0)
 lanes = device_link(device).lanes(serial=False)
-loads = lanes["L"]
+loads = lanes.load
 host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
 target = torch.empty_like(host, device=device)
 small_host = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
 small = torch.empty_like(small_host, device=device)
 copied, loaded = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
 torch.cuda._sleep(40_000_000)
-loads.wait(lanes["C"].mark())
+loads.wait(lanes.compute.mark())
 for _ in range(10):
-    loads.copy(target, host)
+    loads.copy([(target, host)])
 with loads.running():
     loaded.record()
 torch.cuda._sleep(20_000_000)  # about 10 ms of the 45 that the loads take

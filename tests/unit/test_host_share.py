@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.cpu_update.cores import cores_of_pci, parse_cores
+from fsdp_offload.cpu_update.cores import cores_of_pci
 from fsdp_offload.planning.cpu_share import NOTHING_YET, Taken, choose_host_share
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=30)
@@ -42,19 +42,15 @@ def test_as_near_as_one_parameter_allows(sizes: list[int], fraction: float) -> N
     assert chosen == choose_host_share(list(sizes), fraction, NOTHING_YET)
 
 
-def test_cores_as_the_kernel_lists_them() -> None:
-    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cores("\n") == frozenset()
-
-
 def test_cores_of_a_device(tmp_path: Path) -> None:
     device = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
     node = tmp_path / "sys/devices/system/node/node1"
     for folder in (device, node):
         folder.mkdir(parents=True)
-    (node / "cpulist").write_text("4-7\n")
     (device / "numa_node").write_text("1\n")
-    assert cores_of_pci("0000:17:00.0", tmp_path) == {4, 5, 6, 7}
+    for listed, cores in (("4-7\n", {4, 5, 6, 7}), ("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("\n", set())):
+        (node / "cpulist").write_text(listed)
+        assert cores_of_pci("0000:17:00.0", tmp_path) == cores
     (device / "numa_node").write_text("-1\n")  # a virtual machine
     assert cores_of_pci("0000:17:00.0", tmp_path) == frozenset()
     assert cores_of_pci("0000:18:00.0", tmp_path) == frozenset()
