@@ -168,7 +168,7 @@ def write_late(device: torch.device) -> nn.ParameterList:
         torch.cuda._sleep(LONG_CYCLES)
         model[0].fill_(1)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(LONG_CYCLES)
+            torch.cuda._sleep(3 * LONG_CYCLES)  # longer than what the current stream still has to do
             model[1].fill_(2)
     return model
 
@@ -192,7 +192,7 @@ def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
     expected = model[0].detach().sum().item()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG_CYCLES)
+        torch.cuda._sleep(3 * LONG_CYCLES)  # longer than what the current stream still has to do
         total = model[0].detach().sum()
     offload_model(model)
     fill_with_sevens(device)  # the memory that is free now
