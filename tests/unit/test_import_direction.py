@@ -1,4 +1,4 @@
-"""The rooms of fsdp_offload import downwards only, keep torch's private names in one place, and are cheap to import.
+"""The rooms of both packages import downwards only, keep torch's private names in one place, are cheap to import.
 
 The imports are read from the source, not executed. Those inside functions and under ``if TYPE_CHECKING:`` count like
 all others: a room that needs another one's types knows that room, and leaving them out would hide cycles. Modules that
@@ -48,6 +48,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"__init__", "doctor", "plan"},
 }
 
+TOOLS = "checkpoint_tools"
+TABLES: dict[str, dict[str, set[str]]] = {
+    PACKAGE: MAY_IMPORT,
+    TOOLS: {
+        "core": set(),
+        "stored": {"core"},
+        "fuse": {"core", "stored"},
+        "look": {"core", "stored", "fuse"},
+        "integrity": {"core", "stored", "look"},
+        "rewrite": {"core", "stored", "fuse", "look", "integrity"},
+        "convert": {"core", "stored", "fuse", "look", "integrity", "rewrite"},
+        "__init__": {"core", "stored", "fuse", "look", "integrity"},
+        "cli": {"core", "stored", "fuse", "look", "integrity", "rewrite", "convert"},
+        "__main__": {"core", "cli"},
+    },
+}
+EVERY_PACKAGE = pytest.mark.parametrize("package", TABLES)
+
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
 MAY_USE_PRIVATE_TORCH = {
     *("torch_compat/__init__.py", "torch_compat/dtensor.py", "torch_compat/fully_shard.py", "torch_compat/optim.py"),
@@ -69,37 +87,41 @@ OPTIONAL_PACKAGES = {
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
-def test_every_room_has_a_line_in_the_table():
-    rooms = {room_of(module) for module in module_files()}
-    assert rooms - MAY_IMPORT.keys() == set(), (
-        f"new in {PACKAGE}/ and unknown to MAY_IMPORT in {Path(__file__).name}: give each a line there that names what "
+@EVERY_PACKAGE
+def test_every_room_has_a_line_in_the_table(package: str):
+    rooms, table = {room_of(module) for module in module_files(package)}, TABLES[package]
+    assert rooms - table.keys() == set(), (
+        f"new in {package}/ and unknown to {Path(__file__).name}: give each a line in its table that names what "
         "it may import, before the lines of the rooms that import it, and a line in the map of CONTRIBUTING.md"
     )
-    assert MAY_IMPORT.keys() - rooms == set(), "MAY_IMPORT names rooms that do not exist: take their lines out"
+    assert table.keys() - rooms == set(), "the table names rooms that do not exist: take their lines out"
 
 
-def test_the_table_points_downwards_only():
+@EVERY_PACKAGE
+def test_the_table_points_downwards_only(package: str):
     lower: set[str] = set()
-    for room, allowed in MAY_IMPORT.items():
+    for room, allowed in TABLES[package].items():
         assert allowed <= lower, f"{room} may import {sorted(allowed - lower)}, whose lines do not come before it"
         lower.add(room)
 
 
-def test_rooms_import_only_what_the_table_allows():
+@EVERY_PACKAGE
+def test_rooms_import_only_what_the_table_allows(package: str):
     wrong = [
         f"{module} imports {target}"
-        for module, targets in import_graph().items()
+        for module, targets in import_graph(package).items()
         for target in sorted(targets)
-        if room_of(target) not in {room_of(module), *MAY_IMPORT.get(room_of(module), set())}
+        if room_of(target) not in {room_of(module), *TABLES[package].get(room_of(module), set())}
     ]
     assert not wrong, (
-        "imports go downwards only (see MAY_IMPORT). Move the piece that both need to a lower room, pass it as an "
+        "imports go downwards only (see TABLES). Move the piece that both need to a lower room, pass it as an "
         f"argument, or import the module instead of the package's public name: {wrong}"
     )
 
 
-def test_modules_form_no_cycle():
-    tuple(graphlib.TopologicalSorter(import_graph()).static_order())  # CycleError names the modules
+@EVERY_PACKAGE
+def test_modules_form_no_cycle(package: str):
+    tuple(graphlib.TopologicalSorter(import_graph(package)).static_order())  # CycleError names the modules
 
 
 def test_the_package_only_reexports():
@@ -127,6 +149,7 @@ def test_private_torch_names_stay_in_their_room():
     [
         (PACKAGE, OPTIONAL_PACKAGES),
         (f"{PACKAGE}.plan", OPTIONAL_PACKAGES),
+        (f"{TOOLS}.fuse.live", OPTIONAL_PACKAGES | {"fsspec"}),
     ],
 )
 def test_importing_touches_no_device_and_no_optional_package(module: str, forbidden: set[str]):
@@ -139,10 +162,10 @@ def test_importing_touches_no_device_and_no_optional_package(module: str, forbid
 # --- reading the source ----------------------------------------------------------------------------------------------
 
 
-def module_files(root: Path = ROOT) -> dict[str, Path]:
+def module_files(package: str = PACKAGE) -> dict[str, Path]:
     """Dotted module name → file, for every module of the package."""
-    files = sorted((root / PACKAGE).rglob("*.py"))
-    parts = {file: file.relative_to(root).with_suffix("").parts for file in files}
+    files = sorted((ROOT / package).rglob("*.py"))
+    parts = {file: file.relative_to(ROOT).with_suffix("").parts for file in files}
     return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
 
 
@@ -176,9 +199,9 @@ def room_of(module: str) -> str:
     return "__init__" if len(parts) == 1 else parts[1]
 
 
-def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
+def import_graph(package: str) -> dict[str, set[str]]:
     """Module → the modules of the package that it imports."""
-    files = module_files(root)
+    files = module_files(package)
     return {
         module: imported_modules(
             file.read_text(encoding="utf-8"), module, set(files), is_folder=file.name == "__init__.py"

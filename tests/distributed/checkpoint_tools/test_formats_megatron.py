@@ -1,14 +1,8 @@
-"""Megatron-FSDP: experts over another number of tensor-parallel ranks, as flat slices of a buffer.
-
-A parameter is made as Megatron-FSDP makes it (``param_and_grad_buffer.py`` of megatron-core 0.16.1): a DTensor of the
-whole shape, whose local tensor is a slice of the flat elements of its tensor-parallel rows, named by
-``megatron_fsdp_slice``; the optimizer keeps flat local tensors.
-"""
+"""Megatron-FSDP: experts over another number of tensor-parallel ranks; the optimizer keeps flat local tensors."""
 
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,27 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
+from tests.checkpoint_tools.formats import megatron_parameter
 from tests.distributed.launch import mesh, run_cases, spawn
 
 pytestmark = pytest.mark.distributed
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
-
-
-def parameter(whole: Tensor, device_mesh: DeviceMesh, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The parameter, and this rank's elements."""
-    dp, tp = device_mesh.get_coordinate()
-    rows = whole.chunk(device_mesh.size(1), 0)[tp].reshape(-1)
-    edges = [0, *(min(end, rows.numel()) for end in ends[: device_mesh.size(0) - 1]), rows.numel()]
-    local = rows[edges[dp] : edges[dp + 1]].clone()
-    param = DTensor.from_local(
-        local, device_mesh, [Shard(0), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    param.megatron_fsdp_slice = slice(edges[dp], edges[dp + 1])
-    param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim="tp")
-    return param, local
 
 
 def halves(whole: Tensor, tp: int, half: int) -> Tensor:
@@ -64,7 +44,8 @@ def run_experts(rank: int, world_size: int, folder: Path) -> None:
 
 def experts_of(folder: Path, dense: DeviceMesh, expert: DeviceMesh) -> Iterator[str]:
     wholes = {FC1: torch.arange(80.0).view(16, 5), EXPERT: 100 + torch.arange(80.0).view(16, 5)}
-    made = {key: parameter(wholes[key], on, (7, 31, 40)) for key, on in ((FC1, dense), (EXPERT, expert))}
+    meshes = {FC1: dense, EXPERT: expert}
+    made = {key: megatron_parameter(wholes[key], on, (7, 31, 40)[: on.size(0) - 1]) for key, on in meshes.items()}
     model: dict[str, Any] = {key: param for key, (param, _) in made.items()}
     downs = {key.replace("fc1", "fc2"): torch.zeros(5, 8) for key in made}
     rules, tp = preset("megatron-swiglu"), dense.size(1)
