@@ -1,12 +1,10 @@
-"""What is in a checkpoint: rows of keys, groups and files; and pictures of how tensors are tiled."""
+"""What is in a checkpoint: rows of keys, groups and files. Their tables are in test_commands.py."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console, RenderableType
 
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
@@ -15,7 +13,6 @@ from checkpoint_tools.look.inspect import (
     GroupRow,
     KeyRow,
     as_json,
-    as_tables,
     group_of,
     rank_of,
     summarize,
@@ -29,16 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(save(tmp_path_factory.mktemp("saved") / "checkpoint", STATE))
 
 
-def text_of(shown: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(shown)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_keys(checkpoint: Checkpoint) -> None:
+def test_rows_of_keys_and_totals(checkpoint: Checkpoint, tmp_path: Path) -> None:
     rows = summarize(checkpoint).keys
     assert [row.key for row in rows] == [
         "model.layers.2.weight",
@@ -53,22 +44,18 @@ def test_rows_of_keys(checkpoint: Checkpoint) -> None:
     ]
     assert rows[0] == KeyRow("model.layers.2.weight", "model", (3,), "bfloat16", 1, 6)
     assert rows[4][:5] == ("optim.param_groups.0.lr", "optim param_groups", None, None, 1)
-
-
-def test_totals_of_groups(checkpoint: Checkpoint) -> None:
-    groups = summarize(checkpoint, ["model.*", "*.exp_avg", "*.step"]).groups
-    assert groups == (
+    assert summarize(checkpoint, ["model.*", "*.exp_avg", "*.step"]).groups == (
         GroupRow("model", 2, 2, 6 + 20 * 4),
         GroupRow("optim exp_avg", 2, 2, (24 + 20) * 4),
         GroupRow("optim step", 2, 2, 2 * 4),
     )
-
-
-def test_totals_of_files(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoint", {f"x{i}": torch.zeros(4) for i in range(11)}, single_file_per_rank=False)
     files = summarize(open_checkpoint(folder), ["x1*"]).files
     assert [row.file for row in files] == ["__0_1.distcp", "__0_10.distcp"]
     assert files[0] == FileRow("__0_1.distcp", 0, 1, (folder / "__0_1.distcp").stat().st_size)
+    read = json.loads(json.dumps(as_json(summarize(checkpoint))))
+    assert read["nbytes"] == sum(row.nbytes for row in rows)
+    assert (read["keys"][1]["shape"], read["files"][0]["rank"]) == ([4, 5], 0)
 
 
 def test_groups_and_ranks() -> None:
@@ -85,26 +72,6 @@ def test_groups_and_ranks() -> None:
     ):
         assert group_of(key, path) == group
     assert [rank_of(file) for file in ("__12_3.distcp", "model.distcp", "x/__1_0.distcp")] == [12, None, None]
-
-
-def test_json_has_all_of_it(checkpoint: Checkpoint) -> None:
-    summary = summarize(checkpoint)
-    read = json.loads(json.dumps(as_json(summary)))
-    assert read["nbytes"] == sum(row.nbytes for row in summary.keys)
-    assert [entry["key"] for entry in read["keys"]] == [row.key for row in summary.keys]
-    assert read["keys"][1]["shape"] == [4, 5]
-    assert read["files"][0]["rank"] == 0
-
-
-def test_tables(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    shown = text_of(as_tables(summarize(checkpoint), files=True))
-    assert "7 tensors, 2 objects in 1 file" in shown
-    assert "optim exp_avg" in shown
-    assert "4 × 5" in shown
-    assert "__0_0.distcp" in shown
-    assert "model.layers.10.weight" not in text_of(as_tables(summarize(checkpoint), keys=False))
-    no_markup = open_checkpoint(save(tmp_path / "c", {"model.[red]x[/]": torch.zeros(1)}))
-    assert "[red]x[/]" in text_of(as_tables(summarize(no_markup)))
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------

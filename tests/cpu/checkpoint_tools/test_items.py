@@ -5,6 +5,7 @@ import io
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def without_crcs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, whose checksums say nothing: what is damaged has to be seen otherwise."""
-    with without_checksums():
-        return save(tmp_path_factory.mktemp("without") / "checkpoint", {**IN_ORDER, **OTHERWISE})
-
-
-@pytest.fixture(scope="module")
 def checkpoint(saved: Path) -> Checkpoint:
     return open_checkpoint(saved)
 
@@ -67,25 +61,21 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("key", [*IN_ORDER, *OTHERWISE])
-def test_wholes_and_regions(checkpoint: Checkpoint, key: str) -> None:
+def test_wholes_and_regions(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is in another order needs torch.load."""
+    if key in IN_ORDER:
+        monkeypatch.delattr(torch, "load")
     expected, tensor = {**IN_ORDER, **OTHERWISE}[key], checkpoint.tensors[key]
     reader = ItemReader(checkpoint)
+    layout = reader.check(chunk_of(checkpoint, key))
+    assert layout is not None
+    assert (layout.start_bytes is None) == (key in OTHERWISE)
     assert same(reader.read_chunk(chunk_of(checkpoint, key), expected.dtype), expected)
     assert same(reader.read_region(tensor, whole_of(tensor.shape)), expected)
     if expected.dim():
         for start, stop in [(0, 0), (len(expected) // 2, len(expected))]:
             region = TensorRegion((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
             assert same(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
-
-
-@pytest.mark.parametrize("key", [*IN_ORDER, *OTHERWISE])
-def test_only_other_orders_need_a_load(checkpoint: Checkpoint, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "load")
-    layout = ItemReader(checkpoint).check(chunk_of(checkpoint, key))
-    assert layout is not None
-    assert (layout.start_bytes is None) == (key in OTHERWISE)
-    if key in IN_ORDER:
-        ItemReader(checkpoint).read_chunk(chunk_of(checkpoint, key), IN_ORDER[key].dtype)
 
 
 def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> None:
@@ -98,8 +88,12 @@ def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> No
 
 
 def test_small_items_of_one_shape_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {f"{n}": torch.full((3,), n * 1.0) for n in range(5)}))
+    state: dict[str, Any] = {f"{n}": torch.full((3,), n * 1.0) for n in range(5)}
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**state, "custom": Opaque()}))
     reader = ItemReader(checkpoint)
+    reader.check(checkpoint.objects["custom"])
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+        reader.read_object(checkpoint.objects["custom"])
     reader.read_chunk(chunk_of(checkpoint, "0"), torch.float32)
     monkeypatch.delattr("checkpoint_tools.stored.items.Archive")
     assert same(reader.read_chunk(chunk_of(checkpoint, "4"), torch.float32), torch.full((3,), 4.0))
@@ -134,19 +128,6 @@ def test_what_torch_saved_by_itself(tmp_path: Path, tensor: Tensor, way: str) ->
     assert same(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
 
 
-# Objects -------------------------------------------------------------------------------------------------------------
-
-
-def test_objects(tmp_path: Path) -> None:
-    plain = {"lr": 0.1, "betas": (0.9, 0.99), "name": "x", "none": None}
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**plain, "custom": Opaque()}))
-    reader = ItemReader(checkpoint)
-    assert {key: reader.read_object(checkpoint.objects[key]) for key in plain} == plain
-    reader.check(checkpoint.objects["custom"])
-    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
-        reader.read_object(checkpoint.objects["custom"])
-
-
 # Damaged -------------------------------------------------------------------------------------------------------------
 
 
@@ -173,8 +154,7 @@ def test_what_is_overwritten(
     saved: Path, checkpoint: Checkpoint, tmp_path: Path, at: int, content: bytes, match: str
 ) -> None:
     chunk = chunk_of(checkpoint, "float32")
-    begin = chunk.offset_bytes + (at % chunk.length_bytes)
-    refused(damaged(saved, tmp_path, begin, content), chunk, match)
+    refused(damaged(saved, tmp_path, chunk.offset_bytes + (at % chunk.length_bytes), content), chunk, match)
 
 
 @pytest.mark.parametrize(
@@ -186,34 +166,23 @@ def test_what_is_overwritten(
     ids=["no pickle", "another size"],
 )
 def test_a_pickle_that_is_overwritten(
-    without_crcs: Path,
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    key: str,
-    after: bytes,
-    old: bytes,
-    new: bytes,
-    match: str,
+    checkpoint: Checkpoint, tmp_path: Path, key: str, after: bytes, old: bytes, new: bytes, match: str
 ) -> None:
+    """Where checksums say nothing."""
+    with without_checksums():
+        saved = save(tmp_path / "checkpoint", {**IN_ORDER, **OTHERWISE})
     chunk = chunk_of(checkpoint, key)
-    content = (without_crcs / "__0_0.distcp").read_bytes()
+    content = (saved / "__0_0.distcp").read_bytes()
     at = content.index(old, content.index(after, chunk.offset_bytes))
-    refused(damaged(without_crcs, tmp_path, at, new), chunk, match)
+    refused(damaged(saved, tmp_path, at, new), chunk, match)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, -1), (-1, 0), (100, 0), (0, -100)])
-def test_another_byte_range(checkpoint: Checkpoint, begin: int, end: int) -> None:
+def test_another_byte_range_and_shape(checkpoint: Checkpoint) -> None:
     chunk = chunk_of(checkpoint, "float32")
-    offset, length = chunk.offset_bytes + begin, chunk.length_bytes - begin + end
-    refused(
-        checkpoint,
-        chunk._replace(offset_bytes=offset, length_bytes=length),
-        "not what torch.save writes|cannot be read",
-    )
-
-
-def test_another_shape(checkpoint: Checkpoint) -> None:
-    chunk = chunk_of(checkpoint, "float32")
+    for begin, end in ((0, -1), (-1, 0), (100, 0), (0, -100)):
+        offset, length = chunk.offset_bytes + begin, chunk.length_bytes - begin + end
+        other = chunk._replace(offset_bytes=offset, length_bytes=length)
+        refused(checkpoint, other, "not what torch.save writes|cannot be read")
     refused(checkpoint, chunk._replace(sizes=(5, 7)), r"shape \(7, 5\) where one of \(5, 7\)")
 
 

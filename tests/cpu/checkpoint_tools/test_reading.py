@@ -35,7 +35,9 @@ def refused(folder: Path | str, *matches: str) -> None:
 
 
 def test_the_same_as_torch_reads(saved: Path) -> None:
-    checkpoint = open_checkpoint(saved)
+    checkpoint, remote = open_checkpoint(saved), open_checkpoint(f"file://{saved}")
+    assert (checkpoint.tensors, checkpoint.objects) == (remote.tensors, remote.objects)
+    assert checkpoint.folder.files() == remote.folder.files()
     metadata = dcp.FileSystemReader(saved).read_metadata()
     for key, tensor in checkpoint.tensors.items():
         entry: Any = metadata.state_dict_metadata[key]
@@ -63,12 +65,6 @@ def test_the_same_as_torch_reads(saved: Path) -> None:
     assert keys.index("model.layers.2.weight") < keys.index(WEIGHT)  # in natural order
 
 
-def test_by_url_as_by_path(saved: Path) -> None:
-    local, remote = open_checkpoint(saved), open_checkpoint(f"file://{saved}")
-    assert (local.tensors, local.objects) == (remote.tensors, remote.objects)
-    assert local.folder.files() == remote.folder.files()
-
-
 # As others wrote it --------------------------------------------------------------------------------------------------
 
 
@@ -82,25 +78,23 @@ class _AsGetattr:
         return getattr, (type(self.value), self.value.name)
 
 
-def test_metadata_of_another_python(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["getattr", "attributes"])
+def test_metadata_of_another_python_and_torch(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     state = TensorProperties.__getstate__
-    monkeypatch.setattr(
-        TensorProperties,
-        "__getstate__",
-        lambda self: tuple(_AsGetattr(value) if hasattr(value, "_name_") else value for value in state(self)),
-    )
-    shutil.copytree(saved, tmp_path / "copy")
-    edit_metadata(tmp_path / "copy", lambda metadata: None)
-    assert b"getattr" in (tmp_path / "copy" / ".metadata").read_bytes()
-    assert open_checkpoint(tmp_path / "copy").tensors == open_checkpoint(saved).tensors
 
+    def enums_as_getattr(self: TensorProperties) -> Any:
+        return tuple(_AsGetattr(value) if hasattr(value, "_name_") else value for value in state(self))
 
-def test_properties_as_attributes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: {"dtype": self.dtype, "pin_memory": False})
-    shutil.copytree(saved, tmp_path / "copy")
-    content = pickle.loads((saved / ".metadata").read_bytes())
-    (tmp_path / "copy" / ".metadata").write_bytes(pickle.dumps(content))
-    assert open_checkpoint(tmp_path / "copy").tensors == open_checkpoint(saved).tensors
+    def attributes(self: TensorProperties) -> Any:
+        return {"dtype": self.dtype, "pin_memory": False}
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", enums_as_getattr if how == "getattr" else attributes)
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (folder / ".metadata").write_bytes(pickle.dumps(pickle.loads((saved / ".metadata").read_bytes())))
+    assert (b"getattr" in (folder / ".metadata").read_bytes()) == (how == "getattr")
+    assert open_checkpoint(folder).tensors == open_checkpoint(saved).tensors
 
 
 def copied(saved: Path, tmp_path: Path, edit: Any) -> Path:
@@ -157,13 +151,13 @@ def test_something_else(tmp_path: Path, content: bytes, match: str) -> None:
     refused(tmp_path, "cannot be read as the metadata of a checkpoint", match)
 
 
-@pytest.mark.parametrize("value", ["3", -1, None, 2.5])
-def test_sizes_that_are_none(saved: Path, tmp_path: Path, value: Any) -> None:
-    folder = copied(saved, tmp_path, lambda metadata: setattr(chunks_in(metadata, WEIGHT)[0], "sizes", (value, 5)))
-    refused(folder, f"a size or an offset is {value!r}")
-
-
 def test_contradictions_are_listed(saved: Path, tmp_path: Path) -> None:
+    for value in ("3", -1, None, 2.5):
+        wrong = copied(
+            saved, tmp_path, lambda found, value=value: setattr(chunks_in(found, WEIGHT)[0], "sizes", (value, 5))
+        )
+        refused(wrong, f"a size or an offset is {value!r}")
+
     def edit(metadata: Any) -> None:
         storage = metadata.storage_data
         chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([1, 5])))
