@@ -17,16 +17,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.regions import Comb, Index, Shape, TensorRegion, stretches, whole_of
+from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
 from ..core.tables import Table
 from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
-from ..fuse.names import Owners, StateName, sorted_out
+from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, Fusion
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files, plan_rewrite
+from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files
 from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
-from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, Path, StoredTensor
 from ..stored.safetensors_folder import (
     INDEX_SUFFIX,
@@ -100,9 +99,6 @@ class Conversion(NamedTuple):
         """Describe in a line which files are written."""
         new = self.rewrite
         size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
-        flat = new.exchange.fusions
-        if flat:
-            return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
         prefix = f"; keys of the model begin with {self.key_prefix!r} in DCP" if self.key_prefix else ""
         return f"{counted(len(new.tensors), 'tensor')} as {self.to}, {size}{prefix}"
 
@@ -113,7 +109,6 @@ class Conversion(NamedTuple):
             "keys": len(self.rewrite.tensors) + len(self.rewrite.objects),
             "files": self.rewrite.file_bytes(),
             "nbytes": self.rewrite.nbytes,
-            "flat": [fusion.fused for fusion in self.rewrite.exchange.fusions],
         }
 
     def as_table(self) -> Table:
@@ -349,63 +344,3 @@ class _ConversionBuilder:
 
     def rewrite(self, paths: Mapping[str, Path], objects: tuple[str, ...]) -> Rewrite:
         return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
-
-
-def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, threads: int = 4) -> Conversion:
-    """Plan a checkpoint of DCP in which flat optimizer state has its parameter's shape.
-
-    Args:
-        source: the checkpoint with the state.
-        shapes_from: the one with the model, if that is another.
-        excluded: patterns of keys that stay as they are.
-        threads: how many files are read at the same time.
-    """
-    if is_safetensors(source):
-        raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    model = checkpoint if shapes_from is None else open_checkpoint(shapes_from)
-    names = sorted_out([*model.tensors, *model.objects], model.paths)
-    shapes = {key: model.tensors[key].shape for key in names.others if key in model.tensors}
-    if not shapes:
-        raise CheckpointError(
-            f"{model.path} has no model, whose shapes are needed; give --shapes-from a checkpoint that has it"
-        )
-    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
-    owners = Owners(shapes)
-    fusions = []
-    for name in sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths).states:
-        if name.is_state and name.key in checkpoint.tensors and not is_excluded(name.key, excluded):
-            tensor = checkpoint.tensors[name.key]
-            shape = _shape_of(name, tensor.shape, owners, shapes)
-            if shape != tensor.shape:
-                parts = (name.key,)
-                fusions.append(Fusion(name.key, parts, shape, tensor.dtype, 0, (_whole(shape),), is_flat=True))
-    if not fusions:
-        raise CheckpointError(f"{checkpoint.path} has no flat state: all is of its parameters' shapes, or excluded")
-    new = plan_rewrite(checkpoint, _NO_EXCHANGE._replace(fusions=tuple(fusions)))
-    return Conversion(checkpoint, "dcp", new, tuple(rewrite.notes_on(checkpoint, sidecars)), sidecars.files)
-
-
-def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape that an entry of state gets."""
-    if len(shape) != 1:
-        return shape
-    try:
-        owner = owners.of(name.fqn, lambda one, other: shapes[one] == shapes[other])
-    except ValueError as error:
-        raise CheckpointError(
-            f"{name.key} may belong to several tensors of the model, which have different shapes; give --shapes-from a "
-            "checkpoint of that model alone, or leave it as it is with --exclude"
-        ) from error
-    if owner is None:
-        raise CheckpointError(
-            f"{name.key} has one dimension, and no tensor of the model is called {name.fqn}; give --shapes-from a "
-            "checkpoint that has it, or leave it as it is with --exclude"
-        )
-    wanted = shapes[owner.key]
-    if math.prod(wanted) != shape[0]:
-        raise CheckpointError(
-            f"{name.key} has {shape[0]:,} elements, and {owner.key} has shape {wanted}, {math.prod(wanted):,} "
-            "elements; leave it as it is with --exclude, if it is not flat"
-        )
-    return wanted

@@ -39,7 +39,7 @@ from tests.checkpoint_tools.checkpoints import (
     save_on_two_ranks,
 )
 from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, RULES, UP, assert_same, rewritten, rule, tiled
+from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, RULES, UP, assert_same, rewritten, rule
 from tests.checkpoint_tools.offline import STATE as FUSED_STATE
 
 Run = subprocess.CompletedProcess[str]
@@ -194,14 +194,6 @@ def test_inspect_and_verify_what_hugging_face_has(tmp_path: Path) -> None:
     assert "a.weight: 1 of 2 values are not finite" in checked
 
 
-def test_flat_to_nd(tmp_path: Path) -> None:
-    flat = tiled(torch.arange(12.0), [((0,), (5,)), ((5,), (7,))])
-    state = {"model": {"a": torch.ones(3, 4)}, "optim": {"state": {"a": {"exp_avg": flat}}}}
-    command = ("convert", save(tmp_path / "source", state), tmp_path / "made", "--flat-to-nd")
-    assert json.loads(shown(*command, "--dry-run", "--json"))["flat"] == ["optim.state.a.exp_avg"]
-    assert "1 flat state tensor given the shape of the parameter" in shown(*command)
-
-
 # Errors --------------------------------------------------------------------------------------------------------------
 
 ERRORS = """
@@ -260,16 +252,6 @@ convert @complex @new                         | model.a is complex128, which saf
 convert @named @new                           | would be named '__metadata__'
 convert @only @new --what model               | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
-convert @only @new --flat-to-nd               | has no model, whose shapes are needed
-convert @flat @new --flat-to-nd               | optim.state.a.exp_avg has 6 elements, and model.a has shape (2, 2)
-convert @other @new --flat-to-nd              | no tensor of the model is called a; give --shapes-from
-convert @two @new --flat-to-nd                | may belong to several tensors of the model
-convert @saved @new --flat-to-nd              | has no flat state
-convert @made @new --flat-to-nd               | --flat-to-nd is for checkpoints of DCP
-convert @flat @new --flat-to-nd --exclude x   | --exclude that matches nothing: x.
-convert @saved @new --flat-to-nd --to safetensors         | convert that to safetensors afterwards
-convert @saved @new --flat-to-nd --what model             | takes neither --what nor --key-prefix
-convert @saved @new --shapes-from @saved      | --shapes-from is for --flat-to-nd
 convert @saved @new --to dcp                  | is a checkpoint of DCP already
 convert @made @new --to safetensors           | is safetensors already
 convert @saved @new --to gguf                 | --to is safetensors or dcp
@@ -305,9 +287,6 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "object": {"model": {"a": one}, "thing": Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
         "only": moment,
-        "flat": {"model": {"a": torch.ones(2, 2)}, **moment},
-        "other": {"model": {"b": torch.ones(2, 3)}, **moment},
-        "two": {"model": {"x.a": torch.ones(2, 3), "y.a": torch.ones(3, 2)}, **moment},
     }
     for name, state in states.items():
         save(tmp_path / name, state)

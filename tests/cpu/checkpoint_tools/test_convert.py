@@ -1,7 +1,5 @@
 """Between formats: DCP, safetensors and files of torch.save, with the same bits, keys, paths and objects."""
 
-import itertools
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.stored.safetensors_folder import DTYPES
@@ -176,67 +173,6 @@ def test_the_models_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     back = converted(tmp_path / "made", tmp_path / "back", dtype=torch.float32, max_memory_bytes=1 << 18)
     assert same_bits(values_of(back)["model.a"], ODD.to(dtype).float())
     check_zip_files(back)
-
-
-# Flat optimizer state becomes state of its parameters' shapes ---------------------------------------------------------
-
-NAME = "module.decoder.weight"
-
-
-def flat(whole: torch.Tensor, bounds: list[int]) -> Any:
-    ranges = itertools.pairwise([0, *sorted(bounds), whole.numel()])
-    return tiled(whole.reshape(-1), [((begin,), (end - begin,)) for begin, end in ranges if begin < end])
-
-
-@SETTINGS
-@given(data=st.data())
-def test_any_ranges_of_any_shape(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    tmp_path = tmp_path_factory.mktemp("case")
-    shape = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple))
-    bounds = data.draw(st.lists(st.integers(0, math.prod(shape)), max_size=4))
-    moment = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
-    states = {NAME: {"exp_avg": flat(moment, bounds), "whole": moment, "step": torch.tensor(2.0)}}
-    state = {"model": {NAME: torch.zeros(shape)}, "optim": {"state": states, "param_groups": [{"lr": 0.5}]}}
-    source = save(tmp_path / "source", state, thread_count=data.draw(st.integers(1, 2)))
-    made = converted(source, tmp_path / "made", flat=True, max_memory_bytes=data.draw(st.sampled_from([128, 400])))
-    check_zip_files(made)
-    values = values_of(made)
-    assert same_bits(values[f"optim.state.{NAME}.exp_avg"], moment)
-    assert same_bits(values[f"optim.state.{NAME}.whole"], moment)
-    assert values["optim.param_groups.0.lr"] == 0.5
-    assert made.paths[f"optim.state.{NAME}.exp_avg"] == ("optim", "state", NAME, "exp_avg")
-
-
-def test_a_parameter_without_dimensions_and_one_without_elements(tmp_path: Path) -> None:
-    shapes: dict[str, tuple[int, ...]] = {"scale": (), "none": (0, 3), "bias": (4,), "row": (1, 4)}
-    model = {name: torch.ones(shape) for name, shape in shapes.items()}
-    states = {name: {"exp_avg": torch.arange(float(value.numel()))} for name, value in model.items()}
-    source = save(tmp_path / "source", {"model": model, "optim": {"state": states}})
-    made = converted(source, tmp_path / "made", flat=True)
-    values = values_of(made)
-    for name, shape in shapes.items():
-        assert same_bits(values[f"optim.state.{name}.exp_avg"], states[name]["exp_avg"].reshape(shape))
-
-
-def test_shapes_from_another_checkpoint_with_other_prefixes(tmp_path: Path) -> None:
-    moment = torch.arange(12.0)
-    source = save(tmp_path / "source", {"optimizer": {"state": {f"module.module.{NAME}": {"exp_avg": moment}}}})
-    model = save(tmp_path / "model", {"model": {NAME: torch.zeros(3, 4)}})
-    with pytest.raises(CheckpointError, match="has no model, whose shapes are needed; give --shapes-from"):
-        converted(source, tmp_path / "made", flat=True)
-    key = f"optimizer.state.module.module.{NAME}.exp_avg"
-    converted(model, tmp_path / "safetensors")
-    for number, other in enumerate((model, tmp_path / "safetensors")):
-        made = converted(source, tmp_path / f"made-{number}", flat=True, shapes_from=other)
-        assert torch.equal(values_of(made)[key], moment.view(3, 4))
-
-
-def test_state_that_is_excluded_stays_flat(tmp_path: Path) -> None:
-    states = {"a": {"exp_avg": torch.arange(12.0), "row": torch.ones(3)}}
-    source = save(tmp_path / "source", {"model": {"a": torch.ones(3, 4)}, "optim": {"state": states}})
-    left = converted(source, tmp_path / "made", flat=True, excluded=("*.row",))
-    assert left.tensors["optim.state.a.row"].shape == (3,)
-    assert left.tensors["optim.state.a.exp_avg"].shape == (3, 4)
 
 
 # Files of torch.save: everything, nested as it was --------------------------------------------------------------------
