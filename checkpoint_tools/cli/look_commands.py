@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.text import counted, human_bytes, human_shape, idle_patterns, matches
+from ..core.text import counted, human_bytes, human_shape, idle_patterns, is_excluded
 from .common import (
     Folder,
     Json,
@@ -157,7 +157,7 @@ def compare_checkpoints(
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
         raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
-    keys = [key for key in all_keys if matches(key, patterns or ())]
+    keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
         differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
     if as_json:

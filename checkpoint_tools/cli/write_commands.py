@@ -130,7 +130,7 @@ def _rewrite(
     check_used(request, planned.exchange)
     notes = [*completed.notes, *rewrite.notes_on(checkpoint, sidecars)]
     if dry_run:
-        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned, way)
+        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned)
         say_plan(shown, notes, rewrite.headline(planned, way))
         return
     if not completed.is_known:

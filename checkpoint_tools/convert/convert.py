@@ -31,18 +31,17 @@ from ..stored.safetensors_folder import (
     INDEX_SUFFIX,
     METADATA_KEY,
     MODEL,
+    NAMES,
     OBJECTS_FILE,
     OBJECTS_FORMAT,
     OPTIMIZER,
     SUFFIX,
     FileTensor,
     Folders,
-    has_dtype,
-    header_of,
-    in_file_order,
     is_safetensors,
     open_safetensors,
     path_of,
+    with_header,
 )
 from ..stored.storage import CASTABLE
 
@@ -212,7 +211,7 @@ def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
 def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
     for key, name in names.items():
         tensor = checkpoint.tensors[key]
-        if not has_dtype(tensor.dtype):
+        if tensor.dtype not in NAMES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{key} is {dtype}, which safetensors do not have; {_LEAVE_OUT}")
         if tensor.dtype.itemsize == 1 and "float4" in str(tensor.dtype) and not tensor.shape:
@@ -301,10 +300,9 @@ class _ConversionBuilder:
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
             by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
-            placed = in_file_order(
+            self._heads[file], placed = with_header(
                 FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
             )
-            self._heads[file] = header_of(placed)
             tensors = [by_name[entry.key] for entry in placed]
             self._files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
             weight_map.update(dict.fromkeys(by_name, file))

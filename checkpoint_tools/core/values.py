@@ -46,9 +46,7 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
         differs = differs.view(len(part_a), -1).any(dim=1) if a.itemsize == 16 else differs
         part_a, part_b = part_a[differs], part_b[differs]
         gaps = _gaps(part_a, part_b)
-        apart = (
-            ~_is_close(part_a, part_b, gaps, rtol, atol) if rtol or atol else torch.ones(len(part_a), dtype=torch.bool)
-        )
+        apart = ~_is_close(part_a, part_b, gaps, rtol, atol) if rtol or atol else torch.ones_like(differs[differs])
         largest = float(gaps[apart].max()) if gaps is not None and bool(apart.any()) else None
         total = total.plus(Comparison(int(apart.sum()), 0, largest))
     return total
@@ -112,15 +110,8 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
     """Tell whether two objects are the same: their types, and the bits of their numbers and tensors.
 
     So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
-    keys of dicts, whose order is of no account, and in sets.
-
-    Args:
-        a: one of them.
-        b: the other.
-        seen: pairs of containers inside, each of which is looked into once, however often it is contained.
-
-    Raises:
-        RecursionError: they are nested too deeply.
+    keys of dicts, whose order is of no account, and in sets. ``seen``: pairs of containers inside, each of which is
+    looked into once. RecursionError, if they are nested too deeply.
     """
     seen = {} if seen is None else seen
     if type(a) is not type(b):

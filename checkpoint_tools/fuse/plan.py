@@ -28,17 +28,10 @@ from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothin
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which either it or they are stored.
+    """One fused tensor and its parts, of which either it or they are stored; ``shape`` is that of the fused one.
 
-    Attributes:
-        fused: its key.
-        parts: their keys, in the order in which they lie in the fused tensor.
-        shape: of the fused tensor.
-        dtype: of all.
-        dim: the fused dimension, not negative.
-        combs: where each part lies along it.
-        is_flat: it is stored as one dimension of all of its elements.
-        owner: the key of the model's tensor whose state it is, or its own key in the model; ``None`` without a model.
+    ``is_flat``: it is stored as one dimension of all of its elements. ``owner``: the key of the model's tensor whose
+    state it is, or its own key in the model; ``None`` without a model.
     """
 
     fused: str
@@ -66,7 +59,6 @@ class Exchange(NamedTuple):
         parameters: how many of the fusions are tensors of a model.
         matched: the fused tensors by the names that the rules match: of the model, or of state without one.
         listed: what param groups list instead of an FQN.
-        owners: the model's tensor to which the state of an FQN belongs.
     """
 
     fusions: tuple[Fusion, ...]
@@ -85,15 +77,7 @@ Layout = tuple[Shape, int, tuple[Comb, ...]]
 
 @dataclass
 class Source:
-    """Sources of a plan: values under flat keys.
-
-    Attributes:
-        names: the keys, sorted by what they are.
-        tensors: key → anything with a shape and a dtype.
-        paths: key → its path in the nested state dict, if known.
-        groups: the contents of the param groups.
-        values: of the model's config, which the rules name.
-    """
+    """Sources of a plan: values under flat keys. ``tensors`` have a shape and a dtype; ``values`` are of the config."""
 
     names: Names
     tensors: Mapping[str, Any]
@@ -172,18 +156,10 @@ def plan_exchange(
 ) -> Exchange:
     """Plan the exchange of fused tensors for their parts, or of parts for fused tensors.
 
-    Args:
-        way: ``"split"``, or its inverse ``"merge"``.
-        source: the keys, and what is known of their values.
-        rules: those that are not optional have to match something.
-        excluded: patterns of keys that stay.
-        wanted: which of the matches are exchanged.
+    Rules that are not optional have to match something; ``excluded`` are patterns of keys that stay.
     """
     planner = _Planner(way, source, rules, excluded, wanted)
-    if way == "split":
-        planner.split()
-    else:
-        planner.merge()
+    (planner.split if way == "split" else planner.merge)()
     planner.draft.check_new_keys()
     return planner.exchange()
 
@@ -413,7 +389,7 @@ class _Planner:
                 )
 
     def _check_options(self) -> None:
-        """Check that the parts of one tensor are in param groups with the same options."""
+        """Check that the parts of one tensor, which has one of each, are in param groups with the same options."""
         options: dict[Fqn, Mapping[str, Any]] = {}
         for name, content in self.source.groups.items():
             for group in groups_in(content, name):
@@ -421,10 +397,22 @@ class _Planner:
                 if name.is_list:  # the options are under keys of their own; groups are taken to differ
                     entries = {"listed in": name.key}
                 options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
-        for fused, (optimizer, parts) in {
-            (optimizer, role.fused): (optimizer, role.parts) for (optimizer, _), role in self.of_state.items()
-        }.items():
-            _check_same_options(fused[1], {part: options.get((optimizer, part)) for part in parts})
+        roles = {(optimizer, role.fused): role.parts for (optimizer, _), role in self.of_state.items()}
+        for (optimizer, fused), parts in roles.items():
+            known = {part: options[optimizer, part] for part in parts if (optimizer, part) in options}
+            missing = [part for part in parts if part not in known]
+            if known and missing:
+                raise ValueError(
+                    f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it"
+                )
+            first: Mapping[str, Any] = known.get(parts[0], {})
+            for part, own in known.items():
+                if first.keys() != own.keys() or not all(_equal(first[name], own[name]) for name in first):
+                    shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, own)]
+                    raise ValueError(
+                        f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
+                        f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
+                    )
 
     def exchange(self) -> Exchange:
         alone = (role for role in self.of_state.values() if role.owner is None)
@@ -456,26 +444,6 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
     groups = content if isinstance(content, list | tuple) else [content]
     return [group for group in groups if isinstance(group, dict)]
-
-
-def _check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Check that parts may become one parameter, which has one learning rate and one weight decay.
-
-    ``options``: the entries of the param group that lists each part; ``None`` where none does.
-    """
-    known = {part: entries for part, entries in options.items() if entries is not None}
-    if known and len(known) < len(options):
-        missing = [part for part in options if part not in known]
-        raise ValueError(f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it")
-    parts = list(known)
-    for part in parts[1:]:
-        first, entries = known[parts[0]], known[part]
-        if first.keys() != entries.keys() or not all(_equal(first[name], entries[name]) for name in first):
-            shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, entries)]
-            raise ValueError(
-                f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
-                f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
-            )
 
 
 def _equal(one: Any, other: Any) -> bool:

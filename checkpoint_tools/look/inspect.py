@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 
 from ..core.tables import Table, shown
-from ..core.text import counted, human_bytes, human_shape, matches, natural_order
+from ..core.text import counted, human_bytes, human_shape, is_excluded, natural_order
 from ..fuse.names import KINDS
 from ..stored.reading import Checkpoint, StoredTensor
 
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
     """Rows for the keys that match any of ``patterns`` (as in a shell: ``*.weight``); for all keys without any."""
-    selected = {key for key in [*checkpoint.tensors, *checkpoint.objects] if matches(key, patterns)}
+    selected = {key for key in [*checkpoint.tensors, *checkpoint.objects] if not patterns or is_excluded(key, patterns)}
     keys = tuple(row for row in _key_rows(checkpoint) if row.key in selected)
     return Summary(
         path=checkpoint.path,
