@@ -55,14 +55,9 @@ _NO_EXCHANGE = Exchange((), {}, {}, {}, 0)
 
 
 class Wanted(NamedTuple):
-    """Selection of what is converted, and its options.
+    """Selection of what is converted, and its options: files are about so large, the model's floats get the dtype.
 
-    Attributes:
-        what: the model, everything else, or all.
-        key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
-        excluded: patterns of keys that are left out.
-        shard_bytes: about how large the new files are.
-        dtype: of the model's floating-point tensors, if they get another one.
+    ``key_prefix`` is of the model's keys in the checkpoint; ``None``, to find out.
     """
 
     what: What = "all"
@@ -73,16 +68,9 @@ class Wanted(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """A conversion, planned and not yet written.
+    """A conversion of a checkpoint that is whole, planned and not yet written.
 
-    Attributes:
-        checkpoint: the source, found whole.
-        to: the format that it gets.
-        rewrite: files with data.
-        notes: for the user.
-        sidecars: files beside the data, which are copied.
-        beside: new files without data.
-        key_prefix: that the model's keys have in DCP, and not in safetensors.
+    ``sidecars`` are copied, and ``beside`` are new files without data. The model's keys have the prefix in DCP alone.
     """
 
     checkpoint: Checkpoint
@@ -142,14 +130,23 @@ def _to_safetensors(checkpoint: Checkpoint, sidecars: Sidecars, wanted: Wanted) 
     last_files: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
-        _check_tensors(checkpoint, names)
+        for key, name in names.items():
+            dtype, wrong = checkpoint.tensors[key].dtype, ""
+            if dtype not in NAMES:
+                wrong = f"is {str(dtype).removeprefix('torch.')}, which safetensors do not have"
+            elif "float4" in str(dtype) and not checkpoint.tensors[key].shape:
+                wrong = "is a float4 without dimensions, which safetensors do not have"
+            elif name in (METADATA_KEY, ""):
+                wrong = f"would be named {name!r}, which safetensors do not allow"
+            if wrong:
+                raise CheckpointError(f"{key} {wrong}; {_LEAVE_OUT}")
         weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
         if weight_map:
             nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
-    if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
+    if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
     notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
     new = builder.rewrite({}, ())
@@ -173,30 +170,25 @@ class _Parts:
                 "with the command inspect, and give --key-prefix"
             )
         self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
-        self.others, self.objects = [], []
         left = [key for key in keys if key not in model]
-        if wanted.what == "model":
-            self._leave(checkpoint, left)
-            return
         self.others = [key for key in left if key in checkpoint.tensors]
         self.objects = [key for key in left if key in checkpoint.objects]
-        if not (self.model or self.others or self.objects):
+        if wanted.what == "model":
+            for key in self.objects:
+                if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
+                    raise CheckpointError(
+                        f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}"
+                    )
+            if left:
+                self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
+            self.others, self.objects = [], []
+        elif not (self.model or self.others or self.objects):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted")
-        if wanted.what == "optimizer" and not (self.others or self.objects):
+        elif wanted.what == "optimizer" and not (self.others or self.objects):
             raise CheckpointError(f"{checkpoint.path} has nothing but a model")
-
-    def odd_paths(self, checkpoint: Checkpoint) -> set[str]:
-        """Tensors of the model that were nested in a way that their keys do not tell."""
-        known = checkpoint.paths
-        return {key for key in self.model if known.get(key, (key,)) != path_of(key, self.prefix)}
-
-    def _leave(self, checkpoint: Checkpoint, keys: Sequence[str]) -> None:
-        for key in keys:
-            is_models = bool(self.prefix) and key.startswith(self.prefix)
-            if key in checkpoint.objects and (is_models or "_extra_state" in key):
-                raise CheckpointError(f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}")
-        if keys:
-            self.notes.append(f"{counted(len(keys), 'key')} not of the model, left out")
+        # Tensors of the model that were nested in a way that their keys do not tell.
+        paths = checkpoint.paths
+        self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
@@ -206,18 +198,6 @@ def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
     if paths:
         return _DEFAULT_PREFIX if any(len(path) > 1 and path[0] == MODEL for path in paths) else ""
     return _DEFAULT_PREFIX if inside and len(inside) == len(keys) else ""
-
-
-def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
-    for key, name in names.items():
-        tensor = checkpoint.tensors[key]
-        if tensor.dtype not in NAMES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{key} is {dtype}, which safetensors do not have; {_LEAVE_OUT}")
-        if tensor.dtype.itemsize == 1 and "float4" in str(tensor.dtype) and not tensor.shape:
-            raise CheckpointError(f"{key} is a float4 without dimensions, which safetensors do not have; {_LEAVE_OUT}")
-        if name in (METADATA_KEY, ""):
-            raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
@@ -235,7 +215,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
         stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     listed = {*parts.others, *parts.objects}
-    kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
+    kept = sorted(listed & known.keys() | parts.odd, key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
     head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
     return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
@@ -264,11 +244,6 @@ def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     new = builder.rewrite({key: checkpoint.paths[key] for key in keys}, objects)
     notes = tuple(rewrite.notes_on(checkpoint, sidecars))
     return Conversion(checkpoint, "dcp", new, notes, sidecars.files, key_prefix=folders.key_prefix)
-
-
-def _whole(shape: Sequence[int]) -> Comb:
-    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
-    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
 
 
 class _ConversionBuilder:
@@ -310,32 +285,24 @@ class _ConversionBuilder:
 
     def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
         """Chunks as they are stored, and rows of those that are larger than a file may be."""
-        tensors = (tensor for key in keys if (tensor := self._checkpoint.tensors.get(key)) is not None)
-        pieces = [
-            piece
-            for tensor in tensors
-            for chunk in tensor.chunks
-            for piece in self._pieces(
-                tensor,
-                stretches(
-                    TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
-                ),
-            )
-        ]
+        pieces: list[Piece] = []
+        for tensor in (self._checkpoint.tensors[key] for key in keys if key in self._checkpoint.tensors):
+            numel = max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            for chunk in tensor.chunks:
+                pieces += self._pieces(tensor, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
         for number, shard in enumerate(in_files(pieces, shard_bytes)):
             self._files[f"__{number}_0.distcp"] = shard
-        for key in keys:
-            if key in self._checkpoint.objects:
-                content = self._checkpoint.objects[key].content
-                assert content is not None
-                file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
-                piece = Piece(key, None, len(content), given(content))
-                self._files.setdefault(file, []).append(piece)
+        file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
+        for key in (key for key in keys if key in self._checkpoint.objects):
+            content = self._checkpoint.objects[key].content
+            assert content is not None
+            self._files.setdefault(file, []).append(Piece(key, None, len(content), given(content)))
 
     def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
-        dtype = self.dtype_of(tensor)
-        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, dtype)
-        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (_whole(tensor.shape),))
+        dtype, shape = self.dtype_of(tensor), tensor.shape
+        self._tensors[tensor.key] = NewTensor(tensor.key, shape, dtype)
+        whole = Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)  # its own only part
+        fusion = Fusion(tensor.key, (tensor.key,), shape, tensor.dtype, 0, (whole,))
         sources = (Index(tensor.chunks),)
         for region in regions:
             yield from gathered(fusion, region, sources, dtype)
