@@ -35,11 +35,7 @@ _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
 
 
 def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, list[str]]:
-    """Write a checkpoint with everything in a file.
-
-    Returns:
-        How many values there are at its top, and what a person should know.
-    """
+    """Write a checkpoint with everything in a file; return how many values are at its top, and notes."""
     has_crcs = _check(source)
     state = _loaded(source)
     _check_values(source, state, max_memory_bytes)

@@ -172,8 +172,9 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
             draft.copy(state, [new])
     groups = read_groups(checkpoint, names.groups)
     for name, content in groups.items():
-        if listed(content, name):
-            objects[name.key] = relisted(content, name, lambda fqn: [new for new in [new_name(str(fqn))] if new])
+        fqns = {str(fqn): new_name(str(fqn)) for fqn in listed(content, name)}
+        if fqns:
+            objects[name.key] = relisted(content, name, {fqn: (new,) if new else () for fqn, new in fqns.items()})
     if unknown:
         more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(

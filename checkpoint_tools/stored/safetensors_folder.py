@@ -373,11 +373,9 @@ class _Opening:
 
 
 def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
-    """Note what the per-rank files of torch leave open.
+    """Note what the per-rank files of torch leave open: each has the offsets of its parts, and nothing of the whole.
 
-    Each has the offsets of its parts, and nothing about the whole: neither shapes, nor how many ranks there were. The
-    last rank's file is missing, or the tensors ended there: both look the same. A rank without anything to write has no
-    file, and the files that a mapping names (``-of-00004``) may be those of keys that were not saved.
+    A rank without anything to write has no file, and those that a mapping names (``-of-00004``) may be of other keys.
     """
     yield (
         "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "
