@@ -294,13 +294,15 @@ def rename_weights(
     begin = time.monotonic()
     memory_bytes = parse_memory(max_memory, threads, 4)
     numbers = parse_values(values)
-    from ..convert.translate import Translation, translate
+    from ..convert.translate import translate
 
-    asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
     keys, notes = translate(
         source,
         destination,
-        asked,
+        family,
+        (from_framework, to_framework),
+        numbers,
+        excluded or [],
         threads=threads,
         max_memory_bytes=memory_bytes,
         progress=write_progress,

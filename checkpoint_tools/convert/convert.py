@@ -23,7 +23,7 @@ from ..core.text import check_excluded, counted, human_bytes, is_excluded, natur
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, Fusion
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files
+from ..rewrite.rewrite_plan import Piece, Rewrite, gathered, given, in_files
 from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
 from ..stored.reading import Checkpoint, Path, StoredTensor
@@ -255,7 +255,7 @@ class _ConversionBuilder:
         self._dtype = dtype
         self._files: dict[str, list[Piece]] = {}
         self._heads: dict[str, bytes] = {}
-        self._tensors: dict[str, NewTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
 
     def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
         """Return the dtype that the new tensor has."""
@@ -300,7 +300,7 @@ class _ConversionBuilder:
 
     def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
         dtype, shape = self.dtype_of(tensor), tensor.shape
-        self._tensors[tensor.key] = NewTensor(tensor.key, shape, dtype)
+        self._tensors[tensor.key] = StoredTensor(tensor.key, shape, dtype, ())
         whole = Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)  # its own only part
         fusion = Fusion(tensor.key, (tensor.key,), shape, tensor.dtype, 0, (whole,))
         sources = (Index(tensor.chunks),)

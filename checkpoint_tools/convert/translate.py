@@ -37,12 +37,7 @@ _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
 
 class Rename(NamedTuple):
-    """A step that gives other names.
-
-    Attributes:
-        pairs: templates, old and new.
-        ignored: patterns of keys that the other framework has not, and that are left out.
-    """
+    """A step that gives other names, by templates, and leaves out keys that the other framework has not."""
 
     pairs: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
@@ -199,16 +194,6 @@ def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
     return ""
 
 
-class Translation(NamedTuple):
-    """Request to translate between two frameworks."""
-
-    family: str
-    source: str
-    target: str
-    values: Mapping[str, float]
-    excluded: Sequence[str]
-
-
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
 
@@ -216,24 +201,27 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 def translate(
     source: str,
     destination: str,
-    asked: Translation,
+    family: str,
+    frameworks: tuple[str, str],
+    given: Mapping[str, float],
+    excluded: Sequence[str] = (),
     *,
     threads: int,
     max_memory_bytes: int,
     progress: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None),
 ) -> tuple[int, list[str]]:
-    """Write it; how many keys there are then, and what there is to be said."""
+    """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
     rewrite.check_destination(source, destination)
     to = source
     checkpoint, sidecars = rewrite.open_whole(source, threads)
-    tables = _family(asked.family)["rule"]
+    tables = _family(family)["rule"]
     names = {table["each"] for table in tables if "each" in table}
     names |= {
         name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
     }
-    values, notes = with_told(checkpoint, names, asked.values)
+    values, notes = with_told(checkpoint, names, given)
     notes += rewrite.notes_on(checkpoint, sidecars)
-    work = steps(asked.family, asked.source, asked.target, values)
+    work = steps(family, *frameworks, values)
     # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
     rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
     missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
@@ -247,14 +235,14 @@ def translate(
             if number:
                 checkpoint, sidecars = rewrite.open_whole(to, threads)
             before, to = room / f"{number - 1}", destination if number + 1 == len(work) else f"{room}/{number}"
-            excluded = asked.excluded if number <= first_rename else ()
+            left_out = excluded if number <= first_rename else ()
             if isinstance(step, Rename):
-                planned = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, excluded))
+                planned = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, left_out))
             else:
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
-                request = Request(step.rules, known, excluded, is_sure=True)
+                request = Request(step.rules, known, left_out, is_sure=True)
                 planned = rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
-            is_megatron = to == destination and asked.target == "megatron"
+            is_megatron = to == destination and frameworks[1] == "megatron"
             with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
                 rewrite.write(
                     checkpoint,

@@ -12,13 +12,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Comparison(NamedTuple):
-    """Result of comparing values; the results of two parts add up.
+    """How many elements differ; the results of two parts add up.
 
-    Attributes:
-        differing: how many elements differ.
-        numel: of how many.
-        max_abs_diff: among those that differ: infinite where only one is a number; ``None`` if none differs, or if the
-            dtype has no differences.
+    ``max_abs_diff`` is infinite where only one is a number; ``None`` if none differs, or the dtype has no differences.
     """
 
     differing: int

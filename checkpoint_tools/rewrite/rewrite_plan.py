@@ -28,7 +28,6 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 from ..core.errors import CheckpointError
 from ..core.regions import (
     Index,
-    Shape,
     TensorRegion,
     fused_regions,
     joined,
@@ -40,7 +39,7 @@ from ..core.regions import (
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, Path, Properties, StoredChunk, StoredObject
+from ..stored.reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
@@ -55,15 +54,6 @@ def writer_of(file: str) -> str:
     return file if rank is None else str(rank)
 
 
-class NewTensor(NamedTuple):
-    """A tensor of the new checkpoint."""
-
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    properties: Properties = Properties()
-
-
 class Piece(NamedTuple):
     """Something to write: a rectangle of a tensor, or an object."""
 
@@ -74,18 +64,12 @@ class Piece(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """The whole plan.
+    """The whole plan: keys of the new checkpoint, the pieces of each file, and paths in the state dict, if known.
 
-    Attributes:
-        tensors: of the new checkpoint.
-        objects: keys of the new checkpoint that are not tensors.
-        files: name → pieces.
-        paths: key → where the value is in the nested state dict, if that is known.
-        exchange: of which it is the plan.
-        heads: name of a file → bytes at its start, for files of safetensors.
+    ``tensors`` have no chunks yet. ``heads``: bytes at the start of files, for those of safetensors.
     """
 
-    tensors: Mapping[str, NewTensor]
+    tensors: Mapping[str, StoredTensor]
     objects: tuple[str, ...]
     files: Mapping[str, Sequence[Piece]]
     paths: Mapping[str, Path]
@@ -99,9 +83,8 @@ class Rewrite(NamedTuple):
 
     def file_bytes(self) -> dict[str, int]:
         """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
-        heads = self.heads
         return {
-            file: len(heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
+            file: len(self.heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
             for file, pieces in self.files.items()
         }
 
@@ -120,18 +103,19 @@ class _RewriteBuilder:
         self._pieces: dict[str, list[Piece]] = {}
         self._split: dict[str, Fusion] = {}
         self._merged: dict[str, Fusion] = {}
-        self._tensors: dict[str, NewTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self._objects: list[str] = []
         for fusion in exchange.fusions:
             if fusion.fused in checkpoint.tensors:
                 self._split[fusion.fused] = fusion
                 like = checkpoint.tensors[fusion.fused].properties
                 for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype, like)
+                    shape = comb.part_shape(fusion.shape, fusion.dim)
+                    self._tensors[key] = StoredTensor(key, shape, fusion.dtype, (), like)
             else:
                 self._merged.update(dict.fromkeys(fusion.parts, fusion))
                 like = checkpoint.tensors[fusion.parts[0]].properties
-                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, like)
+                self._tensors[fusion.fused] = StoredTensor(fusion.fused, fusion.shape, fusion.dtype, (), like)
 
     def rewrite(self) -> Rewrite:
         for file, entries in self._checkpoint.items_by_file().items():
@@ -152,7 +136,7 @@ class _RewriteBuilder:
                         piece = Piece(new_key, None, item.length_bytes, functools.partial(_object, item))
                     else:
                         tensor = self._checkpoint.tensors[key]
-                        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype, tensor.properties)
+                        self._tensors[new_key] = tensor._replace(key=new_key, chunks=())
                         nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
                         piece = Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype))
                     self._add(file, piece)

@@ -141,8 +141,8 @@ def read_metadata(folder: Folder) -> PickledObject:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    if not isinstance(metadata, PickledObject) or metadata.name not in _CLASSES:
-        found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    if not isinstance(metadata, PickledObject) or found not in _CLASSES:
         raise damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
 

@@ -143,10 +143,6 @@ class Checkpoint:
     """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10.
 
     Attributes:
-        path: as given by the user.
-        folder: through which its files are read.
-        tensors: by key.
-        objects: by key.
         paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
         problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
         version: of the format, or ``None`` as of torch before 2.6.

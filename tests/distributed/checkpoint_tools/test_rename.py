@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.convert.translate import Translation, family_names, translate
+from checkpoint_tools.convert.translate import family_names, translate
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
@@ -47,8 +47,9 @@ def renamed(family: str, source: Path, target: Path, to: str, *, of: str = "hf",
         told[what] = [nbytes]
         return contextlib.nullcontext(told[what].append)
 
-    asked = Translation(family, of, to, values, ())
-    translate(str(source), str(target), asked, threads=2, max_memory_bytes=1 << 24, progress=progress)
+    translate(
+        str(source), str(target), family, (of, to), values, threads=2, max_memory_bytes=1 << 24, progress=progress
+    )
     made = open_checkpoint(target)
     assert check_structure(made, 1)[0] == []
     assert list(told) == [f"rename, {number} of {len(told)}" for number in range(1, len(told) + 1)]
