@@ -19,7 +19,6 @@ from tests.checkpoint_tools.checkpoints import (
     assert_one_line,
     run_here,
     save,
-    save_on_two_ranks,
     without_checksums,
 )
 from tests.checkpoint_tools.converted import converted
@@ -113,14 +112,6 @@ def test_files_are_about_as_large_as_asked(tmp_path: Path) -> None:
     assert len(back.tensors["model.large"].chunks) == 2
     assert len(back.items_by_file()) == 7
     assert_same(back, open_checkpoint(source))
-
-
-@pytest.mark.distributed
-def test_what_ranks_have_written(tmp_path: Path) -> None:
-    for source in save_on_two_ranks(tmp_path):
-        made = converted(source, tmp_path / f"{source.name}-made", max_memory_bytes=128)
-        assert len(made.tensors["model.fused"].chunks) == 1
-        assert_same(converted(made.path, tmp_path / f"{source.name}-back"), open_checkpoint(source))
 
 
 def test_the_model_alone_and_all_else_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 import os
 import struct
@@ -241,41 +240,25 @@ def test_all_dtypes(dtype: torch.dtype) -> None:
     assert compare_values(a, b, atol=2.0) == (0, 3, None)
 
 
-# Keys with a prefix on one side alone, as after a round trip ---------------------------------------------------------
-
-WEIGHTS = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
-
-
-def test_hugging_face_and_what_convert_makes_of_it(tmp_path: Path) -> None:
-    save_file(WEIGHTS, tmp_path / "model.safetensors")
-    converted(tmp_path / "model.safetensors", tmp_path / "dcp")
-    same = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp")
-    turned = run_here("diff", tmp_path / "dcp", tmp_path / "model.safetensors", "--json")
-    assert same.returncode == 0, same.stdout
-    assert same.stdout.splitlines() == [
-        "note: keys of the model begin with 'model.' in B alone, compared without",
-        "the same: 2 keys, bit by bit",
-    ]
-    assert turned.returncode == 0
-    assert json.loads(turned.stdout)["notes"] == ["keys of the model begin with 'model.' in A alone, compared without"]
-    plain = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp", "--key-prefix", "")
-    assert plain.returncode == 1
-    assert "different: 4 of 4 keys" in plain.stdout
-
-
-def test_a_difference_is_still_found(tmp_path: Path) -> None:
-    first = save(tmp_path / "first", {key: value.clone() for key, value in WEIGHTS.items()})
-    changed = {**WEIGHTS, "lm_head.weight": torch.zeros(4), "new": torch.ones(1)}
-    second = save(tmp_path / "second", {f"module.{key}": value for key, value in changed.items()})
-    different = run_here("diff", first, second)
-    assert different.returncode == 1
-    assert "lm_head.weight  values" in different.stdout
-    assert "different: 2 of 3 keys" in different.stdout
-
-
-def test_keys_of_both_sides_are_left_alone(tmp_path: Path) -> None:
-    first = open_checkpoint(save(tmp_path / "first", WEIGHTS))
-    second = open_checkpoint(save(tmp_path / "second", {**WEIGHTS, "model.lm_head.weight": torch.ones(1)}))
-    assert aligned(first, second) == (first, second, [])
-    other = open_checkpoint(save(tmp_path / "other", {"a": torch.ones(1)}))
-    assert aligned(first, other) == (first, other, [])
+def test_keys_with_a_prefix_on_one_side_alone(tmp_path: Path) -> None:
+    weights = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
+    save_file(weights, tmp_path / "hf.safetensors")
+    converted(tmp_path / "hf.safetensors", tmp_path / "dcp")
+    save(tmp_path / "other", {f"module.{key}": t for key, t in {**weights, "lm_head.weight": torch.zeros(4)}.items()})
+    for command, code, expected in (
+        (
+            "hf.safetensors dcp",
+            0,
+            "note: keys of the model begin with 'model.' in B alone, compared without\nthe same: 2",
+        ),
+        ("dcp hf.safetensors --json", 0, "keys of the model begin with 'model.' in A alone, compared without"),
+        ("hf.safetensors dcp --key-prefix=", 1, "different: 4 of 4 keys"),
+        ("hf.safetensors other", 1, "different: 1 of 2 keys"),
+    ):
+        run = run_here("diff", *command.split(), cwd=tmp_path)
+        assert run.returncode == code, run
+        assert expected in run.stdout
+    first = open_checkpoint(save(tmp_path / "first", weights))
+    for more in ({**weights, "model.lm_head.weight": torch.ones(1)}, {"a": torch.ones(1)}):  # are left alone
+        second = open_checkpoint(save(tmp_path / f"second{len(more)}", more))
+        assert aligned(first, second) == (first, second, [])

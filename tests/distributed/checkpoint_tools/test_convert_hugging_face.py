@@ -12,11 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers as hf
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-)
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.core.errors import CheckpointError
@@ -27,37 +23,15 @@ from checkpoint_tools.stored.opening import open_checkpoint
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of
-from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL, TOKENS
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
 from tests.distributed.launch import mesh, spawn
-
-
-def tiny() -> hf.LlamaForCausalLM:
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager")).eval()
-
-
-def output(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
 
 # transformers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_transformers_loads_what_is_converted(tmp_path: Path, nested: bool) -> None:
-    model = tiny()
-    state = get_model_state_dict(model)
-    source = save(tmp_path / "source", {"model": state} if nested else state)
-    converted(source, tmp_path / "made", shard_bytes=20_000)
-    model.config.save_pretrained(tmp_path / "made")
-    again = hf.LlamaForCausalLM.from_pretrained(tmp_path / "made", attn_implementation="eager").eval()
-    assert torch.equal(output(again), output(model))
-    assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 1
-
-
 def test_what_transformers_has_saved(tmp_path: Path) -> None:
-    model = tiny()
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager")).eval()
     for size in ("20KB", "1GB"):  # with an index, and one file without
         model.save_pretrained(tmp_path / size, max_shard_size=size)
         converted(tmp_path / size, tmp_path / f"made-{size}", key_prefix="model.")

@@ -73,7 +73,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_there_and_back_is_the_same_and_transformers_loads_it(family: tuple[str, Any, Path], tmp_path: Path) -> None:
     _, model, folder = family
-    converted(folder / "back", tmp_path / "hf")
+    converted(folder / "back", tmp_path / "hf", shard_bytes=8_000)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     first, last = open_checkpoint(folder / "hf"), open_checkpoint(tmp_path / "hf")
     assert not diff(first, last, all_keys(first, last))
     loaded = type(model).from_pretrained(tmp_path / "hf").eval()
