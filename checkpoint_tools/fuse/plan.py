@@ -177,13 +177,6 @@ class _Role(NamedTuple):
     number: int | None
     owner: str | None
 
-    @property
-    def exchanged_for(self) -> tuple[str, ...]:
-        """The names that param groups list instead: those of the parts, or the fused one in place of the first part."""
-        if self.number is None:
-            return self.parts
-        return (self.fused,) if self.number == 0 else ()
-
 
 class _Planner:
     def __init__(
@@ -205,7 +198,11 @@ class _Planner:
         self.of_model = self._roles(model)
         self.owners: dict[Fqn, str] = {}
         self.of_state = self._roles_of_state(fqns, Owners(model))
-        self._check_rules()
+        idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
+        if not self.used or (idle and self.wanted is ALL):
+            raise ValueError(
+                nothing_matches(self.way, self.rules, idle, [*self.shapes, *(fqn for _, fqn in self.fqns)])
+            )
         self._check_ambiguity()
 
     def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
@@ -251,12 +248,6 @@ class _Planner:
             and dtypes[0] == dtypes[1]
         )
 
-    def _check_rules(self) -> None:
-        idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
-        if not self.used or (idle and self.wanted is ALL):
-            keys = [*self.shapes, *(fqn for _, fqn in self.fqns)]
-            raise ValueError(nothing_matches(self.way, self.rules, idle, keys))
-
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:
             if param.isdecimal() and self.of_model:
@@ -267,19 +258,22 @@ class _Planner:
         for name in self.source.names.states:
             fqn = name.optimizer, name.fqn
             is_left = fqn not in self.of_state and fqn not in self.owners and name.key in self.source.tensors
-            if is_left and not is_excluded(name.key, self.excluded) and self._is_matched(name.key):
+            found = (match_of(self.way, rule, name.key) for rule in self.rules if is_left)
+            is_matched = any(match is not None and self.wanted(match) for match in found)
+            if is_matched and not is_excluded(name.key, self.excluded):
                 raise ValueError(
                     f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
                 )
 
-    def _is_matched(self, key: str) -> bool:
-        matches = (match_of(self.way, rule, key) for rule in self.rules)
-        return any(match is not None and self.wanted(match) for match in matches)
-
     def split(self) -> None:
         tensors = self.source.tensors
         for key, role in self.of_model.items():
-            self._split_parameter(key, role)
+            shape, dtype = self.shapes[key], tensors[key].dtype
+            dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
+            self.layouts[key] = shape, dim, combs
+            self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
+            for part in role.parts:
+                self.draft.path_beside(key, part)
         alone = self._shapes_of_state()
         for name in self.source.names.states:
             of_state = self.of_state.get((name.optimizer, name.fqn))
@@ -294,14 +288,6 @@ class _Planner:
                 self.draft.copy(name, of_state.parts)
             else:
                 self._split_state(name, of_state, alone[name.optimizer])
-
-    def _split_parameter(self, key: str, role: _Role) -> None:
-        shape, dtype = self.shapes[key], self.source.tensors[key].dtype
-        dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
-        self.layouts[key] = shape, dim, combs
-        self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
-        for part in role.parts:
-            self.draft.path_beside(key, part)
 
     def _split_state(self, name: StateName, role: _Role, siblings: Mapping[str, Shape]) -> None:
         tensor = self.source.tensors[name.key]
@@ -363,7 +349,12 @@ class _Planner:
                 )
             self.draft.fuse(fusion, keys)
             return
-        self._check_equal(keys)
+        first, *others = (self.source.value(key) for key in keys)
+        for key, value in zip(keys[1:], others, strict=True):
+            if not same_values(first, value):
+                raise ValueError(
+                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
+                )
         self.draft.copy(names[0], [role.fused])
         self.draft.copies.update((key, ()) for key in keys[1:])
 
@@ -378,15 +369,6 @@ class _Planner:
                 )
         shape, dim, combs = self.source.joined(match, keys, fused)
         return Fusion(fused, keys, shape, first, dim, combs, owner=owner)
-
-    def _check_equal(self, keys: Sequence[str]) -> None:
-        first = self.source.value(keys[0])
-        for key in keys[1:]:
-            value = self.source.value(key)
-            if not same_values(first, value):
-                raise ValueError(
-                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
-                )
 
     def _check_options(self) -> None:
         """Check that the parts of one tensor, which has one of each, are in param groups with the same options."""
@@ -423,7 +405,10 @@ class _Planner:
             self.draft.paths,
             len(self.layouts),
             tuple(dict.fromkeys(role.match.fused for role in (*self.of_model.values(), *alone))),
-            {fqn: role.exchanged_for for fqn, role in self.of_state.items()},
+            {  # param groups list the parts, or the fused one in place of the first part
+                fqn: role.parts if role.number is None else () if role.number else (role.fused,)
+                for fqn, role in self.of_state.items()
+            },
             self.owners,
         )
 

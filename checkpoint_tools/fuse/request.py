@@ -14,7 +14,7 @@ The record is JSON, and is copied like all files beside the data.
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
@@ -128,10 +128,11 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
     values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
-    if EXPERT_RANKS not in values and DENSE_RANKS in values and _have_experts(checkpoint, way, rules):
-        notes.append(
-            f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, since nothing else is known"
-        )
+    if EXPERT_RANKS not in values and DENSE_RANKS in values:
+        of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
+        if any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
+            ranks = values[DENSE_RANKS]
+            notes.append(f"{EXPERT_RANKS} = {ranks}, as {DENSE_RANKS}: the default, since nothing else is known")
 
     def wanted(match: Match) -> bool:
         if fused is not None and match.fused not in fused:
@@ -141,11 +142,6 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
     chooses = fused is not None or bool(request.only)
     is_known = chooses or request.is_sure or way == "split"
     return Complete(rules, values, request.excluded, wanted if chooses else ALL, is_known, notes)
-
-
-def _have_experts(checkpoint: Checkpoint, way: Way, rules: Iterable[Rule]) -> bool:
-    of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
-    return any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors)
 
 
 def check_used(request: Request, exchange: Exchange) -> None:

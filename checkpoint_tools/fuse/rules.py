@@ -68,7 +68,10 @@ class Rule:
     source: str = ""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for fields_of, is_right, what in _FIELD_CHECKS:  # from files, a string may stand for a list
+            for name in fields_of.split():
+                if not is_right(getattr(self, name)):
+                    raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
         if len(self.parts) < 2:
             raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
         if self.layout not in get_args(Layout):
@@ -83,13 +86,6 @@ class Rule:
         for part in self.parts:
             if set(template_pattern(part).groupindex) != names:
                 raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
-
-    def _check_types(self) -> None:
-        """Rules come from files, where a string may stand where a list is meant."""
-        for names, is_right, what in _FIELD_CHECKS:
-            for name in names.split():
-                if not is_right(getattr(self, name)):
-                    raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
 
     @property
     def is_bounded(self) -> bool:

@@ -28,9 +28,9 @@ from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
-from ..stored.storage import write_file
+from ..stored.storage import RemoteFolder, write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, check_empty_remote, partial_of, save, written
+from .save import appearing, partial_of, save, written
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 
 _ROUND_NOTES = 3
@@ -100,7 +100,10 @@ def check_destination(source: str, destination: str) -> None:
             old is not None and new is not None and (old == new or old in new.parents or new in old.parents)
         ):
             raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-        check_empty_remote(destination)
+        remote = RemoteFolder(destination)
+        remote.fs.invalidate_cache()
+        if remote.fs.exists(remote.root) and remote.files():
+            raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
         return
     path = Path(destination)
     if os.path.lexists(path):

@@ -266,14 +266,6 @@ def _send(folder: Path, url: str) -> None:
         raise
 
 
-def check_empty_remote(url: str) -> None:
-    """Check that there is nothing at a URL yet."""
-    remote = RemoteFolder(url)
-    remote.fs.invalidate_cache()
-    if remote.fs.exists(remote.root) and remote.files():
-        raise CheckpointError(f"{url} exists; give a name that is not taken, or remove it first")
-
-
 def written(error: OSError | RuntimeError) -> CheckpointError:
     """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
     found: BaseException | None = error

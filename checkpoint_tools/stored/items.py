@@ -195,11 +195,6 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
     is_view_of_bits: bool  # conjugated or negated lazily
 
-    def is_row_major(self) -> bool:
-        expected = contiguous_strides(self.shape)
-        pairs = zip(self.shape, self.strides, expected, strict=True)
-        return 0 in self.shape or all(size == 1 or one == other for size, one, other in pairs)
-
 
 @functools.lru_cache(256)
 def _tensor_in(content: bytes) -> _Tensor | None:
@@ -239,9 +234,11 @@ def _layout_in(archive: Archive) -> Layout | None:
     if record.info.file_size != tensor.storage_bytes:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
+    pairs = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
+    is_row_major = 0 in tensor.shape or all(size == 1 or one == other for size, one, other in pairs)
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
-    if not tensor.is_row_major() or tensor.is_view_of_bits or not record.is_stored or not is_ours:
+    if not is_row_major or tensor.is_view_of_bits or not record.is_stored or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
     first = tensor.offset * tensor.dtype.itemsize
     if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
