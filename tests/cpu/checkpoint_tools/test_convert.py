@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.stored.safetensors_folder import DTYPES
@@ -22,7 +24,17 @@ from tests.checkpoint_tools.checkpoints import (
     without_checksums,
 )
 from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.offline import assert_same, check_zip_files, content, same_bits, tiled, values_of
+from tests.checkpoint_tools.offline import (
+    FUSED,
+    assert_same,
+    check_zip_files,
+    content,
+    rewritten,
+    rule,
+    same_bits,
+    tiled,
+    values_of,
+)
 from tests.cpu.checkpoint_tools.test_offline_round_trip import SETTINGS, tilings
 
 ALL_DTYPES = list(DTYPES.values())
@@ -214,4 +226,12 @@ def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", full)
     assert_one_line(run_here("convert", tmp_path / "model.pt", tmp_path / "new"), "No space left on device")
     assert_one_line(run_here("convert", source, tmp_path / "new.pt", "--to", "torch"), "No space left on device")
+    made = run_here("convert", source, tmp_path / "made", "--what", "model")
+    assert_one_line(made, "the new checkpoint cannot be written: No space left on device; make room")
+    monkeypatch.undo()
+    fused = save(tmp_path / "fused", {FUSED: torch.ones(4, 2)})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; make room"):
+        rewritten("split", fused, tmp_path / "split", rule())
+    shutil.rmtree(fused)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "model.pt"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,10 @@ from tests.checkpoint_tools.checkpoints import Opaque, save, without_checksums
 
 IN_ORDER = {
     "float32": torch.arange(35.0).view(7, 5),
-    "bfloat16": torch.arange(35).view(7, 5).bfloat16(),
-    "float16": torch.arange(21.0).view(7, 3).half(),
     "float8": torch.arange(14.0).view(7, 2).to(torch.float8_e4m3fn),
-    "bool": torch.tensor([True, False] * 7).view(7, 2),
     "int64": torch.arange(7),
-    "uint16": torch.arange(7).to(torch.uint16),
-    "complex": torch.arange(7) * (1 + 2j),
-    "three": torch.arange(7 * 6.0).view(7, 2, 3),
     "one": torch.arange(7.0).view(1, 7).t(),
     "scalar": torch.tensor(2.5),
-    "empty": torch.empty(7, 0),
     "nothing": torch.empty(0, 3, dtype=torch.bfloat16),
 }
 OTHERWISE = {
@@ -39,13 +31,8 @@ OTHERWISE = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("saved") / "checkpoint", {**IN_ORDER, **OTHERWISE})
-
-
-@pytest.fixture(scope="module")
-def checkpoint(saved: Path) -> Checkpoint:
-    return open_checkpoint(saved)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(save(tmp_path_factory.mktemp("saved") / "checkpoint", {**IN_ORDER, **OTHERWISE}))
 
 
 def chunk_of(checkpoint: Checkpoint, key: str) -> StoredChunk:
@@ -131,30 +118,10 @@ def test_what_torch_saved_by_itself(tmp_path: Path, tensor: Tensor, way: str) ->
 # Damaged -------------------------------------------------------------------------------------------------------------
 
 
-def damaged(saved: Path, tmp_path: Path, at: int, content: bytes) -> Checkpoint:
-    shutil.copytree(saved, tmp_path / "copy")
-    with (tmp_path / "copy" / "__0_0.distcp").open("r+b") as stream:
-        stream.seek(at)
-        stream.write(content)
-    return open_checkpoint(tmp_path / "copy")
-
-
 def refused(checkpoint: Checkpoint, chunk: StoredChunk, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
         ItemReader(checkpoint).check(chunk)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("at", "content", "match"),
-    [(-22, bytes(22), "not what torch.save writes"), (0, b"PKxx", "is not where it should be")],
-    ids=["directory", "record"],
-)
-def test_what_is_overwritten(
-    saved: Path, checkpoint: Checkpoint, tmp_path: Path, at: int, content: bytes, match: str
-) -> None:
-    chunk = chunk_of(checkpoint, "float32")
-    refused(damaged(saved, tmp_path, chunk.offset_bytes + (at % chunk.length_bytes), content), chunk, match)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +139,11 @@ def test_a_pickle_that_is_overwritten(
     with without_checksums():
         saved = save(tmp_path / "checkpoint", {**IN_ORDER, **OTHERWISE})
     chunk = chunk_of(checkpoint, key)
-    content = (saved / "__0_0.distcp").read_bytes()
+    content = bytearray((saved / "__0_0.distcp").read_bytes())
     at = content.index(old, content.index(after, chunk.offset_bytes))
-    refused(damaged(saved, tmp_path, at, new), chunk, match)
+    content[at : at + len(new)] = new
+    (saved / "__0_0.distcp").write_bytes(content)
+    refused(open_checkpoint(saved), chunk, match)
 
 
 def test_another_byte_range_and_shape(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.files import find_exchange
 from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
-from checkpoint_tools.fuse.names import sorted_out
 from checkpoint_tools.fuse.rules import Rule, Way, preset
 from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint.chunks import ragged_chunks
@@ -55,13 +54,15 @@ def round_trip(tmp_path: Path, state: dict[str, Any], *rules: Rule, **options: A
 def test_only_optimizers_as_accelerate_saves_them(tmp_path: Path) -> None:
     """A master that repeats the parameter is split too: merging would not bring it back otherwise."""
     app = {
-        "optimizer": optimizer(exp_avg=WHOLE, step=torch.tensor(1.0), kind="adam"),
+        "optimizer": optimizer(exp_avg=WHOLE, step=torch.tensor(1.0), kind="adam", nested={"x": WHOLE * 3}),
         "other": optimizer(momentum_buffer=WHOLE, master_param=WHOLE),
     }
-    for lead, state in (("", app), ("app.", {"app": {"model": {FUSED: WHOLE}, **app}})):
+    model = {FUSED: WHOLE, "state.weight": WHOLE}  # and that is no state
+    for lead, state in (("", app), ("app.", {"app": {"model": model, **app}})):
         values = round_trip(tmp_path / f"0{lead}", state)
         assert same_bits(values[f"{lead}optimizer.state.{UP}.exp_avg"], WHOLE[4:])
         assert values[f"{lead}optimizer.state.{GATE}.kind"] == "adam"
+        assert same_bits(values[f"{lead}optimizer.state.{GATE}.nested.x"], WHOLE[:4] * 3)
         assert values[f"{lead}optimizer.param_groups.0.params"] == [DOWN, GATE, UP]
         assert same_bits(values[f"{lead}other.state.{UP}.momentum_buffer"], WHOLE[4:])
         assert same_bits(values[f"{lead}other.state.{UP}.master_param"], WHOLE[4:])
@@ -217,43 +218,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, way: Way, match: str, stat
     with pytest.raises(CheckpointError, match=match):
         rewritten(way, source, tmp_path / "new", rule())
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-# Keys ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        (("optim", "state", "a.b", "exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
-        (("optim", "state", "a.b", "nested", "x"), ("optim.state.", "a.b", ".nested.x")),
-        (("optim", "state.a.b.exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
-        (("state.a.b.exp_avg",), ("state.", "a.b", ".exp_avg")),
-        (("optim", "param_groups.a.b.lr"), ("optim.param_groups.", "a.b", ".lr")),
-        (("optim", "param_to_group_meta", "a.b", "lr"), None),
-        (("model", "state.weight"), None),
-        (("model", "a.b"), None),
-        (("optim", "param_groups", 0, "lr"), None),
-    ],
-)
-def test_what_a_path_is(path: tuple[str | int, ...], expected: tuple[str, str, str] | None) -> None:
-    key = ".".join(map(str, path))
-    for paths in ({key: path}, {}):  # with the path, and by the dots alone
-        names = sorted_out([key], paths)
-        if expected is None:
-            assert not names.states
-        elif paths or "nested" not in key:
-            (name,) = names.states
-            assert (name.before, name.fqn, name.after) == expected
-            renamed, new_path = name.renamed("c")
-            assert renamed == key.replace("a.b", "c")
-            assert not paths or new_path == tuple(str(part).replace("a.b", "c") for part in path)
-
-
-def test_what_a_group_is() -> None:
-    keys = {"o.param_groups.0.params": ("o", "param_groups", 0, "params"), "o.param_groups": ("o", "param_groups")}
-    assert [(name.optimizer, name.is_list) for name in sorted_out(keys, keys).groups] == [("o", True), ("o", False)]
-    assert sorted_out(keys, {}).groups == sorted_out(keys, keys).groups
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
