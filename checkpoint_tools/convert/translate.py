@@ -242,7 +242,10 @@ def translate(
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
                 planned = rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
-            is_megatron = to == destination and frameworks[1] == "megatron"
+            formats: dict[str, bytes] = {}
+            if to == destination and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
+                torch.save({}, buffer := io.BytesIO())
+                formats = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode()}
             with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
                 rewrite.write(
                     checkpoint,
@@ -252,21 +255,19 @@ def translate(
                     max_memory_bytes=max_memory_bytes,
                     advance=advance,
                     sidecars=sidecars.files,
-                    beside=_format_files(sidecars.files) if is_megatron else None,
+                    beside={name: made for name, made in formats.items() if name not in sidecars.files},
                 )
             shutil.rmtree(before, ignore_errors=True)
     assert planned is not None
     return len(planned.tensors) + len(planned.objects), notes
 
 
-def _format_files(there: Sequence[str]) -> dict[str, bytes]:
-    """Make the files that Megatron-Core expects beside ``torch_dist``: an empty common state, the format."""
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    versions = {f"{name}_version": 1 for name in backends}
-    made = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(backends | versions).encode()}
-    return {name: content for name, content in made.items() if name not in there}
+_TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "common_backend": "torch",
+    "sharded_backend_version": 1,
+    "common_backend_version": 1,
+}
 
 
 @contextlib.contextmanager

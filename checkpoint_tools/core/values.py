@@ -42,7 +42,12 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
         differs = differs.view(len(part_a), -1).any(dim=1) if a.itemsize == 16 else differs
         part_a, part_b = part_a[differs], part_b[differs]
         gaps = _gaps(part_a, part_b)
-        apart = ~_is_close(part_a, part_b, gaps, rtol, atol) if rtol or atol else torch.ones_like(differs[differs])
+        apart = torch.ones_like(differs[differs])
+        wide = _wide(part_a, part_b) if gaps is not None and (rtol or atol) else None
+        if wide is not None and (a.is_floating_point() or a.is_complex() or a.dtype is torch.bool):
+            apart = ~torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
+        elif wide is not None and gaps is not None:
+            apart = gaps > atol + rtol * wide[1].abs()
         largest = float(gaps[apart].max()) if gaps is not None and bool(apart.any()) else None
         total = total.plus(Comparison(int(apart.sum()), 0, largest))
     return total
@@ -61,16 +66,6 @@ def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
     gaps = (wide[0] - wide[1]).abs()
     both_nan = wide[0].isnan() & wide[1].isnan()
     return gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
-
-
-def _is_close(a: Tensor, b: Tensor, gaps: Tensor | None, rtol: float, atol: float) -> Tensor:
-    """Tell which values are within the tolerance; NaN never is."""
-    wide = _wide(a, b)
-    if gaps is None or wide is None:
-        return torch.zeros(len(a), dtype=torch.bool)
-    if a.is_floating_point() or a.is_complex() or a.dtype is torch.bool:
-        return torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
-    return gaps <= atol + rtol * wide[1].abs()
 
 
 def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:

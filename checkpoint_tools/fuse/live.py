@@ -252,7 +252,13 @@ def _with_chunks_of(param: Any, value: Any) -> Any:
 
 def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Views of ``value``: the fused parameter itself, or state of it."""
-    memory = _memory_of(value, fusion.fused, is_sharded=is_dtensor(value) or is_dtensor(param))
+    local = local_shard(value)
+    memory = (local.local if isinstance(local, ShardTensor) else local).detach()  # this rank's elements, no copy
+    if type(memory) is not Tensor:
+        what = f"{fusion.fused} is a {type(memory).__name__}"
+        raise ValueError(f"{what}, of which no views can be taken; convert it first")
+    if (is_dtensor(value) or is_dtensor(param)) and not memory.is_contiguous():
+        raise ValueError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
     own = chunks_of(param)
     # A whole tensor; beside a sharded parameter, one that is larger than the shard.
     is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
@@ -294,17 +300,6 @@ def _chunks_in(
     is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
     is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
-
-
-def _memory_of(value: Tensor, where: str, *, is_sharded: bool) -> Tensor:
-    """Return this rank's elements as a plain tensor, without a copy."""
-    local = local_shard(value)
-    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
-    if type(memory) is not Tensor:
-        raise ValueError(f"{where} is a {type(memory).__name__}, of which no views can be taken; convert it first")
-    if is_sharded and not memory.is_contiguous():
-        raise ValueError(f"{where}: expected a contiguous local tensor, got strides {memory.stride()}")
-    return memory
 
 
 def _is_view(comb: Comb) -> bool:
