@@ -89,11 +89,7 @@ def console() -> "rich.console.Console":
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar with bytes, rate and time left on standard error, if that is a terminal.
-
-    Yields:
-        A function to call with the bytes that are done, from any thread.
-    """
+    """Show a bar with bytes, rate and time left on standard error, if that is a terminal; yields what to tell."""
     import rich.console
     import rich.progress
 

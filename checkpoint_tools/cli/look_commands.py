@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.text import counted, human_bytes, human_shape, idle_patterns, matches
+from ..core.text import counted, human_bytes, human_shape, idle_patterns, is_excluded
 from .common import (
     Folder,
     Json,
@@ -24,7 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    from ..stored.reading import Checkpoint
+    pass
 
 
 def inspect_checkpoint(
@@ -43,7 +43,17 @@ def inspect_checkpoint(
 
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
-        _show_tiling(checkpoint, tiling_key, as_json)
+        if tiling_key not in checkpoint.tensors:
+            what = "an object, and in one piece" if tiling_key in checkpoint.objects else "not in the checkpoint"
+            raise CheckpointError(f"{tiling_key} is {what}; give the key of a tensor, as inspect lists them")
+        tensor = checkpoint.tensors[tiling_key]
+        dtype, chunks = str(tensor.dtype).removeprefix("torch."), tensor.chunks
+        if as_json:
+            listed = [chunk._asdict() for chunk in chunks]
+            say_json({"key": tiling_key, "shape": tensor.shape, "dtype": dtype, "chunks": listed})
+        else:
+            say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")
+            console().print(inspect.chunk_table(tensor))
         return
     idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
     if idle:
@@ -53,22 +63,6 @@ def inspect_checkpoint(
         say_json(inspect.as_json(summary))
     else:
         console().print(inspect.as_tables(summary, keys=not groups, files=files))
-
-
-def _show_tiling(checkpoint: "Checkpoint", key: str, as_json: bool) -> None:
-    from ..look import inspect
-
-    if key not in checkpoint.tensors:
-        what = "an object, and in one piece" if key in checkpoint.objects else "not in the checkpoint"
-        raise CheckpointError(f"{key} is {what}; give the key of a tensor, as inspect lists them")
-    tensor = checkpoint.tensors[key]
-    if as_json:
-        chunks = [chunk._asdict() for chunk in tensor.chunks]
-        say_json({"key": key, "shape": tensor.shape, "dtype": str(tensor.dtype)[6:], "chunks": chunks})
-    else:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        say(f"{key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(tensor.chunks), 'chunk')}")
-        console().print(inspect.chunk_table(tensor))
 
 
 def verify_checkpoint(
@@ -157,7 +151,7 @@ def compare_checkpoints(
     idle = idle_patterns(patterns or (), all_keys)
     if idle:
         raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
-    keys = [key for key in all_keys if matches(key, patterns or ())]
+    keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
         differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
     if as_json:

@@ -130,7 +130,7 @@ def _rewrite(
     check_used(request, planned.exchange)
     notes = [*completed.notes, *rewrite.notes_on(checkpoint, sidecars)]
     if dry_run:
-        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned, way)
+        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned)
         say_plan(shown, notes, rewrite.headline(planned, way))
         return
     if not completed.is_known:
@@ -188,19 +188,7 @@ def convert_checkpoint(
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: Annotated[
         list[str] | None,
-        typer.Option(
-            "--exclude", metavar="PATTERN", help="Leave out keys like these (in DCP); with --flat-to-nd, as they are."
-        ),
-    ] = None,
-    flat_to_nd: Annotated[
-        bool,
-        typer.Option(
-            "--flat-to-nd", help="From DCP to DCP: optimizer state of one dimension gets its parameter's shape."
-        ),
-    ] = False,
-    shapes_from: Annotated[
-        str | None,
-        typer.Option(metavar="OTHER", help="For --flat-to-nd: the checkpoint that has the model, if SRC has not."),
+        typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these (in DCP)."),
     ] = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
@@ -221,16 +209,10 @@ def convert_checkpoint(
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     check_json(as_json, dry_run)
-    if flat_to_nd and to == "safetensors":
-        raise CheckpointError("--flat-to-nd gives a checkpoint of DCP; convert that to safetensors afterwards")
-    if flat_to_nd and (what != "all" or key_prefix is not None or dtype is not None):
-        raise CheckpointError("--flat-to-nd changes state alone, and takes neither --what nor --key-prefix nor --dtype")
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
-    if shapes_from is not None and not flat_to_nd:
-        raise CheckpointError("--shapes-from is for --flat-to-nd")
     if to == "torch" or (is_torch_file(source) and not dry_run):
-        if to == "safetensors" or flat_to_nd or dtype is not None or key_prefix is not None or what != "all" or dry_run:
+        if to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run:
             raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
         keys, told = _convert_torch(source, destination, to, tuple(excluded or ()), memory_bytes)
         say_written(destination, keys, told, begin)
@@ -243,13 +225,8 @@ def convert_checkpoint(
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
-    for each in (source, shapes_from):
-        if each is not None:
-            rewrite.check_destination(each, destination)
-    if flat_to_nd:
-        planned = convert.plan_flat(source, shapes_from, wanted.excluded, threads=threads)
-    else:
-        planned = convert.plan(source, wanted, to=to, threads=threads)
+    rewrite.check_destination(source, destination)
+    planned = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
         say_plan(planned.as_json() if as_json else planned.as_table(), planned.notes, planned.headline)
         return
@@ -317,13 +294,15 @@ def rename_weights(
     begin = time.monotonic()
     memory_bytes = parse_memory(max_memory, threads, 4)
     numbers = parse_values(values)
-    from ..convert.translate import Translation, translate
+    from ..convert.translate import translate
 
-    asked = Translation(family, from_framework, to_framework, numbers, excluded or [])
     keys, notes = translate(
         source,
         destination,
-        asked,
+        family,
+        (from_framework, to_framework),
+        numbers,
+        excluded or [],
         threads=threads,
         max_memory_bytes=memory_bytes,
         progress=write_progress,

@@ -17,33 +17,31 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..core.errors import CheckpointError
-from ..core.regions import Comb, Index, Shape, TensorRegion, stretches, whole_of
+from ..core.regions import Comb, Index, TensorRegion, stretches, whole_of
 from ..core.tables import Table
 from ..core.text import check_excluded, counted, human_bytes, is_excluded, natural_order
-from ..fuse.names import Owners, StateName, sorted_out
+from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, Fusion
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import NewTensor, Piece, Rewrite, gathered, given, in_files, plan_rewrite
+from ..rewrite.rewrite_plan import Piece, Rewrite, gathered, given, in_files
 from ..rewrite.sidecars import Sidecars, sidecars_of
 from ..stored.items import ItemReader
-from ..stored.opening import open_checkpoint
 from ..stored.reading import Checkpoint, Path, StoredTensor
 from ..stored.safetensors_folder import (
     INDEX_SUFFIX,
     METADATA_KEY,
     MODEL,
+    NAMES,
     OBJECTS_FILE,
     OBJECTS_FORMAT,
     OPTIMIZER,
     SUFFIX,
     FileTensor,
     Folders,
-    has_dtype,
-    header_of,
-    in_file_order,
     is_safetensors,
     open_safetensors,
     path_of,
+    with_header,
 )
 from ..stored.storage import CASTABLE
 
@@ -57,14 +55,9 @@ _NO_EXCHANGE = Exchange((), {}, {}, {}, 0)
 
 
 class Wanted(NamedTuple):
-    """Selection of what is converted, and its options.
+    """Selection of what is converted, and its options: files are about so large, the model's floats get the dtype.
 
-    Attributes:
-        what: the model, everything else, or all.
-        key_prefix: of the model's keys in the checkpoint; ``None``, to find out.
-        excluded: patterns of keys that are left out.
-        shard_bytes: about how large the new files are.
-        dtype: of the model's floating-point tensors, if they get another one.
+    ``key_prefix`` is of the model's keys in the checkpoint; ``None``, to find out.
     """
 
     what: What = "all"
@@ -75,16 +68,9 @@ class Wanted(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """A conversion, planned and not yet written.
+    """A conversion of a checkpoint that is whole, planned and not yet written.
 
-    Attributes:
-        checkpoint: the source, found whole.
-        to: the format that it gets.
-        rewrite: files with data.
-        notes: for the user.
-        sidecars: files beside the data, which are copied.
-        beside: new files without data.
-        key_prefix: that the model's keys have in DCP, and not in safetensors.
+    ``sidecars`` are copied, and ``beside`` are new files without data. The model's keys have the prefix in DCP alone.
     """
 
     checkpoint: Checkpoint
@@ -100,9 +86,6 @@ class Conversion(NamedTuple):
         """Describe in a line which files are written."""
         new = self.rewrite
         size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
-        flat = new.exchange.fusions
-        if flat:
-            return f"{counted(len(flat), 'flat state tensor')} given the shape of the parameter; {size}"
         prefix = f"; keys of the model begin with {self.key_prefix!r} in DCP" if self.key_prefix else ""
         return f"{counted(len(new.tensors), 'tensor')} as {self.to}, {size}{prefix}"
 
@@ -113,7 +96,6 @@ class Conversion(NamedTuple):
             "keys": len(self.rewrite.tensors) + len(self.rewrite.objects),
             "files": self.rewrite.file_bytes(),
             "nbytes": self.rewrite.nbytes,
-            "flat": [fusion.fused for fusion in self.rewrite.exchange.fusions],
         }
 
     def as_table(self) -> Table:
@@ -148,14 +130,23 @@ def _to_safetensors(checkpoint: Checkpoint, sidecars: Sidecars, wanted: Wanted) 
     last_files: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
-        _check_tensors(checkpoint, names)
+        for key, name in names.items():
+            dtype, wrong = checkpoint.tensors[key].dtype, ""
+            if dtype not in NAMES:
+                wrong = f"is {str(dtype).removeprefix('torch.')}, which safetensors do not have"
+            elif "float4" in str(dtype) and not checkpoint.tensors[key].shape:
+                wrong = "is a float4 without dimensions, which safetensors do not have"
+            elif name in (METADATA_KEY, ""):
+                wrong = f"would be named {name!r}, which safetensors do not allow"
+            if wrong:
+                raise CheckpointError(f"{key} {wrong}; {_LEAVE_OUT}")
         weight_map = builder.add_safetensors(part, names, wanted.shard_bytes)
         if weight_map:
             nbytes = sum(builder.nbytes_of(checkpoint.tensors[key]) for key in names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             last_files[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
-    if wanted.what != "model" and (parts.objects or parts.others or parts.odd_paths(checkpoint)):
+    if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         last_files = {OBJECTS_FILE: _objects_file(checkpoint, parts), **last_files}
     notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
     new = builder.rewrite({}, ())
@@ -179,30 +170,25 @@ class _Parts:
                 "with the command inspect, and give --key-prefix"
             )
         self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
-        self.others, self.objects = [], []
         left = [key for key in keys if key not in model]
-        if wanted.what == "model":
-            self._leave(checkpoint, left)
-            return
         self.others = [key for key in left if key in checkpoint.tensors]
         self.objects = [key for key in left if key in checkpoint.objects]
-        if not (self.model or self.others or self.objects):
+        if wanted.what == "model":
+            for key in self.objects:
+                if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
+                    raise CheckpointError(
+                        f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}"
+                    )
+            if left:
+                self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
+            self.others, self.objects = [], []
+        elif not (self.model or self.others or self.objects):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted")
-        if wanted.what == "optimizer" and not (self.others or self.objects):
+        elif wanted.what == "optimizer" and not (self.others or self.objects):
             raise CheckpointError(f"{checkpoint.path} has nothing but a model")
-
-    def odd_paths(self, checkpoint: Checkpoint) -> set[str]:
-        """Tensors of the model that were nested in a way that their keys do not tell."""
-        known = checkpoint.paths
-        return {key for key in self.model if known.get(key, (key,)) != path_of(key, self.prefix)}
-
-    def _leave(self, checkpoint: Checkpoint, keys: Sequence[str]) -> None:
-        for key in keys:
-            is_models = bool(self.prefix) and key.startswith(self.prefix)
-            if key in checkpoint.objects and (is_models or "_extra_state" in key):
-                raise CheckpointError(f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}")
-        if keys:
-            self.notes.append(f"{counted(len(keys), 'key')} not of the model, left out")
+        # Tensors of the model that were nested in a way that their keys do not tell.
+        paths = checkpoint.paths
+        self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
@@ -212,18 +198,6 @@ def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
     if paths:
         return _DEFAULT_PREFIX if any(len(path) > 1 and path[0] == MODEL for path in paths) else ""
     return _DEFAULT_PREFIX if inside and len(inside) == len(keys) else ""
-
-
-def _check_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
-    for key, name in names.items():
-        tensor = checkpoint.tensors[key]
-        if not has_dtype(tensor.dtype):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{key} is {dtype}, which safetensors do not have; {_LEAVE_OUT}")
-        if tensor.dtype.itemsize == 1 and "float4" in str(tensor.dtype) and not tensor.shape:
-            raise CheckpointError(f"{key} is a float4 without dimensions, which safetensors do not have; {_LEAVE_OUT}")
-        if name in (METADATA_KEY, ""):
-            raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
 
 
 def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
@@ -241,7 +215,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
         stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     listed = {*parts.others, *parts.objects}
-    kept = sorted(listed & known.keys() | parts.odd_paths(checkpoint), key=natural_order)
+    kept = sorted(listed & known.keys() | parts.odd, key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
     head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
     return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
@@ -272,11 +246,6 @@ def _to_dcp(folders: Folders, sidecars: Sidecars, wanted: Wanted) -> Conversion:
     return Conversion(checkpoint, "dcp", new, notes, sidecars.files, key_prefix=folders.key_prefix)
 
 
-def _whole(shape: Sequence[int]) -> Comb:
-    """Return the comb of a tensor that is its own only part; a scalar counts as one dropped index."""
-    return Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)
-
-
 class _ConversionBuilder:
     """Files of pieces, each with how it is put together."""
 
@@ -286,7 +255,7 @@ class _ConversionBuilder:
         self._dtype = dtype
         self._files: dict[str, list[Piece]] = {}
         self._heads: dict[str, bytes] = {}
-        self._tensors: dict[str, NewTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
 
     def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
         """Return the dtype that the new tensor has."""
@@ -306,10 +275,9 @@ class _ConversionBuilder:
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
             by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
-            placed = in_file_order(
+            self._heads[file], placed = with_header(
                 FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
             )
-            self._heads[file] = header_of(placed)
             tensors = [by_name[entry.key] for entry in placed]
             self._files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
             weight_map.update(dict.fromkeys(by_name, file))
@@ -317,95 +285,27 @@ class _ConversionBuilder:
 
     def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
         """Chunks as they are stored, and rows of those that are larger than a file may be."""
-        tensors = (tensor for key in keys if (tensor := self._checkpoint.tensors.get(key)) is not None)
-        pieces = [
-            piece
-            for tensor in tensors
-            for chunk in tensor.chunks
-            for piece in self._pieces(
-                tensor,
-                stretches(
-                    TensorRegion(chunk.offsets, chunk.sizes), max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
-                ),
-            )
-        ]
+        pieces: list[Piece] = []
+        for tensor in (self._checkpoint.tensors[key] for key in keys if key in self._checkpoint.tensors):
+            numel = max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
+            for chunk in tensor.chunks:
+                pieces += self._pieces(tensor, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
         for number, shard in enumerate(in_files(pieces, shard_bytes)):
             self._files[f"__{number}_0.distcp"] = shard
-        for key in keys:
-            if key in self._checkpoint.objects:
-                content = self._checkpoint.objects[key].content
-                assert content is not None
-                file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
-                piece = Piece(key, None, len(content), given(content))
-                self._files.setdefault(file, []).append(piece)
+        file = f"__{max(len(self._files) - 1, 0)}_0.distcp"
+        for key in (key for key in keys if key in self._checkpoint.objects):
+            content = self._checkpoint.objects[key].content
+            assert content is not None
+            self._files.setdefault(file, []).append(Piece(key, None, len(content), given(content)))
 
     def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> Iterator[Piece]:
-        dtype = self.dtype_of(tensor)
-        self._tensors[tensor.key] = NewTensor(tensor.key, tensor.shape, dtype)
-        fusion = Fusion(tensor.key, (tensor.key,), tensor.shape, tensor.dtype, 0, (_whole(tensor.shape),))
+        dtype, shape = self.dtype_of(tensor), tensor.shape
+        self._tensors[tensor.key] = StoredTensor(tensor.key, shape, dtype, ())
+        whole = Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)  # its own only part
+        fusion = Fusion(tensor.key, (tensor.key,), shape, tensor.dtype, 0, (whole,))
         sources = (Index(tensor.chunks),)
         for region in regions:
             yield from gathered(fusion, region, sources, dtype)
 
     def rewrite(self, paths: Mapping[str, Path], objects: tuple[str, ...]) -> Rewrite:
         return Rewrite(self._tensors, objects, self._files, paths, _NO_EXCHANGE, self._heads)
-
-
-def plan_flat(source: str, shapes_from: str | None, excluded: Sequence[str], *, threads: int = 4) -> Conversion:
-    """Plan a checkpoint of DCP in which flat optimizer state has its parameter's shape.
-
-    Args:
-        source: the checkpoint with the state.
-        shapes_from: the one with the model, if that is another.
-        excluded: patterns of keys that stay as they are.
-        threads: how many files are read at the same time.
-    """
-    if is_safetensors(source):
-        raise CheckpointError(f"--flat-to-nd is for checkpoints of DCP, and {source} has safetensors")
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    model = checkpoint if shapes_from is None else open_checkpoint(shapes_from)
-    names = sorted_out([*model.tensors, *model.objects], model.paths)
-    shapes = {key: model.tensors[key].shape for key in names.others if key in model.tensors}
-    if not shapes:
-        raise CheckpointError(
-            f"{model.path} has no model, whose shapes are needed; give --shapes-from a checkpoint that has it"
-        )
-    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
-    owners = Owners(shapes)
-    fusions = []
-    for name in sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths).states:
-        if name.is_state and name.key in checkpoint.tensors and not is_excluded(name.key, excluded):
-            tensor = checkpoint.tensors[name.key]
-            shape = _shape_of(name, tensor.shape, owners, shapes)
-            if shape != tensor.shape:
-                parts = (name.key,)
-                fusions.append(Fusion(name.key, parts, shape, tensor.dtype, 0, (_whole(shape),), is_flat=True))
-    if not fusions:
-        raise CheckpointError(f"{checkpoint.path} has no flat state: all is of its parameters' shapes, or excluded")
-    new = plan_rewrite(checkpoint, _NO_EXCHANGE._replace(fusions=tuple(fusions)))
-    return Conversion(checkpoint, "dcp", new, tuple(rewrite.notes_on(checkpoint, sidecars)), sidecars.files)
-
-
-def _shape_of(name: StateName, shape: Shape, owners: Owners, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape that an entry of state gets."""
-    if len(shape) != 1:
-        return shape
-    try:
-        owner = owners.of(name.fqn, lambda one, other: shapes[one] == shapes[other])
-    except ValueError as error:
-        raise CheckpointError(
-            f"{name.key} may belong to several tensors of the model, which have different shapes; give --shapes-from a "
-            "checkpoint of that model alone, or leave it as it is with --exclude"
-        ) from error
-    if owner is None:
-        raise CheckpointError(
-            f"{name.key} has one dimension, and no tensor of the model is called {name.fqn}; give --shapes-from a "
-            "checkpoint that has it, or leave it as it is with --exclude"
-        )
-    wanted = shapes[owner.key]
-    if math.prod(wanted) != shape[0]:
-        raise CheckpointError(
-            f"{name.key} has {shape[0]:,} elements, and {owner.key} has shape {wanted}, {math.prod(wanted):,} "
-            "elements; leave it as it is with --exclude, if it is not flat"
-        )
-    return wanted

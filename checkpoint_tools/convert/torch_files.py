@@ -9,6 +9,7 @@ Nothing that either contains is run: what consists of more than tensors and plai
 """
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,16 +31,12 @@ from ..stored.items import Archive, DamagedError, ItemReader
 from ..stored.reading import Checkpoint
 from ..stored.storage import Folder
 
-_MAX_DIGITS = 10  # of a parameter's number
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
 _WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
 
 
 def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, list[str]]:
-    """Write a checkpoint with everything in a file.
-
-    Returns:
-        How many values there are at its top, and what a person should know.
-    """
+    """Write a checkpoint with everything in a file; return how many values are at its top, and notes."""
     has_crcs = _check(source)
     state = _loaded(source)
     _check_values(source, state, max_memory_bytes)
@@ -162,13 +159,9 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, _Nest):
         return value
     inside = {key: _with_lists(each) for key, each in value.items()}
-    if "param_groups" in inside and type(inside.get("state")) is dict and all(map(_is_number, inside["state"])):
+    state = inside.get("state")
+    if "param_groups" in inside and type(state) is dict and all(_NUMBER.fullmatch(str(key)) for key in state):
         # An optimizer's own state dict: its parameters are numbers, and DCP makes texts of them.
-        inside["state"] = {int(key): each for key, each in inside["state"].items()}
+        inside["state"] = {int(key): each for key, each in state.items()}
     is_list = bool(inside) and set(inside) == set(range(len(inside))) and all(type(key) is int for key in inside)
     return [inside[number] for number in range(len(inside))] if is_list else inside
-
-
-def _is_number(key: Any) -> bool:
-    text = str(key)
-    return len(text) < _MAX_DIGITS and text.isdecimal() and str(int(text)) == text

@@ -37,12 +37,7 @@ _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
 
 class Rename(NamedTuple):
-    """A step that gives other names.
-
-    Attributes:
-        pairs: templates, old and new.
-        ignored: patterns of keys that the other framework has not, and that are left out.
-    """
+    """A step that gives other names, by templates, and leaves out keys that the other framework has not."""
 
     pairs: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
@@ -96,40 +91,31 @@ def _family(name: str) -> Mapping[str, Any]:
     return {"rule": [], **found}
 
 
-def value_names(family: str) -> frozenset[str]:
-    """Name the config values that any of the family's steps needs."""
-    tables = _family(family)["rule"]
-    counted = {table["each"] for table in tables if "each" in table}
-    rules = (rule for table in tables for rule in _rules([table], dict.fromkeys(counted, 2)))
-    return frozenset(counted).union(*(rule.value_names for rule in rules))
-
-
 def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Step]:
     """List the steps from one framework's names to the other's."""
-    known = _family(family)["source"]
+    found = _family(family)
     for name in (source, target):
-        if name not in known:
-            raise CheckpointError(f"no framework {name!r} in the family {family}; there are {', '.join(known)}")
+        if name not in found["source"]:
+            known = ", ".join(found["source"])
+            raise CheckpointError(f"no framework {name!r} in the family {family}; there are {known}")
     if source == target:
         raise CheckpointError(f"--from and --to are both {source}")
     if HUB not in (source, target):
         return [*steps(family, source, HUB, values), *steps(family, HUB, target, values)]
     other = target if source == HUB else source
-    pairs = [(name[HUB], name[other]) for name in _family(family)["name"] if other in name]
-    own = _fusions(family, other, None, values)  # of the other framework's tensors, the first to be merged first
-    hubs = _fusions(family, HUB, other, values)
-    ignored = tuple(_family(family).get("ignore", {}).get(source, ()))
+
+    def fusions(of: str, toward: str | None) -> list[tuple[Rule, ...]]:
+        tables = [table for table in found["rule"] if table["of"] == of and table.get("toward") == toward]
+        stages = sorted({table.get("stage", 1) for table in tables})
+        return [_rules([table for table in tables if table.get("stage", 1) == stage], values) for stage in stages]
+
+    # Of either framework's own tensors, the first to be merged first.
+    split, merged = fusions(other, None), fusions(HUB, other)
     if source == HUB:
-        middle = Rename(tuple(pairs), ignored)
-        return [*(Fuse("split", rules) for rules in hubs[::-1]), middle, *(Fuse("merge", rules) for rules in own)]
-    middle = Rename(tuple((theirs, ours) for ours, theirs in pairs), ignored)
-    return [*(Fuse("split", rules) for rules in own[::-1]), middle, *(Fuse("merge", rules) for rules in hubs)]
-
-
-def _fusions(family: str, of: str, toward: str | None, values: Mapping[str, float]) -> list[tuple[Rule, ...]]:
-    tables = [table for table in _family(family)["rule"] if table["of"] == of and table.get("toward") == toward]
-    stages = sorted({table.get("stage", 1) for table in tables})
-    return [_rules([table for table in tables if table.get("stage", 1) == stage], values) for stage in stages]
+        split, merged = merged, split
+    pairs = tuple((name[source], name[target]) for name in found["name"] if other in name)
+    middle = Rename(pairs, tuple(found.get("ignore", {}).get(source, ())))
+    return [*(Fuse("split", rules) for rules in split[::-1]), middle, *(Fuse("merge", rules) for rules in merged)]
 
 
 def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> tuple[Rule, ...]:
@@ -181,8 +167,9 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
             draft.copy(state, [new])
     groups = read_groups(checkpoint, names.groups)
     for name, content in groups.items():
-        if listed(content, name):
-            objects[name.key] = relisted(content, name, lambda fqn: [new for new in [new_name(str(fqn))] if new])
+        fqns = {str(fqn): new_name(str(fqn)) for fqn in listed(content, name)}
+        if fqns:
+            objects[name.key] = relisted(content, name, {fqn: (new,) if new else () for fqn, new in fqns.items()})
     if unknown:
         more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(
@@ -207,16 +194,6 @@ def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
     return ""
 
 
-class Translation(NamedTuple):
-    """Request to translate between two frameworks."""
-
-    family: str
-    source: str
-    target: str
-    values: Mapping[str, float]
-    excluded: Sequence[str]
-
-
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
 
@@ -224,20 +201,33 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 def translate(
     source: str,
     destination: str,
-    asked: Translation,
+    family: str,
+    frameworks: tuple[str, str],
+    given: Mapping[str, float],
+    excluded: Sequence[str] = (),
     *,
     threads: int,
     max_memory_bytes: int,
     progress: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None),
 ) -> tuple[int, list[str]]:
-    """Write it; how many keys there are then, and what there is to be said."""
+    """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
     rewrite.check_destination(source, destination)
     to = source
     checkpoint, sidecars = rewrite.open_whole(source, threads)
-    values, notes = with_told(checkpoint, value_names(asked.family), asked.values)
+    tables = _family(family)["rule"]
+    names = {table["each"] for table in tables if "each" in table}
+    names |= {
+        name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
+    }
+    values, notes = with_told(checkpoint, names, given)
     notes += rewrite.notes_on(checkpoint, sidecars)
-    work = steps(asked.family, asked.source, asked.target, values)
-    _check_values(work, values)
+    work = steps(family, *frameworks, values)
+    # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
+    rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
+    missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
+    if missing:
+        options = " ".join(f"--value {name}=NUMBER" for name in missing)
+        raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
     planned: Rewrite | None = None
     with _room_for(destination) as room:
@@ -245,8 +235,17 @@ def translate(
             if number:
                 checkpoint, sidecars = rewrite.open_whole(to, threads)
             before, to = room / f"{number - 1}", destination if number + 1 == len(work) else f"{room}/{number}"
-            planned = _plan(checkpoint, step, values, asked.excluded if number <= first_rename else ())
-            is_megatron = to == destination and asked.target == "megatron"
+            left_out = excluded if number <= first_rename else ()
+            if isinstance(step, Rename):
+                planned = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, left_out))
+            else:
+                known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
+                request = Request(step.rules, known, left_out, is_sure=True)
+                planned = rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
+            formats: dict[str, bytes] = {}
+            if to == destination and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
+                torch.save({}, buffer := io.BytesIO())
+                formats = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode()}
             with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
                 rewrite.write(
                     checkpoint,
@@ -256,41 +255,19 @@ def translate(
                     max_memory_bytes=max_memory_bytes,
                     advance=advance,
                     sidecars=sidecars.files,
-                    beside=_format_files(sidecars.files) if is_megatron else None,
+                    beside={name: made for name, made in formats.items() if name not in sidecars.files},
                 )
             shutil.rmtree(before, ignore_errors=True)
     assert planned is not None
     return len(planned.tensors) + len(planned.objects), notes
 
 
-def _check_values(work: Sequence[Step], values: Mapping[str, float]) -> None:
-    """Refuse before the first step what a later one would: a rule without its values.
-
-    Optional rules may match nothing, and then need none.
-    """
-    rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
-    missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
-    if missing:
-        options = " ".join(f"--value {name}=NUMBER" for name in missing)
-        raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
-
-
-def _plan(checkpoint: Checkpoint, step: Step, values: Mapping[str, float], excluded: Sequence[str]) -> Rewrite:
-    if isinstance(step, Rename):
-        return plan_rewrite(checkpoint, rename_exchange(checkpoint, step, excluded))
-    known = {name: value for name, value in values.items() if any(name in rule.value_names for rule in step.rules)}
-    request = Request(step.rules, known, excluded, is_sure=True)
-    return rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
-
-
-def _format_files(there: Sequence[str]) -> dict[str, bytes]:
-    """Make the files that Megatron-Core expects beside ``torch_dist``: an empty common state, the format."""
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    versions = {f"{name}_version": 1 for name in backends}
-    made = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(backends | versions).encode()}
-    return {name: content for name, content in made.items() if name not in there}
+_TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "common_backend": "torch",
+    "sharded_backend_version": 1,
+    "common_backend_version": 1,
+}
 
 
 @contextlib.contextmanager

@@ -51,20 +51,18 @@ class Comb(NamedTuple):
         """Return the part's size along the dimension."""
         return self.length * self.blocks
 
-    def part_shape(self, fused_shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    def part_shape(self, fused_shape: Sequence[int], dim: int) -> Shape:
         """Return the part's shape for a fused tensor of that shape; ``dim`` is not negative."""
-        own = () if self.is_dropped else (self.size,)
-        return (*fused_shape[:dim], *own, *fused_shape[dim + 1 :])
+        return replaced(fused_shape, dim, *(() if self.is_dropped else (self.size,)))
+
+
+def replaced(values: Sequence[int], dim: int, *new: int) -> Shape:
+    """Return offsets, sizes or strides with others in the place of one dimension."""
+    return (*values[:dim], *new, *values[dim + 1 :])
 
 
 def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
-    """Return the comb of each part.
-
-    Args:
-        sizes: of the parts along the fused dimension, over all groups.
-        layout: how they are fused. Interleaved parts have equal sizes, and stacked ones size 1.
-        groups: for ``grouped``: how many; each has an equal share of every part.
-    """
+    """Return the comb of each part; ``sizes`` are over all groups, of which each has an equal share of every part."""
     if layout == "interleaved":
         if len(set(sizes)) > 1:
             raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
@@ -82,21 +80,17 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
 
 def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
-    """List a part's rectangles on this rank, as places in the memory of its shard of the fused tensor.
+    """List a part's rectangles on this rank, as places in the whole local memory of its shard of the fused tensor.
 
-    Args:
-        fused: this rank's chunks of the fused tensor.
-        dim: the fused dimension, not negative.
-        comb: the part.
-
-    Returns:
-        Chunks of the part's global shape over the whole local buffer of ``fused``. A rank that has nothing of the part
-        has one chunk without elements, at the end of dimension 0.
+    A rank that has nothing of the part has one chunk without elements, at the end of dimension 0.
     """
     shape = comb.part_shape(fused.global_shape, dim)
     chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
-    if comb.is_dropped:
-        chunks = tuple(_without(chunk, dim) for chunk in chunks)
+    if comb.is_dropped:  # the part has no such dimension
+        chunks = tuple(
+            Chunk(replaced(at, dim), replaced(sizes, dim), start, replaced(strides, dim))
+            for at, sizes, start, strides in chunks
+        )
     if not chunks and shape:  # a part without dimensions has no chunk without elements
         nothing = nothing_of(shape)
         chunks = (Chunk(*nothing, 0, contiguous_strides(nothing.sizes)),)
@@ -104,18 +98,17 @@ def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
 
 
 def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
-    """Return the range of local memory from the part's first element to its last, and its chunks in it.
-
-    Returns:
-        Where the stretch begins in the flat local buffer, and the chunks with the stretch as their buffer.
-    """
+    """Return where in the flat local memory the part's first element is, and its chunks in the stretch to its last."""
     chunks = [chunk for chunk in part.chunks if chunk.numel]
     if not chunks:
         return 0, ShardChunks(part.global_shape, (0,), part.chunks)
     begin = min(chunk.local_start for chunk in chunks)
-    end = max(_last_element(chunk) for chunk in chunks) + 1
+    lasts = (
+        start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        for _, sizes, start, strides in chunks
+    )
     moved = tuple(chunk._replace(local_start=chunk.local_start - begin) for chunk in chunks)
-    return begin, ShardChunks(part.global_shape, (end - begin,), moved)
+    return begin, ShardChunks(part.global_shape, (max(lasts) + 1 - begin,), moved)
 
 
 def _cut(chunk: Chunk, dim: int, comb: Comb) -> Iterator[Chunk]:
@@ -140,28 +133,15 @@ def _blocks_before(comb: Comb, index: int) -> int:
 
 
 def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step: int) -> Chunk:
-    strides = list(chunk.local_strides)
-    start = chunk.local_start + local_at * strides[dim]
-    strides[dim] *= step
-    offsets = (*chunk.offsets[:dim], part_at, *chunk.offsets[dim + 1 :])
-    sizes = (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
-    return Chunk(offsets, sizes, start, tuple(strides))
-
-
-def _without(chunk: Chunk, dim: int) -> Chunk:
-    """Drop a dimension that has one index."""
-    offsets, sizes, strides = ((*of[:dim], *of[dim + 1 :]) for of in (chunk.offsets, chunk.sizes, chunk.local_strides))
-    return Chunk(offsets, sizes, chunk.local_start, strides)
+    offsets, sizes, start, strides = chunk
+    start += local_at * strides[dim]
+    strides = replaced(strides, dim, strides[dim] * step)
+    return Chunk(replaced(offsets, dim, part_at), replaced(sizes, dim, size), start, strides)
 
 
 def nothing_of(shape: Shape) -> "TensorRegion":
     """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0, so all are alike."""
     return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
-
-
-def _last_element(chunk: Chunk) -> int:
-    extents = zip(chunk.sizes, chunk.local_strides, strict=True)
-    return chunk.local_start + sum((size - 1) * stride for size, stride in extents)
 
 
 class TensorRegion(NamedTuple):
@@ -238,16 +218,15 @@ class Index(Generic[PlacedT]):
 def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
     """Join rectangles that touch along ``dim`` and are otherwise alike."""
 
-    def others(region: TensorRegion) -> tuple[tuple[int, int], ...]:
-        both = zip(region.offsets, region.sizes, strict=True)
-        return tuple(each for at, each in enumerate(both) if at != dim)
+    def others(region: TensorRegion) -> tuple[Shape, Shape]:
+        return replaced(region.offsets, dim), replaced(region.sizes, dim)
 
     found: list[TensorRegion] = []
     for region in sorted(regions, key=lambda each: (others(each), each.offsets[dim])):
         last = found[-1] if found else None
         if last and others(last) == others(region) and last.offsets[dim] + last.sizes[dim] == region.offsets[dim]:
             size = last.sizes[dim] + region.sizes[dim]
-            found[-1] = TensorRegion(last.offsets, (*last.sizes[:dim], size, *last.sizes[dim + 1 :]))
+            found[-1] = TensorRegion(last.offsets, replaced(last.sizes, dim, size))
         else:
             found.append(region)
     return sorted(found)
@@ -256,21 +235,16 @@ def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
 def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:
     """Yield a part's rectangle in the fused tensor: one rectangle for each block of the comb that it touches.
 
-    The inverse of :func:`checkpoint_tools.core.regions.part_chunks`.
+    The inverse of :func:`part_chunks`.
     """
-    if not math.prod(part.sizes):
+    offsets, sizes = part.offsets, part.sizes
+    if not math.prod(sizes):
         return
     if comb.is_dropped:
-        yield _with_dim(part, dim, comb.start, 1, dropped=True)
+        yield TensorRegion((*offsets[:dim], comb.start, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
         return
-    begin, end = part.offsets[dim], part.offsets[dim] + part.sizes[dim]
+    begin, end = offsets[dim], offsets[dim] + sizes[dim]
     for block in range(begin // comb.length, -(-end // comb.length)):
         lower, upper = max(begin, block * comb.length), min(end, (block + 1) * comb.length)
         start = comb.start + block * comb.distance + lower - block * comb.length
-        yield _with_dim(part, dim, start, upper - lower)
-
-
-def _with_dim(part: Placed, dim: int, start: int, size: int, *, dropped: bool = False) -> TensorRegion:
-    after = dim if dropped else dim + 1
-    offsets = (*part.offsets[:dim], start, *part.offsets[after:])
-    return TensorRegion(offsets, (*part.sizes[:dim], size, *part.sizes[after:]))
+        yield TensorRegion(replaced(offsets, dim, start), replaced(sizes, dim, upper - lower))

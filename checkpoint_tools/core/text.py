@@ -99,13 +99,8 @@ def _part_order(part: str) -> tuple[bool, int, str]:
     return False, len(digits), digits
 
 
-def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Tell whether any pattern matches, or there is none: people look at everything until they choose."""
-    return not patterns or is_excluded(key, patterns)
-
-
 def is_excluded(key: str, patterns: Sequence[str]) -> bool:
-    """Tell whether any pattern matches: nothing is left out until people choose."""
+    """Tell whether any pattern matches."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 

@@ -12,13 +12,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Comparison(NamedTuple):
-    """Result of comparing values; the results of two parts add up.
+    """How many elements differ; the results of two parts add up.
 
-    Attributes:
-        differing: how many elements differ.
-        numel: of how many.
-        max_abs_diff: among those that differ: infinite where only one is a number; ``None`` if none differs, or if the
-            dtype has no differences.
+    ``max_abs_diff`` is infinite where only one is a number; ``None`` if none differs, or the dtype has no differences.
     """
 
     differing: int
@@ -46,9 +42,12 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
         differs = differs.view(len(part_a), -1).any(dim=1) if a.itemsize == 16 else differs
         part_a, part_b = part_a[differs], part_b[differs]
         gaps = _gaps(part_a, part_b)
-        apart = (
-            ~_is_close(part_a, part_b, gaps, rtol, atol) if rtol or atol else torch.ones(len(part_a), dtype=torch.bool)
-        )
+        apart = torch.ones_like(differs[differs])
+        wide = _wide(part_a, part_b) if gaps is not None and (rtol or atol) else None
+        if wide is not None and (a.is_floating_point() or a.is_complex() or a.dtype is torch.bool):
+            apart = ~torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
+        elif wide is not None and gaps is not None:
+            apart = gaps > atol + rtol * wide[1].abs()
         largest = float(gaps[apart].max()) if gaps is not None and bool(apart.any()) else None
         total = total.plus(Comparison(int(apart.sum()), 0, largest))
     return total
@@ -67,16 +66,6 @@ def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
     gaps = (wide[0] - wide[1]).abs()
     both_nan = wide[0].isnan() & wide[1].isnan()
     return gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
-
-
-def _is_close(a: Tensor, b: Tensor, gaps: Tensor | None, rtol: float, atol: float) -> Tensor:
-    """Tell which values are within the tolerance; NaN never is."""
-    wide = _wide(a, b)
-    if gaps is None or wide is None:
-        return torch.zeros(len(a), dtype=torch.bool)
-    if a.is_floating_point() or a.is_complex() or a.dtype is torch.bool:
-        return torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
-    return gaps <= atol + rtol * wide[1].abs()
 
 
 def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -112,15 +101,8 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
     """Tell whether two objects are the same: their types, and the bits of their numbers and tensors.
 
     So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
-    keys of dicts, whose order is of no account, and in sets.
-
-    Args:
-        a: one of them.
-        b: the other.
-        seen: pairs of containers inside, each of which is looked into once, however often it is contained.
-
-    Raises:
-        RecursionError: they are nested too deeply.
+    keys of dicts, whose order is of no account, and in sets. ``seen``: pairs of containers inside, each of which is
+    looked into once. RecursionError, if they are nested too deeply.
     """
     seen = {} if seen is None else seen
     if type(a) is not type(b):

@@ -5,6 +5,7 @@ rank has them. Megatron's ``args``, in ``common.pt`` or as an object: numbers of
 ``config.json``: its numbers. No pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -66,15 +67,29 @@ def with_told(
 
 
 def _of_layout(checkpoint: Checkpoint) -> dict[str, _Known]:
-    found = _json(checkpoint, FORMAT_FILE)
-    if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
+    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") != "torch_dist":
         return {}
     known = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
     return {DENSE_RANKS: known, EXPERT_RANKS: known}
 
 
+def _json(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(checkpoint.folder, file, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
-    for where, args in ((COMMON_FILE, _common_args(checkpoint)), (f"the object {_ARGS}", _object_args(checkpoint))):
+    common: Any = None
+    with contextlib.suppress(OSError):
+        common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
+    common, own = common.get(_ARGS) if isinstance(common, dict) else None, None
+    stored = checkpoint.objects.get(_ARGS)
+    if stored is not None and not stored.transforms and stored.content is None:
+        own = _unpickled(checkpoint, *stored.place)
+    for where, args in ((COMMON_FILE, common), (f"the object {_ARGS}", own)):
         if isinstance(args, PickledObject) and isinstance(args.state, dict):
             state = args.state
             if state.get("group_query_attention") is False:  # then Megatron's argument is 1
@@ -91,8 +106,6 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
 
 def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
     config = _json(checkpoint, _CONFIG_FILE)
-    if not isinstance(config, dict):
-        return {}
     if isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}
     found = {name: value for name, value in config.items() if _is_count(value)}
@@ -109,28 +122,6 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= MAX_INT64
-
-
-def _json(checkpoint: Checkpoint, file: str) -> Any:
-    try:
-        return json.loads(read_small(checkpoint.folder, file, _MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _common_args(checkpoint: Checkpoint) -> Any:
-    try:
-        common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
-    except OSError:
-        return None
-    return common.get(_ARGS) if isinstance(common, dict) else None
-
-
-def _object_args(checkpoint: Checkpoint) -> Any:
-    stored = checkpoint.objects.get(_ARGS)
-    if stored is None or stored.transforms or stored.content is not None:
-        return None
-    return _unpickled(checkpoint, stored.file, stored.offset_bytes, stored.length_bytes)
 
 
 def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:

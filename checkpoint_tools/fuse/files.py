@@ -1,8 +1,7 @@
 """Plan the exchange of fused tensors and parts in a checkpoint in files."""
 
-import functools
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +42,9 @@ def find_exchange(
     objects = {}
     for name, content in source.groups.items():
         if any((name.optimizer, str(fqn)) in found.listed for fqn in listed(content, name)):
-            objects[name.key] = relisted(content, name, functools.partial(_listed_as, found, name.optimizer))
+            new = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
+            objects[name.key] = relisted(content, name, new)
     return found._replace(objects=objects)
-
-
-def _listed_as(found: Exchange, optimizer: str, fqn: Any) -> Sequence[Any]:
-    new: Sequence[Any] = found.listed.get((optimizer, str(fqn)), (fqn,))
-    return new
 
 
 class _Files(Source):
@@ -82,18 +77,23 @@ def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[Grou
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 
 
-def relisted(content: Any, name: GroupName, listed_as: Callable[[Any], Sequence[Any]]) -> bytes:
-    """Pickle the content with other FQNs, as ``torch.save`` does; ``listed_as`` maps one to its new ones."""
+def relisted(content: Any, name: GroupName, new: Mapping[str, Sequence[str]]) -> bytes:
+    """Pickle the content with other FQNs, as ``torch.save`` does; ``new`` has those in the place of each."""
 
-    def new(found: Any) -> Any:
-        if name.is_list:
-            return [fqn for old in found for fqn in listed_as(old)]
-        if isinstance(found, dict):
-            return {**found, "params": [fqn for old in found.get("params", ()) for fqn in listed_as(old)]}
-        return [new(group) if isinstance(group, dict) else group for group in found]
+    def in_place_of(found: Iterable[Any]) -> list[Any]:
+        return [fqn for old in found for fqn in new.get(str(old), (old,))]
 
+    if name.is_list:
+        content = in_place_of(content)
+    else:
+        groups = [content] if isinstance(content, dict) else content
+        groups = [
+            {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
+            for group in groups
+        ]
+        content = groups[0] if isinstance(content, dict) else groups
     buffer = io.BytesIO()
-    torch.save(new(content), buffer)
+    torch.save(content, buffer)
     return buffer.getvalue()
 
 

@@ -35,10 +35,7 @@ StateDict = dict[str, Any]
 
 
 class _Origin(NamedTuple):
-    """Link from a part to the fused tensor that it views, or that its copy goes back to.
-
-    ``rule_key`` and ``number`` tell which part of which fused tensor it is; ``ranks`` divide that, as its mesh tells.
-    """
+    """Link from a part to the fused tensor that it views, or that its copy goes back to; ``ranks`` divide that."""
 
     fused: Tensor
     rule_key: str
@@ -119,24 +116,18 @@ def _exchanged(
 ) -> tuple[StateDict, StateDict | None]:
     source = _StateDicts(model_state, optim_state, values)
     found = plan_exchange(way, source, rules)
-    if way == "split":
-        _check_owners(found)
+    for fqn in found.listed if way == "split" else ():
+        if fqn not in found.owners:  # no model tells how it is sharded
+            raise ValueError(
+                f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
+                "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
+            )
     new = _split(found, source) if way == "split" else _merged(found, source)
     model = {key: value for old in model_state for key, value in new[old].items()}
     if optim_state is None:
         return model, None
     optim = {key: value for old in source.optim for key, value in new[old].items()}
     return model, source.nested(optim, found)
-
-
-def _check_owners(found: Exchange) -> None:
-    """Refuse a fused parameter in the optimizer's state alone: no model tells how it is sharded."""
-    for fqn in found.listed:
-        if fqn not in found.owners:
-            raise ValueError(
-                f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
-                "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
-            )
 
 
 # State dicts under flat keys ------------------------------------------------------------------------------------------
@@ -180,19 +171,27 @@ class _StateDicts(Source):
         return local_shard(value).detach() if isinstance(value, Tensor) else value
 
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
-        value = self.all[key]
+        """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
+        value, name = self.all[key], str(rule.groups)
         ranks = _origins[value].ranks if value in _origins else tensor_parallel_ranks(value)
-        return _with_own_ranks(rule, ranks, self.values, key)
+        if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
+            return self.values
+        if self.values.get(name, ranks) != ranks:
+            raise ValueError(
+                f"{key}: expected {name}={ranks}, as many tensor-parallel ranks as its own mesh has, got "
+                f"{name}={self.values[name]}; leave it out"
+            )
+        return {**self.values, name: ranks}
 
     def joined(self, match: Match, keys: Sequence[str], where: str) -> Layout:
         origins = _origins_of(match.fused, [self.all[key] for key in keys], where)
-        if origins is None:
-            return super().joined(match, keys, where)
         try:
             layout = super().joined(match, keys, where)
         except MissingValueError:  # what only splitting needs
+            if origins is None:
+                raise
             return origins[0].layout
-        if layout != origins[0].layout:
+        if origins is not None and layout != origins[0].layout:
             raise ValueError(
                 f"{where}: its parts were split with another rule; merge them with the one they were split with"
             )
@@ -219,19 +218,6 @@ class _StateDicts(Source):
         return {"state": state, "param_groups": groups}
 
 
-def _with_own_ranks(rule: Rule, ranks: int | None, values: Mapping[str, float], where: str) -> Mapping[str, float]:
-    """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
-    name = str(rule.groups)
-    if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
-        return values
-    if values.get(name, ranks) != ranks:
-        raise ValueError(
-            f"{where}: expected {name}={ranks}, as many tensor-parallel ranks as its own mesh has, got "
-            f"{name}={values[name]}; leave it out"
-        )
-    return {**values, name: ranks}
-
-
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
     """Old key → the new keys and values in its place."""
     fusions = {fusion.fused: fusion for fusion in found.fusions}
@@ -244,14 +230,13 @@ def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
             is_master = key in owners and key.rpartition(".")[2] == MASTER
             new[key] = {} if is_master and is_duplicate(param, value.dtype) else _parts_of(fusion, param, value)
         elif key in found.copies:
-            new[key] = {part: _copied(value) for part in found.copies[key]}
+            is_tensor = isinstance(value, Tensor)
+            new[key] = {
+                part: value.detach().clone() if is_tensor else copy.deepcopy(value) for part in found.copies[key]
+            }
         else:
             new[key] = {key: value if owner is None else _with_chunks_of(source.all[owner], value)}
     return new
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _with_chunks_of(param: Any, value: Any) -> Any:
@@ -267,7 +252,13 @@ def _with_chunks_of(param: Any, value: Any) -> Any:
 
 def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Views of ``value``: the fused parameter itself, or state of it."""
-    memory = _memory_of(value, fusion.fused, is_sharded=is_dtensor(value) or is_dtensor(param))
+    local = local_shard(value)
+    memory = (local.local if isinstance(local, ShardTensor) else local).detach()  # this rank's elements, no copy
+    if type(memory) is not Tensor:
+        what = f"{fusion.fused} is a {type(memory).__name__}"
+        raise ValueError(f"{what}, of which no views can be taken; convert it first")
+    if (is_dtensor(value) or is_dtensor(param)) and not memory.is_contiguous():
+        raise ValueError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
     own = chunks_of(param)
     # A whole tensor; beside a sharded parameter, one that is larger than the shard.
     is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
@@ -309,17 +300,6 @@ def _chunks_in(
     is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
     is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
-
-
-def _memory_of(value: Tensor, where: str, *, is_sharded: bool) -> Tensor:
-    """Return this rank's elements as a plain tensor, without a copy."""
-    local = local_shard(value)
-    memory = (local.local if isinstance(local, ShardTensor) else local).detach()
-    if type(memory) is not Tensor:
-        raise ValueError(f"{where} is a {type(memory).__name__}, of which no views can be taken; convert it first")
-    if is_sharded and not memory.is_contiguous():
-        raise ValueError(f"{where}: expected a contiguous local tensor, got strides {memory.stride()}")
-    return memory
 
 
 def _is_view(comb: Comb) -> bool:

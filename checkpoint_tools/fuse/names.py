@@ -28,13 +28,11 @@ KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_pa
 
 
 class StateName(NamedTuple):
-    """A key that is about one parameter of an optimizer.
+    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``.
 
     Attributes:
-        key: the whole.
-        before: what comes before the FQN: ``optim.state.``, or ``optimizer.state.exp_avg.``.
-        fqn: of the parameter.
-        after: what comes after it: ``.exp_avg``, or nothing.
+        before: ``optim.state.``, or ``optimizer.state.exp_avg.``.
+        after: ``.exp_avg``, or nothing.
         path: where the value was; empty if that is not known.
         at: the component of the path that has the FQN in it.
         around: the rest of that component, before and after the FQN.
@@ -53,16 +51,12 @@ class StateName(NamedTuple):
     @property
     def optimizer(self) -> str:
         """Return the prefix that tells one optimizer's keys from those of others."""
-        return ".".join(self._lead[:-2])
+        return self.before.removesuffix(f"{self.kind}." if self.kind else "").rpartition(".")[0].rpartition(".")[0]
 
     @property
     def is_state(self) -> bool:
         """State, rather than what a group says."""
-        return self._lead[-2] == "state"
-
-    @property
-    def _lead(self) -> list[str]:
-        return self.before.removesuffix(f"{self.kind}." if self.kind else "").split(".")
+        return self.before.removesuffix(f"{self.kind}." if self.kind else "").split(".")[-2] == "state"
 
     @property
     def name(self) -> str:
@@ -105,7 +99,7 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
             name = _by_kind_first(key, known, known_keys.keys()) or _of_key(key, known)
         if isinstance(name, StateName):
             states.append(name)
-        elif isinstance(name, GroupName):
+        elif name is not None:
             groups.append(name)
         else:
             others.append(key)
@@ -207,18 +201,16 @@ class Owners:
                 at = key.find(".", at) + 1 or -1
 
     def of(self, fqn: str, same: Callable[[str, str], bool]) -> Owner | None:
-        """Return the owner of state of ``fqn``; of several, the one with the shortest prefix before it.
+        """Return the owner of state of ``fqn``, which may have ``module.`` in front more often than the model.
 
-        Args:
-            fqn: as the optimizer has it; it may have ``module.`` in front more often than the model.
-            same: whether the plan changes two of the model's keys alike; if not, either may be the owner.
+        Of several, it is the one with the shortest prefix; unless all that have it become the ``same``, nobody knows.
         """
         own_lead, end = "", fqn
         while True:
             found = self._by_end.get(end, [])
             if found:
-                depth = min(key.removesuffix(end).count(".") for key in found)
-                nearest = [key for key in found if key.removesuffix(end).count(".") == depth]
+                depth = min(key.count(".") for key in found)
+                nearest = [key for key in found if key.count(".") == depth]
                 if not all(same(nearest[0], other) for other in nearest[1:]):
                     raise ValueError(
                         f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "

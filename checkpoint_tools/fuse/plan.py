@@ -28,17 +28,10 @@ from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothin
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which either it or they are stored.
+    """One fused tensor and its parts, of which either it or they are stored; ``shape`` is that of the fused one.
 
-    Attributes:
-        fused: its key.
-        parts: their keys, in the order in which they lie in the fused tensor.
-        shape: of the fused tensor.
-        dtype: of all.
-        dim: the fused dimension, not negative.
-        combs: where each part lies along it.
-        is_flat: it is stored as one dimension of all of its elements.
-        owner: the key of the model's tensor whose state it is, or its own key in the model; ``None`` without a model.
+    ``is_flat``: it is stored as one dimension of all of its elements. ``owner``: the key of the model's tensor whose
+    state it is, or its own key in the model; ``None`` without a model.
     """
 
     fused: str
@@ -66,7 +59,6 @@ class Exchange(NamedTuple):
         parameters: how many of the fusions are tensors of a model.
         matched: the fused tensors by the names that the rules match: of the model, or of state without one.
         listed: what param groups list instead of an FQN.
-        owners: the model's tensor to which the state of an FQN belongs.
     """
 
     fusions: tuple[Fusion, ...]
@@ -85,15 +77,7 @@ Layout = tuple[Shape, int, tuple[Comb, ...]]
 
 @dataclass
 class Source:
-    """Sources of a plan: values under flat keys.
-
-    Attributes:
-        names: the keys, sorted by what they are.
-        tensors: key → anything with a shape and a dtype.
-        paths: key → its path in the nested state dict, if known.
-        groups: the contents of the param groups.
-        values: of the model's config, which the rules name.
-    """
+    """Sources of a plan: values under flat keys. ``tensors`` have a shape and a dtype; ``values`` are of the config."""
 
     names: Names
     tensors: Mapping[str, Any]
@@ -172,18 +156,10 @@ def plan_exchange(
 ) -> Exchange:
     """Plan the exchange of fused tensors for their parts, or of parts for fused tensors.
 
-    Args:
-        way: ``"split"``, or its inverse ``"merge"``.
-        source: the keys, and what is known of their values.
-        rules: those that are not optional have to match something.
-        excluded: patterns of keys that stay.
-        wanted: which of the matches are exchanged.
+    Rules that are not optional have to match something; ``excluded`` are patterns of keys that stay.
     """
     planner = _Planner(way, source, rules, excluded, wanted)
-    if way == "split":
-        planner.split()
-    else:
-        planner.merge()
+    (planner.split if way == "split" else planner.merge)()
     planner.draft.check_new_keys()
     return planner.exchange()
 
@@ -200,13 +176,6 @@ class _Role(NamedTuple):
     parts: tuple[str, ...]
     number: int | None
     owner: str | None
-
-    @property
-    def exchanged_for(self) -> tuple[str, ...]:
-        """The names that param groups list instead: those of the parts, or the fused one in place of the first part."""
-        if self.number is None:
-            return self.parts
-        return (self.fused,) if self.number == 0 else ()
 
 
 class _Planner:
@@ -229,7 +198,11 @@ class _Planner:
         self.of_model = self._roles(model)
         self.owners: dict[Fqn, str] = {}
         self.of_state = self._roles_of_state(fqns, Owners(model))
-        self._check_rules()
+        idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
+        if not self.used or (idle and self.wanted is ALL):
+            raise ValueError(
+                nothing_matches(self.way, self.rules, idle, [*self.shapes, *(fqn for _, fqn in self.fqns)])
+            )
         self._check_ambiguity()
 
     def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
@@ -275,12 +248,6 @@ class _Planner:
             and dtypes[0] == dtypes[1]
         )
 
-    def _check_rules(self) -> None:
-        idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
-        if not self.used or (idle and self.wanted is ALL):
-            keys = [*self.shapes, *(fqn for _, fqn in self.fqns)]
-            raise ValueError(nothing_matches(self.way, self.rules, idle, keys))
-
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:
             if param.isdecimal() and self.of_model:
@@ -291,19 +258,22 @@ class _Planner:
         for name in self.source.names.states:
             fqn = name.optimizer, name.fqn
             is_left = fqn not in self.of_state and fqn not in self.owners and name.key in self.source.tensors
-            if is_left and not is_excluded(name.key, self.excluded) and self._is_matched(name.key):
+            found = (match_of(self.way, rule, name.key) for rule in self.rules if is_left)
+            is_matched = any(match is not None and self.wanted(match) for match in found)
+            if is_matched and not is_excluded(name.key, self.excluded):
                 raise ValueError(
                     f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
                 )
 
-    def _is_matched(self, key: str) -> bool:
-        matches = (match_of(self.way, rule, key) for rule in self.rules)
-        return any(match is not None and self.wanted(match) for match in matches)
-
     def split(self) -> None:
         tensors = self.source.tensors
         for key, role in self.of_model.items():
-            self._split_parameter(key, role)
+            shape, dtype = self.shapes[key], tensors[key].dtype
+            dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
+            self.layouts[key] = shape, dim, combs
+            self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
+            for part in role.parts:
+                self.draft.path_beside(key, part)
         alone = self._shapes_of_state()
         for name in self.source.names.states:
             of_state = self.of_state.get((name.optimizer, name.fqn))
@@ -318,14 +288,6 @@ class _Planner:
                 self.draft.copy(name, of_state.parts)
             else:
                 self._split_state(name, of_state, alone[name.optimizer])
-
-    def _split_parameter(self, key: str, role: _Role) -> None:
-        shape, dtype = self.shapes[key], self.source.tensors[key].dtype
-        dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
-        self.layouts[key] = shape, dim, combs
-        self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
-        for part in role.parts:
-            self.draft.path_beside(key, part)
 
     def _split_state(self, name: StateName, role: _Role, siblings: Mapping[str, Shape]) -> None:
         tensor = self.source.tensors[name.key]
@@ -387,7 +349,12 @@ class _Planner:
                 )
             self.draft.fuse(fusion, keys)
             return
-        self._check_equal(keys)
+        first, *others = (self.source.value(key) for key in keys)
+        for key, value in zip(keys[1:], others, strict=True):
+            if not same_values(first, value):
+                raise ValueError(
+                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
+                )
         self.draft.copy(names[0], [role.fused])
         self.draft.copies.update((key, ()) for key in keys[1:])
 
@@ -403,17 +370,8 @@ class _Planner:
         shape, dim, combs = self.source.joined(match, keys, fused)
         return Fusion(fused, keys, shape, first, dim, combs, owner=owner)
 
-    def _check_equal(self, keys: Sequence[str]) -> None:
-        first = self.source.value(keys[0])
-        for key in keys[1:]:
-            value = self.source.value(key)
-            if not same_values(first, value):
-                raise ValueError(
-                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
-                )
-
     def _check_options(self) -> None:
-        """Check that the parts of one tensor are in param groups with the same options."""
+        """Check that the parts of one tensor, which has one of each, are in param groups with the same options."""
         options: dict[Fqn, Mapping[str, Any]] = {}
         for name, content in self.source.groups.items():
             for group in groups_in(content, name):
@@ -421,10 +379,22 @@ class _Planner:
                 if name.is_list:  # the options are under keys of their own; groups are taken to differ
                     entries = {"listed in": name.key}
                 options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
-        for fused, (optimizer, parts) in {
-            (optimizer, role.fused): (optimizer, role.parts) for (optimizer, _), role in self.of_state.items()
-        }.items():
-            _check_same_options(fused[1], {part: options.get((optimizer, part)) for part in parts})
+        roles = {(optimizer, role.fused): role.parts for (optimizer, _), role in self.of_state.items()}
+        for (optimizer, fused), parts in roles.items():
+            known = {part: options[optimizer, part] for part in parts if (optimizer, part) in options}
+            missing = [part for part in parts if part not in known]
+            if known and missing:
+                raise ValueError(
+                    f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it"
+                )
+            first: Mapping[str, Any] = known.get(parts[0], {})
+            for part, own in known.items():
+                if first.keys() != own.keys() or not all(_equal(first[name], own[name]) for name in first):
+                    shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, own)]
+                    raise ValueError(
+                        f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
+                        f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
+                    )
 
     def exchange(self) -> Exchange:
         alone = (role for role in self.of_state.values() if role.owner is None)
@@ -435,7 +405,10 @@ class _Planner:
             self.draft.paths,
             len(self.layouts),
             tuple(dict.fromkeys(role.match.fused for role in (*self.of_model.values(), *alone))),
-            {fqn: role.exchanged_for for fqn, role in self.of_state.items()},
+            {  # param groups list the parts, or the fused one in place of the first part
+                fqn: role.parts if role.number is None else () if role.number else (role.fused,)
+                for fqn, role in self.of_state.items()
+            },
             self.owners,
         )
 
@@ -456,26 +429,6 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
     groups = content if isinstance(content, list | tuple) else [content]
     return [group for group in groups if isinstance(group, dict)]
-
-
-def _check_same_options(fused: str, options: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Check that parts may become one parameter, which has one learning rate and one weight decay.
-
-    ``options``: the entries of the param group that lists each part; ``None`` where none does.
-    """
-    known = {part: entries for part, entries in options.items() if entries is not None}
-    if known and len(known) < len(options):
-        missing = [part for part in options if part not in known]
-        raise ValueError(f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it")
-    parts = list(known)
-    for part in parts[1:]:
-        first, entries = known[parts[0]], known[part]
-        if first.keys() != entries.keys() or not all(_equal(first[name], entries[name]) for name in first):
-            shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, entries)]
-            raise ValueError(
-                f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
-                f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
-            )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ The record is JSON, and is copied like all files beside the data.
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
@@ -32,13 +32,7 @@ _MAX_BYTES = 256 << 20
 
 
 class Split(NamedTuple):
-    """One run of split.
-
-    Attributes:
-        rules: by which.
-        values: of the model's config, that the rules name.
-        fused: what was taken apart, by the names that the rules match.
-    """
+    """One run of split: by which rules and values of the model's config, and what, by the names that rules match."""
 
     rules: tuple[Rule, ...]
     values: Mapping[str, float]
@@ -53,32 +47,34 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
         return []
     except OSError as error:
         raise CheckpointError(f"{checkpoint.path}/{RECORD_FILE} cannot be read: {error.strerror or error}") from error
+    splits = []
     try:
         found = json.loads(content)
         if found["format"] != _FORMAT:
             raise ValueError(f"format {shortened(repr(found['format']))}")
         if found["crc32"] != _crc(found["splits"]):
             raise ValueError("its CRC-32 is not the one that was written with it")
-        return [_split_of(each) for each in found["splits"]]
+        for each in found["splits"]:
+            tables = [{name: value for name, value in table.items() if value is not None} for table in each["rules"]]
+            values = {str(name): value for name, value in each["values"].items() if isinstance(value, int | float)}
+            if not all(isinstance(name, str) for name in each["fused"]):
+                raise TypeError("a name is no text")
+            splits.append(Split(rules_of({"rule": tables}, RECORD_FILE), values, frozenset(each["fused"])))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{checkpoint.path}/{RECORD_FILE} is not what split leaves ({type(error).__name__}: "
             f"{shortened(str(error))}); remove it, and say with --preset or --rules what is to be merged"
         ) from error
-
-
-def _split_of(found: Any) -> Split:
-    tables = [{name: value for name, value in table.items() if value is not None} for table in found["rules"]]
-    rules = rules_of({"rule": tables}, RECORD_FILE)
-    values = {str(name): value for name, value in found["values"].items() if isinstance(value, int | float)}
-    if not all(isinstance(name, str) for name in found["fused"]):
-        raise TypeError("a name is no text")
-    return Split(rules, values, frozenset(found["fused"]))
+    return splits
 
 
 def record_bytes(splits: Sequence[Split]) -> bytes:
     """Serialize the record."""
-    found = [_as_json(split) for split in splits]
+    found = []
+    for split in splits:
+        rules = [dataclasses.asdict(rule) for rule in split.rules]
+        values = {name: v for name, v in split.values.items() if any(name in rule.value_names for rule in split.rules)}
+        found.append({"rules": rules, "values": values, "fused": sorted(split.fused)})
     return json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
 
 
@@ -87,34 +83,13 @@ def _crc(splits: Any) -> int:
     return zlib.crc32(json.dumps(splits).encode())
 
 
-def _as_json(split: Split) -> dict[str, Any]:
-    names = {name for rule in split.rules for name in rule.value_names}
-    return {
-        "rules": [dataclasses.asdict(rule) for rule in split.rules],
-        "values": {name: value for name, value in split.values.items() if name in names},
-        "fused": sorted(split.fused),
-    }
-
-
-def without(splits: Iterable[Split], merged: Iterable[str]) -> list[Split]:
-    """Return what is left of a record after these were merged."""
-    gone = frozenset(merged)
-    left = (split._replace(fused=split.fused - gone) for split in splits)
-    return [split for split in left if split.fused]
-
-
 _NAMES_IN_ERRORS = 5
 
 
 class Request(NamedTuple):
-    """Request for a split or merge, as the user gave it.
+    """Request for a split or merge, as the user gave it; without rules, to undo the last split.
 
-    Attributes:
-        rules: of presets and files; none, to undo the last split.
-        values: of the model's config.
-        excluded: patterns of keys that stay.
-        only: patterns of fused tensors or parts, if not all of them are meant.
-        is_sure: merge whatever the rules match, whether or not split took it apart.
+    ``excluded`` keys stay; ``only`` chooses fused tensors or parts; ``is_sure``: merge whatever the rules match.
     """
 
     rules: Sequence[Rule]
@@ -125,14 +100,7 @@ class Request(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Request with nothing left open.
-
-    Attributes:
-        rules, values, excluded: with which.
-        wanted: which of the matches.
-        is_known: a record or the user says which; otherwise the rules alone do.
-        notes: for the user.
-    """
+    """Request with nothing left open. ``is_known``: a record or the user says which; otherwise the rules alone do."""
 
     rules: Sequence[Rule]
     values: Mapping[str, float]
@@ -160,10 +128,11 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
     values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
-    if EXPERT_RANKS not in values and DENSE_RANKS in values and _have_experts(checkpoint, way, rules):
-        notes.append(
-            f"{EXPERT_RANKS} = {values[DENSE_RANKS]}, as {DENSE_RANKS}: the default, since nothing else is known"
-        )
+    if EXPERT_RANKS not in values and DENSE_RANKS in values:
+        of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
+        if any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
+            ranks = values[DENSE_RANKS]
+            notes.append(f"{EXPERT_RANKS} = {ranks}, as {DENSE_RANKS}: the default, since nothing else is known")
 
     def wanted(match: Match) -> bool:
         if fused is not None and match.fused not in fused:
@@ -173,11 +142,6 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
     chooses = fused is not None or bool(request.only)
     is_known = chooses or request.is_sure or way == "split"
     return Complete(rules, values, request.excluded, wanted if chooses else ALL, is_known, notes)
-
-
-def _have_experts(checkpoint: Checkpoint, way: Way, rules: Iterable[Rule]) -> bool:
-    of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
-    return any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors)
 
 
 def check_used(request: Request, exchange: Exchange) -> None:

@@ -68,7 +68,10 @@ class Rule:
     source: str = ""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for fields_of, is_right, what in _FIELD_CHECKS:  # from files, a string may stand for a list
+            for name in fields_of.split():
+                if not is_right(getattr(self, name)):
+                    raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
         if len(self.parts) < 2:
             raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
         if self.layout not in get_args(Layout):
@@ -84,13 +87,6 @@ class Rule:
             if set(template_pattern(part).groupindex) != names:
                 raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
 
-    def _check_types(self) -> None:
-        """Rules come from files, where a string may stand where a list is meant."""
-        for name, (is_right, what) in _FIELD_CHECKS.items():
-            value = getattr(self, name)
-            if not is_right(value):
-                raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {value!r}")
-
     @property
     def is_bounded(self) -> bool:
         """Tell whether every key is matched quickly, whoever has written the rule."""
@@ -105,11 +101,7 @@ class Rule:
         return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
 
     def dim_of(self, shape: Sequence[int], where: str) -> int:
-        """Return the fused dimension of a tensor of that shape, not negative.
-
-        Raises:
-            ValueError: it has no such dimension, or no other one where parts are stacked.
-        """
+        """Return the fused dimension of a tensor of that shape, not negative."""
         dim = self.dim + (len(shape) if self.dim < 0 else 0)
         if not 0 <= dim < len(shape):
             raise ValueError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
@@ -132,17 +124,7 @@ class Rule:
         return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
-        """Locate the parts along the fused dimension.
-
-        Args:
-            fused_size: of the fused tensor along ``dim``.
-            values: the config values that expressions name.
-            where: the key, for messages.
-
-        Raises:
-            ValueError: sizes do not add up, do not divide, or name values that there are not
-                (:class:`MissingValueError`).
-        """
+        """Locate the parts along the fused dimension, by the config values that the sizes name."""
         if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
         groups = _evaluated(self.groups, values, where)
@@ -177,11 +159,7 @@ DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 
 
 class MissingValueError(ValueError):
-    """A rule needs a value of the model's config that was not given.
-
-    Attributes:
-        name: of the value.
-    """
+    """A rule needs a value of the model's config, of that name, which was not given."""
 
     def __init__(self, where: str, size: str, name: str, values: Iterable[str]) -> None:
         self._what = f"{where}: the size {size!r} needs the config value {name!r}"
@@ -194,10 +172,7 @@ class MissingValueError(ValueError):
 
 
 class Match(NamedTuple):
-    """A fused tensor and its parts.
-
-    ``texts`` are what the placeholders stand for.
-    """
+    """A fused tensor and its parts; ``texts`` are what the placeholders stand for."""
 
     rule: Rule
     fused: str
@@ -207,13 +182,7 @@ class Match(NamedTuple):
     def divided(
         self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
     ) -> tuple[int, tuple[Comb, ...]]:
-        """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
-
-        Args:
-            shape: of the fused tensor.
-            values: of the model's config.
-            siblings: the shapes of the model's tensors, one of which ``same_size_as`` may name.
-        """
+        """Return the fused dimension of a tensor of that shape, and where the parts lie along it."""
         dim = self.rule.dim_of(shape, self.fused)
         combs = self.rule.combs(shape[dim], values, self.fused)
         self.check_sibling(siblings, combs[0].size)
@@ -277,18 +246,16 @@ def match_of(way: Way, rule: Rule, key: str) -> Match | None:
 def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
     """Find the wanted fused tensors among ``keys``, or those whose parts are among them."""
     known = dict.fromkeys(keys)
-    matches = []
+    matches: list[Match] = []
     for key in known:
         found = [match for rule in rules if (match := match_of(way, rule, key)) and wanted(match)]
         if len(found) > 1:
             raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in found)}")
         matches += found
-    parts = [part for match in matches for part in match.parts]
-    taken = {part for part, count in Counter(parts).items() if count > 1}
-    if way == "split":
-        taken |= {part for part in parts if part in known}
+    parts = Counter(part for match in matches for part in match.parts)
+    taken = sorted(part for part, count in parts.items() if count > 1 or (way == "split" and part in known))
     if taken:
-        raise ValueError(f"part names are taken already: {', '.join(sorted(taken)[:5])}")
+        raise ValueError(f"part names are taken already: {', '.join(taken[:5])}")
     if way == "merge":
         active = [rule for rule in rules if any(match.rule is rule for match in matches)]
         _check_parts(known, matches, active, wanted)
@@ -343,11 +310,7 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
 
 
 def preset(name: str) -> tuple[Rule, ...]:
-    """Return the rules of a framework by name.
-
-    Raises:
-        ValueError: there is no such preset; names those that there are.
-    """
+    """Return the rules of a framework by name; ValueError, with all names, if there is no such preset."""
     if name not in preset_names():
         raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
     return rules_of(tomllib.loads(preset_text(name)), name)
@@ -374,34 +337,23 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _are(value: object, *types: type) -> bool:
+    return isinstance(value, tuple) and all(type(each) in types for each in value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_size(value: object) -> bool:
-    return _is_text(value) or _is_int(value)
-
-
-def _is_tuple_of(is_right: Callable[[object], bool], value: object) -> bool:
-    return isinstance(value, tuple) and all(map(is_right, value))
-
-
-_FIELD_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("fused", "layout", "source"), (_is_text, "a string")),
-    **dict.fromkeys(("parts", "only", "exclude"), (functools.partial(_is_tuple_of, _is_text), "a list of strings")),
-    "sizes": (lambda v: _is_text(v) or _is_tuple_of(_is_size, v), '"equal", or a list of numbers and expressions'),
-    "groups": (_is_size, "a number or an expression"),
-    "dim": (_is_int, "a number"),
-    "optional": (lambda v: isinstance(v, bool), "true or false"),
-    "same_size_as": (
-        lambda v: v is None or (isinstance(v, tuple) and len(v) == 2 and _is_text(v[0]) and _is_int(v[1])),
+_FIELD_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fused layout source", lambda value: type(value) is str, "a string"),
+    ("parts only exclude", lambda value: _are(value, str), "a list of strings"),
+    ("sizes", lambda v: type(v) is str or _are(v, str, int), '"equal", or a list of numbers and expressions'),
+    ("groups", lambda value: type(value) in (str, int), "a number or an expression"),
+    ("dim", lambda value: type(value) is int, "a number"),
+    ("optional", lambda value: type(value) is bool, "true or false"),
+    (
+        "same_size_as",
+        lambda v: v is None or (isinstance(v, tuple) and [type(each) for each in v] == [str, int]),
         "a template and a dimension",
     ),
-}
+)
 
 
 # Templates -----------------------------------------------------------------------------------------------------------
@@ -410,9 +362,7 @@ MAX_KEY = 1024
 """Longest key, in characters, that a rule matches; no model has longer ones."""
 
 _MAX_TEMPLATE = 256  # letters
-_MAX_PLACEHOLDERS = (
-    2  # of a template that is not known to be trusted: what more of them take grows with a power of that
-)
+_MAX_PLACEHOLDERS = 2  # of a template that is not trusted: what more of them take grows with a power of that
 _WORD = r"([\w-]|\\\.)*"
 _SIMPLE = re.compile(rf"(\.\*(\(\?<!{_WORD}\))?)?{_WORD}|{_WORD}\\d[*+]?")  # a word, after any text or before digits
 

@@ -69,19 +69,15 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, opened.around_crc))
     if read_content(checkpoint.folder) != content:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
-    _write(checkpoint.path, manifest_bytes(content, {file: list(items) for file, items in files.items()}))
-    return notes_on_checksums(checkpoint)
-
-
-def _write(path: str, content: bytes) -> None:
-    """There as a whole, or not at all."""
-    try:
-        if "://" in path:
-            remote = RemoteFolder(path)
-            remote.fs.pipe_file(f"{remote.root.rstrip('/')}/{MANIFEST_FILE}", content)
-            return
-        unfinished = Path(path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
-        write_file(unfinished, content)
-        unfinished.rename(Path(path) / MANIFEST_FILE)
+    made, where = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.path
+    try:  # there as a whole, or not at all
+        if isinstance(checkpoint.folder, RemoteFolder):
+            remote = checkpoint.folder
+            remote.fs.pipe_file(f"{remote.root.rstrip('/')}/{MANIFEST_FILE}", made)
+        else:
+            unfinished = Path(where) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
+            write_file(unfinished, made)
+            unfinished.rename(Path(where) / MANIFEST_FILE)
     except OSError as error:
-        raise CheckpointError(f"{path}/{MANIFEST_FILE} cannot be written: {error}") from error
+        raise CheckpointError(f"{where}/{MANIFEST_FILE} cannot be written: {error}") from error
+    return notes_on_checksums(checkpoint)

@@ -31,15 +31,9 @@ Readers = tuple[ItemReader, ...]
 
 
 class Difference(NamedTuple):
-    """Difference of one key.
+    """Difference of one key, as :class:`~checkpoint_tools.core.values.Comparison` counts it.
 
-    Attributes:
-        key: of both, or of the one that has it.
-        kind: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
-        detail: for people.
-        differing: how many elements differ, for values.
-        numel: of how many.
-        max_abs_diff: the largest difference; infinite where only one is a number; ``None`` if it has no meaning.
+    ``kind``: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
     """
 
     key: str
@@ -101,10 +95,7 @@ def aligned(
 ) -> tuple[Checkpoint, Checkpoint, list[str]]:
     """Both, with the same keys for the model also where those of one begin with a prefix, and what was done.
 
-    Args:
-        first: one of them.
-        second: the other one.
-        key_prefix: what the model's keys of one begin with; without it, it is found out where no key is in both.
+    Without a prefix, it is found out where no key is in both.
     """
     if key_prefix is None and first.tensors.keys() == second.tensors.keys():
         return first, second, []
@@ -121,9 +112,12 @@ def aligned(
             f"--key-prefix {key_prefix}: no key of one side is that and a key of the other; see the command inspect"
         )
     note = f"keys of the model begin with {key_prefix!r} in {'A' if in_a > in_b else 'B'} alone, compared without"
-    if in_a > in_b:
-        return _without_prefix(first, models[0], key_prefix), second, [note]
-    return first, _without_prefix(second, models[1], key_prefix), [note]
+    one, model = (first, models[0]) if in_a > in_b else (second, models[1])
+    new = {key: key.removeprefix(key_prefix) if key in model else key for key in one.tensors}
+    if len(set(new.values())) < len(new):
+        raise CheckpointError(f"{one.path} would have two values of one name without {key_prefix!r}")
+    changed = dataclasses.replace(one, tensors={new[key]: tensor for key, tensor in one.tensors.items()})
+    return (changed, second, [note]) if in_a > in_b else (first, changed, [note])
 
 
 def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
@@ -138,14 +132,6 @@ def _prefix_of(keys: Set[str], others: Set[str]) -> str | None:
     counts = {prefix: sum(f"{prefix}{key}" in others for key in keys) for prefix in found}
     best = max(counts, key=lambda prefix: counts[prefix], default=None)
     return best if best is not None and 2 * counts[best] >= len(keys) else None
-
-
-def _without_prefix(checkpoint: Checkpoint, model: Set[str], prefix: str) -> Checkpoint:
-    new = {key: key.removeprefix(prefix) if key in model else key for key in checkpoint.tensors}
-    if len(set(new.values())) < len(new):
-        raise CheckpointError(f"{checkpoint.path} would have two values of one name without {prefix!r}")
-    tensors = {new[key]: tensor for key, tensor in checkpoint.tensors.items()}
-    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:

@@ -6,13 +6,13 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
 from ..core.tables import Table, shown
-from ..core.text import counted, human_bytes, human_shape, matches, natural_order
+from ..core.text import counted, human_bytes, human_shape, is_excluded, natural_order
 from ..fuse.names import KINDS
 from ..stored.reading import Checkpoint, StoredTensor
 
@@ -60,26 +60,41 @@ class Summary(NamedTuple):
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
     """Rows for the keys that match any of ``patterns`` (as in a shell: ``*.weight``); for all keys without any."""
-    selected = {key for key in [*checkpoint.tensors, *checkpoint.objects] if matches(key, patterns)}
-    keys = tuple(row for row in _key_rows(checkpoint) if row.key in selected)
+    rows = []
+    for key in (*checkpoint.tensors, *checkpoint.objects):
+        if patterns and not is_excluded(key, patterns):
+            continue
+        group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
+        if tensor is None:
+            rows.append(KeyRow(key, group, None, None, 1, checkpoint.objects[key].length_bytes))
+        else:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            rows.append(KeyRow(key, group, tensor.shape, dtype, len(tensor.chunks), tensor.nbytes))
+    rows.sort(key=lambda row: natural_order(row.key))
+    groups: dict[str, list[KeyRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    selected, files = {row.key for row in rows}, []
+    for file, entries in checkpoint.items_by_file().items():
+        lengths = [item.length_bytes for key, item in entries if key in selected]
+        if lengths:
+            files.append(FileRow(file, rank_of(file), len(lengths), sum(lengths)))
     return Summary(
         path=checkpoint.path,
         version=checkpoint.version,
-        keys=keys,
-        groups=_group_rows(keys),
-        files=tuple(_file_rows(checkpoint, selected)),
+        keys=tuple(rows),
+        groups=tuple(
+            GroupRow(group, len(own), sum(row.chunks for row in own), sum(row.nbytes for row in own))
+            for group, own in sorted(groups.items(), key=lambda entry: natural_order(entry[0]))
+        ),
+        files=tuple(files),
         problems=len(checkpoint.problems),
         notes=checkpoint.notes,
     )
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
-    """Name the part of the state dict that holds a key: ``model``, ``optim exp_avg``, ``optim param_groups``.
-
-    Args:
-        key: the flat key.
-        path: where in the nested state dict it was, if that is known.
-    """
+    """Name the part of the state dict that holds a key: ``model``, ``optim exp_avg``, ``optim param_groups``."""
     parts = [str(part) for part in path] if len(path) > 1 else key.split(".")
     for at, part in enumerate(parts[:2]):
         if part == "state" and len(parts) > at + 2:
@@ -94,35 +109,6 @@ def rank_of(file: str) -> int | None:
     """Read the writing rank from a file's name: 3 from ``__3_0.distcp``."""
     match = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
     return int(match[1]) if match else None
-
-
-def _key_rows(checkpoint: Checkpoint) -> list[KeyRow]:
-    rows = []
-    for key, tensor in checkpoint.tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        group = group_of(key, checkpoint.paths.get(key, ()))
-        rows.append(KeyRow(key, group, tensor.shape, dtype, len(tensor.chunks), tensor.nbytes))
-    for key, stored in checkpoint.objects.items():
-        group = group_of(key, checkpoint.paths.get(key, ()))
-        rows.append(KeyRow(key, group, None, None, 1, stored.length_bytes))
-    return sorted(rows, key=lambda row: natural_order(row.key))
-
-
-def _group_rows(keys: Sequence[KeyRow]) -> tuple[GroupRow, ...]:
-    groups: dict[str, list[KeyRow]] = {}
-    for row in keys:
-        groups.setdefault(row.group, []).append(row)
-    return tuple(
-        GroupRow(group, len(rows), sum(row.chunks for row in rows), sum(row.nbytes for row in rows))
-        for group, rows in sorted(groups.items(), key=lambda entry: natural_order(entry[0]))
-    )
-
-
-def _file_rows(checkpoint: Checkpoint, selected: set[str]) -> Iterator[FileRow]:
-    for file, entries in checkpoint.items_by_file().items():
-        lengths = [item.length_bytes for key, item in entries if key in selected]
-        if lengths:
-            yield FileRow(file, rank_of(file), len(lengths), sum(lengths))
 
 
 def as_json(summary: Summary) -> Mapping[str, Any]:

@@ -38,14 +38,7 @@ Entry = tuple[str, StoredChunk | StoredObject]
 
 
 class Files(NamedTuple):
-    """Findings about the files.
-
-    Attributes:
-        sound: those that are as long as they have to be.
-        problems: of the others.
-        notes: what is no problem, but may surprise.
-        nbytes: of all of them.
-    """
+    """Findings about the files: which are as long as they have to be, what is wrong with others, what may surprise."""
 
     sound: tuple[str, ...]
     problems: tuple[CheckpointProblem, ...]
@@ -225,25 +218,23 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
-    bare, transformed, without = 0, 0, 0
+    whys = [
+        "safetensors have no checksums",
+        "they were written through an extension of DCP",
+        "torch.serialization.set_crc32_options(False) was in force",
+    ]
+    counts = [0, 0, 0]
     for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
         opened = checkpoint.opened.get(item.place)
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
-            bare += 1
+            counts[0] += 1
         elif item.transforms:
-            transformed += 1
+            counts[1] += 1
         elif opened is not None and not opened.has_crcs:
-            without += 1
-    counts = {
-        "safetensors have no checksums": bare,
-        "they were written through an extension of DCP": transformed,
-        "torch.serialization.set_crc32_options(False) was in force": without,
-    }
-    return [
-        f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
-        for why, count in counts.items()
-        if count
-    ]
+            counts[2] += 1
+    what = "cannot be compared with checksums"
+    found = zip(counts, whys, strict=True)
+    return [f"the data of {counted(count, 'item')} {what}: {why}" for count, why in found if count]
 
 
 def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
@@ -258,8 +249,7 @@ def check_data(
     """Compare all data in these files with their CRC-32."""
     reader = ItemReader(checkpoint)
 
-    def check(key: str, item: StoredChunk | StoredObject) -> Iterable[CheckpointProblem]:
-        del key
+    def check(_key: str, item: StoredChunk | StoredObject) -> Iterable[CheckpointProblem]:
         advance(item.length_bytes)
         reader.check_data(item)
         return ()
@@ -279,10 +269,7 @@ def check_finite(
     max_memory_bytes: int = 2 << 30,
     advance: Advance = lambda done: None,
 ) -> list[CheckpointProblem]:
-    """Check that floating-point values in these files are finite, and were read as written.
-
-    Each thread holds one block.
-    """
+    """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
     memory_bytes = thread_bytes(max_memory_bytes, threads, 2 * MAX_ITEM_BYTES)
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
@@ -309,18 +296,10 @@ def may_be_infinite(dtype: torch.dtype) -> bool:
 
 def count_not_finite(values: Tensor) -> int:
     """Count the values of a 1-D tensor that are infinite or NaN."""
-    if values.numel() == 0 or (values.itemsize > 1 and _extremes_are_finite(values)):
-        return 0
-    return sum(_count(block) for block in values.split(_COUNTED_NUMEL))
-
-
-def _extremes_are_finite(values: Tensor) -> bool:
-    # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
-    parts = torch.view_as_real(values) if values.is_complex() else values
-    return all(math.isfinite(extreme) for extreme in torch.aminmax(parts))
-
-
-def _count(values: Tensor) -> int:
-    if values.itemsize == 1:  # torch has few operations for these
-        values = values.to(torch.float32)
-    return int(values.numel() - torch.isfinite(values).sum())
+    if values.numel() and values.itemsize > 1:
+        # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
+        extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+        if all(map(math.isfinite, extremes)):
+            return 0
+    wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for small ones
+    return sum(int(block.numel() - torch.isfinite(block.to(wide)).sum()) for block in values.split(_COUNTED_NUMEL))

@@ -9,6 +9,7 @@ Nothing of the source is changed, and nothing is written before the source was f
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,17 @@ from ..core.errors import CheckpointError
 from ..core.tables import Table
 from ..core.text import counted, human_bytes, human_shape
 from ..fuse.files import find_exchange
-from ..fuse.plan import Exchange, Fusion
-from ..fuse.request import RECORD_FILE, Complete, Split, read_record, record_bytes, without
+from ..fuse.plan import Exchange
+from ..fuse.request import RECORD_FILE, Complete, Split, read_record, record_bytes
 from ..fuse.rules import Way
 from ..integrity.seal import seal
 from ..look.verify import check_structure, notes_on_checksums
 from ..stored.items import ItemReader
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE
 from ..stored.reading import Checkpoint, open_checkpoint
-from ..stored.storage import write_file
+from ..stored.storage import RemoteFolder, write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, check_empty_remote, partial_of, save, written
+from .save import appearing, partial_of, save, written
 from .sidecars import Sidecars, read_sidecar, sidecars_of
 
 _ROUND_NOTES = 3
@@ -73,12 +74,11 @@ def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
 
 def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rewrite) -> dict[str, bytes]:
     """Make the split record of the new checkpoint; nothing if all is merged again."""
-    matched = rewrite.exchange.matched
-    before = read_record(checkpoint)
+    matched, splits = frozenset(rewrite.exchange.matched), read_record(checkpoint)
     if way == "split":
-        splits = [*before, Split(tuple(asked.rules), asked.values, frozenset(matched))]
+        splits.append(Split(tuple(asked.rules), asked.values, matched))
     else:
-        splits = without(before, matched)
+        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
     return {RECORD_FILE: record_bytes(splits)} if splits else {}
 
 
@@ -100,7 +100,10 @@ def check_destination(source: str, destination: str) -> None:
             old is not None and new is not None and (old == new or old in new.parents or new in old.parents)
         ):
             raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
-        check_empty_remote(destination)
+        remote = RemoteFolder(destination)
+        remote.fs.invalidate_cache()
+        if remote.fs.exists(remote.root) and remote.files():
+            raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
         return
     path = Path(destination)
     if os.path.lexists(path):
@@ -136,16 +139,9 @@ def write(
 ) -> None:
     """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
 
-    Args:
-        checkpoint: to read from.
-        rewrite: the plan.
-        destination: where to, checked.
-        threads: how many files are written at the same time.
-        max_memory_bytes: for pieces that are put together, over all threads.
-        advance: is told of bytes that are written, from any thread.
-        beside: other files, by name.
-        sidecars: files of the old checkpoint that are copied, unless there is a new one of that name.
-        record: :func:`record_after`; without it, the old one goes on.
+    ``beside`` are other files, by name; ``sidecars`` are files of the old checkpoint that are copied, unless there is a
+    new one of that name; ``record`` is :func:`record_after`: without it, the old one goes on. ``max_memory_bytes``: for
+    pieces that are put together, over all threads. ``advance`` is told of bytes that are written, from any thread.
     """
     # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
     mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
@@ -175,9 +171,23 @@ def write(
 def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
     """Return the plan for JSON, with sizes in bytes."""
     counts = _chunk_counts(rewrite)
+    fusions = [
+        {
+            "fused": fusion.fused,
+            "shape": fusion.shape,
+            "dtype": str(fusion.dtype).removeprefix("torch."),
+            "dim": fusion.dim,
+            "chunks": counts.get(fusion.fused),
+            "parts": [
+                {"key": key, "shape": comb.part_shape(fusion.shape, fusion.dim), "chunks": counts.get(key)}
+                for key, comb in zip(fusion.parts, fusion.combs, strict=True)
+            ],
+        }
+        for fusion in rewrite.exchange.fusions
+    ]
     return {
         "way": way,
-        "fusions": [_fusion_json(fusion, counts, way) for fusion in rewrite.exchange.fusions],
+        "fusions": fusions,
         "copies": {key: list(new) for key, new in rewrite.exchange.copies.items()},
         "rewritten": sorted(rewrite.exchange.objects),
         "files": rewrite.file_bytes(),
@@ -186,41 +196,21 @@ def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
     }
 
 
-def _fusion_json(fusion: Fusion, counts: Mapping[str, int], way: Way) -> dict[str, Any]:
-    parts = [
-        {"key": key, "shape": comb.part_shape(fusion.shape, fusion.dim), "chunks": counts.get(key)}
-        for key, comb in zip(fusion.parts, fusion.combs, strict=True)
-    ]
-    return {
-        "fused": fusion.fused,
-        "shape": fusion.shape,
-        "dtype": str(fusion.dtype).removeprefix("torch."),
-        "dim": fusion.dim,
-        "chunks": counts.get(fusion.fused),
-        "parts": parts,
-    }
-
-
-def as_table(rewrite: Rewrite, way: Way) -> Table:
+def as_table(rewrite: Rewrite) -> Table:
     """Return a table with a row for each fused tensor and each of its parts."""
     table = Table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
-    counts = _chunk_counts(rewrite)
+    counts = {key: f"{count:,}" for key, count in _chunk_counts(rewrite).items()}
     for fusion in rewrite.exchange.fusions:
         dtype = str(fusion.dtype).removeprefix("torch.")
-        chunks = f"{counts[fusion.fused]:,}" if way == "merge" else ""
-        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, chunks)
+        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, counts.get(fusion.fused, ""))
         for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-            chunks = f"{counts[key]:,}" if way == "split" else ""
             shape = human_shape(comb.part_shape(fusion.shape, fusion.dim))
-            table.add_row("", key, shape, dtype, chunks)
+            table.add_row("", key, shape, dtype, counts.get(key, ""))
     return table
 
 
-def _chunk_counts(rewrite: Rewrite) -> dict[str, int]:
-    counts = dict.fromkeys(rewrite.tensors, 0)
-    for piece in (piece for pieces in rewrite.files.values() for piece in pieces if piece.region is not None):
-        counts[piece.key] += 1
-    return counts
+def _chunk_counts(rewrite: Rewrite) -> Mapping[str, int]:
+    return Counter(piece.key for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
 
 
 def _fused_bytes(exchange: Exchange) -> int:

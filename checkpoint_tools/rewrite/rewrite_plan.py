@@ -17,7 +17,7 @@ Each rank keeps a file of its own: its files become one of the new checkpoint. N
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,23 +26,32 @@ from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
-from ..core.regions import Index, Shape, TensorRegion, fused_regions, joined, nothing_of, part_chunks, stretches
+from ..core.regions import (
+    Index,
+    TensorRegion,
+    fused_regions,
+    joined,
+    nothing_of,
+    part_chunks,
+    replaced,
+    stretches,
+)
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, Path, Properties, StoredChunk, StoredObject
+from ..stored.reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
 
 
-class NewTensor(NamedTuple):
-    """A key of the new checkpoint that is a tensor."""
+Given = TypeVar("Given", bytes, Tensor)
 
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    properties: Properties = Properties()
+
+def writer_of(file: str) -> str:
+    """Tell which files of the old checkpoint become one of the new: those of a rank."""
+    rank = rank_of(file)
+    return file if rank is None else str(rank)
 
 
 class Piece(NamedTuple):
@@ -55,18 +64,12 @@ class Piece(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """The whole plan.
+    """The whole plan: keys of the new checkpoint, the pieces of each file, and paths in the state dict, if known.
 
-    Attributes:
-        tensors: of the new checkpoint.
-        objects: keys of the new checkpoint that are not tensors.
-        files: name → pieces.
-        paths: key → where the value is in the nested state dict, if that is known.
-        exchange: of which it is the plan.
-        heads: name of a file → bytes at its start, for files of safetensors.
+    ``tensors`` have no chunks yet. ``heads``: bytes at the start of files, for those of safetensors.
     """
 
-    tensors: Mapping[str, NewTensor]
+    tensors: Mapping[str, StoredTensor]
     objects: tuple[str, ...]
     files: Mapping[str, Sequence[Piece]]
     paths: Mapping[str, Path]
@@ -80,9 +83,8 @@ class Rewrite(NamedTuple):
 
     def file_bytes(self) -> dict[str, int]:
         """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
-        heads = self.heads
         return {
-            file: len(heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
+            file: len(self.heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
             for file, pieces in self.files.items()
         }
 
@@ -101,18 +103,19 @@ class _RewriteBuilder:
         self._pieces: dict[str, list[Piece]] = {}
         self._split: dict[str, Fusion] = {}
         self._merged: dict[str, Fusion] = {}
-        self._tensors: dict[str, NewTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self._objects: list[str] = []
         for fusion in exchange.fusions:
             if fusion.fused in checkpoint.tensors:
                 self._split[fusion.fused] = fusion
                 like = checkpoint.tensors[fusion.fused].properties
                 for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                    self._tensors[key] = NewTensor(key, comb.part_shape(fusion.shape, fusion.dim), fusion.dtype, like)
+                    shape = comb.part_shape(fusion.shape, fusion.dim)
+                    self._tensors[key] = StoredTensor(key, shape, fusion.dtype, (), like)
             else:
                 self._merged.update(dict.fromkeys(fusion.parts, fusion))
                 like = checkpoint.tensors[fusion.parts[0]].properties
-                self._tensors[fusion.fused] = NewTensor(fusion.fused, fusion.shape, fusion.dtype, like)
+                self._tensors[fusion.fused] = StoredTensor(fusion.fused, fusion.shape, fusion.dtype, (), like)
 
     def rewrite(self) -> Rewrite:
         for file, entries in self._checkpoint.items_by_file().items():
@@ -124,12 +127,19 @@ class _RewriteBuilder:
                     )
                 if key in self._merged or key in self._split:
                     continue
-                if key in self._exchange.objects:
-                    content = self._exchange.objects[key]
-                    self._add_object(file, key, len(content), given(content))
-                else:
-                    for new_key in self._exchange.copies.get(key, (key,)):
-                        self._keep(file, key, new_key, item)
+                content = self._exchange.objects.get(key)
+                new_keys = (key,) if content is not None else self._exchange.copies.get(key, (key,))
+                for new_key in new_keys:
+                    if content is not None:
+                        piece = Piece(key, None, len(content), given(content))
+                    elif isinstance(item, StoredObject):
+                        piece = Piece(new_key, None, item.length_bytes, functools.partial(_object, item))
+                    else:
+                        tensor = self._checkpoint.tensors[key]
+                        self._tensors[new_key] = tensor._replace(key=new_key, chunks=())
+                        nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
+                        piece = Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype))
+                    self._add(file, piece)
         for fusion in self._split.values():
             self._add_split(fusion)
         for fusion in dict.fromkeys(self._merged.values()):
@@ -145,31 +155,19 @@ class _RewriteBuilder:
         return Rewrite(self._tensors, tuple(dict.fromkeys(self._objects)), files, paths, self._exchange)
 
     def _add(self, file: str, piece: Piece) -> None:
-        self._pieces.setdefault(_writer_of(file), []).append(piece)
-
-    def _add_object(self, file: str, key: str, nbytes: int, read: Callable[[ItemReader], bytes | memoryview]) -> None:
-        self._objects.append(key)
-        self._add(file, Piece(key, None, nbytes, read))
-
-    def _keep(self, file: str, key: str, new_key: str, item: StoredChunk | StoredObject) -> None:
-        if isinstance(item, StoredObject):
-            self._add_object(file, new_key, item.length_bytes, functools.partial(_bytes_of, item))
-            return
-        tensor = self._checkpoint.tensors[key]
-        self._tensors[new_key] = NewTensor(new_key, tensor.shape, tensor.dtype, tensor.properties)
-        nbytes = item.numel * tensor.dtype.itemsize
-        region = TensorRegion(item.offsets, item.sizes)
-        self._add(file, Piece(new_key, region, nbytes, functools.partial(_kept, item, tensor.dtype)))
+        if piece.region is None:
+            self._objects.append(piece.key)
+        self._pieces.setdefault(writer_of(file), []).append(piece)
 
     def _add_split(self, fusion: Fusion) -> None:
         has: dict[str, dict[str, str]] = {key: {} for key in fusion.parts}  # part → writer → a file of it
         writers: dict[str, str] = {}
         for source in self._checkpoint.tensors[fusion.fused].chunks:
-            writers.setdefault(_writer_of(source.file), source.file)
+            writers.setdefault(writer_of(source.file), source.file)
             for region, first in _rectangles(fusion, source):
                 for part, chunk in pieces_of(fusion, region):
                     key = fusion.parts[part]
-                    has[key][_writer_of(source.file)] = source.file
+                    has[key][writer_of(source.file)] = source.file
                     for small in _cut(chunk, fusion.dtype):
                         read = functools.partial(_carved, fusion.dtype, source, first, small)
                         nbytes = small.numel * fusion.dtype.itemsize
@@ -181,12 +179,8 @@ class _RewriteBuilder:
             shape = self._tensors[key].shape
             if without and shape:
                 nothing = nothing_of(shape)
-                self._add(without[0], Piece(key, nothing, 0, functools.partial(_empty, nothing.sizes, fusion.dtype)))
-
-
-def _writer_of(file: str) -> str:
-    rank = rank_of(file)
-    return file if rank is None else str(rank)
+                empty = torch.empty(nothing.sizes, dtype=fusion.dtype)
+                self._add(without[0], Piece(key, nothing, 0, given(empty)))
 
 
 def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
@@ -233,42 +227,33 @@ def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> 
     """File → rectangles of the fused tensor, which together are all of it."""
     if not math.prod(fusion.shape):
         return {chunks[0][0].file: [nothing_of(fusion.shape)]} if chunks[0] else {}
+    count, dim = len(fusion.parts), fusion.dim
     takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
     by_file: dict[str, list[TensorRegion]] = {}
     # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
     # too many chunks. The rows of the others are fetched from wherever they are.
     for number, stored in enumerate(chunks[:1] if takes_turns else chunks):
         for chunk in stored:
-            regions = _turns(chunk, fusion) if takes_turns else fused_regions(chunk, fusion.dim, fusion.combs[number])
+            if takes_turns:
+                place = (replaced(of, dim, of[dim] * count) for of in (chunk.offsets, chunk.sizes))
+                regions = [TensorRegion(*place)] if chunk.numel else []
+            else:
+                regions = list(fused_regions(chunk, dim, fusion.combs[number]))
             by_file.setdefault(chunk.file, []).extend(regions)
     return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
 
 
-def _turns(chunk: StoredChunk, fusion: Fusion) -> Iterable[TensorRegion]:
-    if chunk.numel:
-        count, dim = len(fusion.parts), fusion.dim
-        at, size = chunk.offsets[dim] * count, chunk.sizes[dim] * count
-        yield TensorRegion(
-            (*chunk.offsets[:dim], at, *chunk.offsets[dim + 1 :]), (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :])
-        )
-
-
-def given(content: bytes) -> Callable[[ItemReader], bytes]:
-    """Return what gives these bytes, whatever is read."""
+def given(content: Given) -> Callable[[ItemReader], Given]:
+    """Return what gives this, whatever is read."""
     return lambda reader: content
 
 
-def _bytes_of(item: StoredObject, reader: ItemReader) -> memoryview:
+def _object(item: StoredObject, reader: ItemReader) -> memoryview:
     reader.check_data(item)
     return reader.view(item)
 
 
-def _empty(sizes: Shape, dtype: torch.dtype, reader: ItemReader) -> Tensor:
-    del reader
-    return torch.empty(sizes, dtype=dtype)
-
-
-def _kept(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+def _chunk(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
     # A view of the file, which is not aligned: it is only written.
     return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
 

@@ -41,8 +41,9 @@ from ..core.text import human_bytes
 from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
+from ..stored.reading import StoredTensor
 from ..stored.storage import RemoteFolder
-from .rewrite_plan import NewTensor, Piece, Rewrite
+from .rewrite_plan import Piece, Rewrite
 
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
@@ -56,12 +57,14 @@ class _Planner:
         self._advance = advance
         self._pieces: dict[MetadataIndex, Piece] = {}
         # DCP looks for a chunk first at the number that its index has.
-        regions = sorted(piece[:2] for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
+        pieces = (piece for pieces in rewrite.files.values() for piece in pieces)
+        regions = sorted((piece.key, piece.region) for piece in pieces if piece.region is not None)
         self._numbers = {
             each: number
             for _, same_key in itertools.groupby(regions, key=lambda each: each[0])
             for number, each in enumerate(same_key)
         }
+        self._entries = {key: _entry(tensor) for key, tensor in rewrite.tensors.items()}
         self.stop = threading.Event()
 
     def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
@@ -73,22 +76,21 @@ class _Planner:
             index = MetadataIndex(piece.key)
             item = WriteItem(index, WriteItemType.BYTE_IO)
         else:
-            chunk, tensor = _chunk(piece), self._rewrite.tensors[piece.key]
-            index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece[:2]])
-            data = TensorWriteData(chunk, _properties(tensor), torch.Size(tensor.shape))
-            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+            tensor = self._entries[piece.key]
+            chunk = ChunkStorageMetadata(*map(torch.Size, piece.region))
+            index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece.key, piece.region])
+            item = WriteItem(
+                index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, tensor.properties, tensor.size)
+            )
         self._pieces[index] = piece
         return item
 
     def metadata(self) -> Metadata:
         """Return the metadata of all plans."""
-        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._rewrite.objects}
-        for tensor in self._rewrite.tensors.values():
-            entries[tensor.key] = TensorStorageMetadata(_properties(tensor), torch.Size(tensor.shape), [])
-        tensors = (piece for piece in self._pieces.values() if piece.region is not None)
-        for piece in sorted(tensors, key=lambda each: each[:2]):
-            entries[piece.key].chunks.append(_chunk(piece))
-        return Metadata(state_dict_metadata=entries, planner_data=dict(self._rewrite.paths))
+        for key, region in self._numbers:
+            self._entries[key].chunks.append(ChunkStorageMetadata(*map(torch.Size, region)))
+        objects = {key: BytesStorageMetadata() for key in self._rewrite.objects}
+        return Metadata(state_dict_metadata={**objects, **self._entries}, planner_data=dict(self._rewrite.paths))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read a piece."""
@@ -103,19 +105,15 @@ class _Planner:
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
-def _properties(tensor: NewTensor) -> TensorProperties:
+def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
     requires_grad, memory_format, pin_memory = tensor.properties
-    return TensorProperties(
+    properties = TensorProperties(
         dtype=tensor.dtype,
         requires_grad=requires_grad,
         memory_format=_MEMORY_FORMATS[memory_format % len(_MEMORY_FORMATS)],
         pin_memory=pin_memory,
     )
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    assert piece.region is not None
-    return ChunkStorageMetadata(torch.Size(piece.region.offsets), torch.Size(piece.region.sizes))
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
 
 
 class _Writer(FileSystemWriter):
@@ -130,12 +128,7 @@ class _Writer(FileSystemWriter):
 
 
 def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
-    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors.
-
-    Raises:
-        CheckpointError: the source cannot be read.
-        OSError: the files cannot be written.
-    """
+    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
     planner = _Planner(rewrite, reader, advance)
     if rewrite.heads:
         _in_threads(lambda file: _save_bare(planner, rewrite, folder, file), [*rewrite.files], threads, planner.stop)
@@ -271,14 +264,6 @@ def _send(folder: Path, url: str) -> None:
         if isinstance(error, Exception):
             raise CheckpointError(f"{url} cannot be written: {type(error).__name__}: {error}") from error
         raise
-
-
-def check_empty_remote(url: str) -> None:
-    """Check that there is nothing at a URL yet."""
-    remote = RemoteFolder(url)
-    remote.fs.invalidate_cache()
-    if remote.fs.exists(remote.root) and remote.files():
-        raise CheckpointError(f"{url} exists; give a name that is not taken, or remove it first")
 
 
 def written(error: OSError | RuntimeError) -> CheckpointError:

@@ -37,12 +37,7 @@ _DATA = re.compile(
 
 
 class Sidecars(NamedTuple):
-    """Files beside the data.
-
-    Attributes:
-        files: that are copied, by their names in the folder.
-        left: that are not.
-    """
+    """Files beside the data, by their names in the folder: those that are copied, and those that are left."""
 
     files: tuple[str, ...]
     left: tuple[str, ...]

@@ -195,39 +195,31 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
     is_view_of_bits: bool  # conjugated or negated lazily
 
-    def is_row_major(self) -> bool:
-        expected = contiguous_strides(self.shape)
-        pairs = zip(self.shape, self.strides, expected, strict=True)
-        return 0 in self.shape or all(size == 1 or one == other for size, one, other in pairs)
-
 
 @functools.lru_cache(256)
 def _tensor_in(content: bytes) -> _Tensor | None:
     """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
     try:
-        return _tensor_of(unpickle(content, _NAMES))
+        pickled: Any = unpickle(content, _NAMES)
+        if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
+            pickled = pickled.arguments[0]
+        if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
+            return None
+        (kind, storage_class, name, _, numel), offset, shape, strides, _, _, *rest = pickled.arguments
+        storage_dtype = _STORAGE_DTYPES.get(storage_class.name)
+        dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
+        if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
+            return None
+        if kind != "storage" or not isinstance(name, str) or max(len(shape), len(strides)) > MAX_DIMS:
+            raise DamagedError("it refers to something that is no storage, or its shape is none")
+        if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
+            raise DamagedError("a size in it is not one")
     except ForbiddenNameError:
         return None
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
         raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
-
-
-def _tensor_of(pickled: object) -> _Tensor | None:
-    if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
-        pickled = pickled.arguments[0]
-    if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
-        return None
-    (kind, storage_class, name, _, numel), offset, shape, strides, _, _, *rest = pickled.arguments
-    storage_dtype = _STORAGE_DTYPES.get(storage_class.name)
-    dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
-    if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
-        return None
-    if kind != "storage" or not isinstance(name, str) or max(len(shape), len(strides)) > MAX_DIMS:
-        raise DamagedError("it refers to something that is no storage, or its shape is none")
-    if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
-        raise DamagedError("a size in it is not one")
     nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
     return _Tensor(f"data/{name}", nbytes, dtype, offset, tuple(shape), tuple(strides), bool(rest and rest[0]))
 
@@ -242,9 +234,11 @@ def _layout_in(archive: Archive) -> Layout | None:
     if record.info.file_size != tensor.storage_bytes:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
+    pairs = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
+    is_row_major = 0 in tensor.shape or all(size == 1 or one == other for size, one, other in pairs)
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
-    if not tensor.is_row_major() or tensor.is_view_of_bits or not record.is_stored or not is_ours:
+    if not is_row_major or tensor.is_view_of_bits or not record.is_stored or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
     first = tensor.offset * tensor.dtype.itemsize
     if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
@@ -256,12 +250,7 @@ def _layout_in(archive: Archive) -> Layout | None:
 
 
 class ItemReader:
-    """Reads from one checkpoint; any thread may.
-
-    Args:
-        checkpoint: to read from.
-        max_whole_bytes: items that are not stored row by row, and are larger than this, are an error.
-    """
+    """Reads from one checkpoint; any thread may. Items that are not row by row and exceed a limit are an error."""
 
     def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
         self._checkpoint = checkpoint
@@ -282,10 +271,9 @@ class ItemReader:
             ) from error
 
     def check(self, item: Stored) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``, without reading large contents.
+        """Check that an item is a whole file of ``torch.save``; large contents are not read, objects not looked into.
 
-        Returns:
-            The layout of a tensor; ``None`` where only ``torch.load`` knows, and for objects, into which nobody looks.
+        Returns the layout of a tensor; ``None`` where only ``torch.load`` knows.
         """
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             return Layout(item.bare_dtype, item.sizes, 0)
@@ -336,21 +324,19 @@ class ItemReader:
         return value
 
     def _opened(self, item: Stored, view: memoryview) -> Opened:
-        place = item.place
-        known = self._checkpoint.opened.get(place)
+        known = self._checkpoint.opened.get(item.place)
         if known is None or (isinstance(item, StoredObject) and item.content is not None):
             try:
                 known = _look_into(Archive(view), view, is_tensor=isinstance(item, StoredChunk))
             except DamagedError as error:
                 raise self._damaged(item, str(error)) from error
-            self._checkpoint.opened[place] = known
+            self._checkpoint.opened[item.place] = known
         if isinstance(item, StoredChunk) and known.layout is not None:
             self._check_sizes(item, known.layout.shape)
         return known
 
     def _compare(self, item: Stored, view: memoryview, opened: Opened) -> None:
-        place = item.place
-        if place in self._compared:
+        if item.place in self._compared:
             return
         for start, stop, crc in opened.contents:
             if crc32(view[start:stop]) != crc:
@@ -359,7 +345,7 @@ class ItemReader:
                     f"bytes {begin} to {end} of {self._file(item)} are damaged: their CRC-32 is not the one that was "
                     "written with them; fetch the file again, or use another checkpoint"
                 )
-        self._compared.add(place)
+        self._compared.add(item.place)
 
     def _compared_layout(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[Layout | None, memoryview]:
         view = self.view(chunk)

@@ -13,7 +13,7 @@ tells every byte of the checkpoint, and large contents need not be read once mor
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..core.errors import CheckpointError
 from ..core.text import human_bytes, shortened
@@ -33,13 +33,7 @@ class Item(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A manifest's content.
-
-    Attributes:
-        metadata_bytes: the length of the file ``.metadata``.
-        metadata_sha256: of it, hexadecimal.
-        files: name → items.
-    """
+    """A manifest's content: the length and the SHA-256 of ``.metadata``, and the items of each file by its name."""
 
     metadata_bytes: int
     metadata_sha256: str
@@ -71,15 +65,10 @@ def parse_manifest(content: bytes) -> Manifest:
         if json.loads(head) != expected or not body.endswith(b"\n"):
             raise CheckpointError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
         found = json.loads(body)
-        files = {str(file): tuple(map(_item, items)) for file, items in found["files"].items()}
+        files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
         return Manifest(int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"]), files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
-
-
-def _item(found: Any) -> Item:
-    offset_bytes, length_bytes, around_crc = map(int, found)
-    return Item(offset_bytes, length_bytes, around_crc)
 
 
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
@@ -119,12 +108,11 @@ def read_content(folder: Folder) -> bytes:
         if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
             raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
         with folder.open(METADATA_FILE) as stream:
-            content = stream.read()
+            return stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_why_none(folder)) from error
     except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
         raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
-    return content
 
 
 def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
@@ -153,8 +141,8 @@ def read_metadata(folder: Folder) -> PickledObject:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    if not isinstance(metadata, PickledObject) or metadata.name not in _CLASSES:
-        found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    if not isinstance(metadata, PickledObject) or found not in _CLASSES:
         raise damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
 

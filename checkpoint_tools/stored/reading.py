@@ -108,13 +108,7 @@ class StoredObject(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Dtype, shape and place of a stored tensor.
-
-    Attributes:
-        dtype: of its elements.
-        shape: as stored.
-        start_bytes: of the first element in the item, if all follow in row-major order; else ``None``.
-    """
+    """Dtype and shape as stored, and where the first element is in the item if all follow in row-major order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -149,10 +143,6 @@ class Checkpoint:
     """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10.
 
     Attributes:
-        path: as given by the user.
-        folder: through which its files are read.
-        tensors: by key.
-        objects: by key.
         paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
         problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
         version: of the format, or ``None`` as of torch before 2.6.
@@ -194,38 +184,22 @@ class Checkpoint:
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
-    was_enabled = gc.isenabled()
+    folder, was_enabled = open_folder(path), gc.isenabled()
     gc.disable()  # it would visit millions of new objects that all stay
     try:
-        return _open(open_folder(path))
+        checkpoint = _CheckpointBuilder(read_metadata(folder)).checkpoint(folder)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _open(folder: Folder) -> Checkpoint:
-    metadata = read_metadata(folder)
-    version = metadata.get("version")
-    if version is not None and not (isinstance(version, str) and version.partition(".")[0] in _VERSIONS):
-        told = shortened(version, 20) if isinstance(version, str) else "an unknown version"
-        raise CheckpointError(
-            f"{folder.path} has version {told} of the checkpoint format, and these tools know 1.x; use newer tools, "
-            "or load and save it again with the torch that wrote it"
-        )
-    try:
-        checkpoint = _CheckpointBuilder(metadata).checkpoint(folder, version)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     manifest, wrong = read_manifest(folder)
     problems = [] if wrong is None else [CheckpointProblem(METADATA_FILE, wrong)]
     return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
 
 
-class _Place(NamedTuple):
-    file: str
-    offset_bytes: int
-    length_bytes: int
-    transforms: tuple[str, ...]
+_Place = tuple[str, int, int, tuple[str, ...]]
+"""File, offset, length, transforms."""
 
 
 class _CheckpointBuilder:
@@ -237,13 +211,20 @@ class _CheckpointBuilder:
         self.places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         self.used: set[tuple[str, tuple[int, ...] | None]] = set()
 
-    def checkpoint(self, folder: Folder, version: str | None) -> Checkpoint:
+    def checkpoint(self, folder: Folder) -> Checkpoint:
         metadata = self.metadata
+        version = metadata.get("version")
+        if version is not None and not (isinstance(version, str) and version.partition(".")[0] in _VERSIONS):
+            told = shortened(version, 20) if isinstance(version, str) else "an unknown version"
+            raise CheckpointError(
+                f"{folder.path} has version {told} of the checkpoint format, and these tools know 1.x; use newer "
+                "tools, or load and save it again with the torch that wrote it"
+            )
         storage, entries = metadata.get("storage_data"), metadata.get("state_dict_metadata")
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._add_place(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
+            self._place_item(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
         tensors, objects = {}, {}
         for key in sorted(map(_text, entries), key=natural_order):
             name = _record(entries[key]).name
@@ -253,10 +234,17 @@ class _CheckpointBuilder:
                 objects[key] = StoredObject(key, *place)
             elif name != "BytesStorageMetadata":
                 raise TypeError(f"{key} is a {name}")
-        self._note_unused(set(entries))
-        paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
-        self._note_other_paths(paths)
-        flattened = self.metadata.get("mcore_data")
+        for key, offsets in self.places.keys() - self.used:
+            what = "is stored" if key not in entries else f"has data at {offsets}"
+            self._note(key, f"{what}, but the metadata do not say what they are")
+        self.problems.sort()
+        paths = _planner_paths(metadata.get("planner_data"), set(entries))
+        for key, path in paths.items():  # a damaged name is damaged wherever the pickle refers to it, but not there
+            flat = ".".join(map(str, path))
+            if flat != key:
+                what = f"was saved as {shortened(flat)}, by its path in the state dict"
+                self._note(key, f"{what}; one of the two names is damaged")
+        flattened = metadata.get("mcore_data")
         return Checkpoint(
             path=folder.path,
             folder=folder,
@@ -268,23 +256,21 @@ class _CheckpointBuilder:
             refusal=_FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else "",
         )
 
-    def _add_place(self, index: dict[str, Any], info: dict[str, Any]) -> None:
-        offset = index.get("offset")
-        place = _Place(
-            _text(info.get("relative_path")),
-            _count(info.get("offset")),
-            _count(info.get("length")),
-            tuple(map(_text, _few(info.get("transform_descriptors") or ()))),
-        )
-        where = (_text(index.get("fqn")), None if offset is None else _counts(offset))
-        is_outside = leaves_the_folder(place.file)
-        if is_outside or not is_name(place.file):
+    def _note(self, key: str, text: str) -> None:
+        self.problems.append(CheckpointProblem(key, text))
+
+    def _place_item(self, index: dict[str, Any], info: dict[str, Any]) -> None:
+        offset, file = index.get("offset"), _text(info.get("relative_path"))
+        transforms = tuple(map(_text, _few(info.get("transform_descriptors") or ())))
+        place = file, _count(info.get("offset")), _count(info.get("length")), transforms
+        where = _text(index.get("fqn")), None if offset is None else _counts(offset)
+        is_outside = leaves_the_folder(file)
+        if is_outside or not is_name(file):
             self.used.add(where)  # said here, and nothing else about it
             what = "outside of the checkpoint" if is_outside else "which no file is named"
-            text = f"its data would be in {shortened(place.file)!r}, {what}"
-            self.problems.append(CheckpointProblem(where[0], text))
+            self._note(where[0], f"its data would be in {shortened(file)!r}, {what}")
         elif where in self.places:
-            self.problems.append(CheckpointProblem(where[0], f"its data at {where[1]} are in two places"))
+            self._note(where[0], f"its data at {where[1]} are in two places")
         else:
             self.places[where] = place
 
@@ -301,9 +287,7 @@ class _CheckpointBuilder:
             chunk = _state(found, "ChunkStorageMetadata")
             offsets, sizes = _counts(chunk.get("offsets")), _counts(chunk.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
-                self.problems.append(
-                    CheckpointProblem(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
-                )
+                self._note(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
             elif (place := self._place(key, offsets)) is not None:
                 chunks.append(StoredChunk(offsets, sizes, *place))
         return StoredTensor(key, shape, dtype, tuple(sorted(chunks)), properties)
@@ -312,23 +296,9 @@ class _CheckpointBuilder:
         place = self.places.get((key, offsets))
         if place is None and (key, offsets) not in self.used:
             at = "" if offsets is None else f" for its chunk at {offsets}"
-            self.problems.append(CheckpointProblem(key, f"the metadata do not say where the data are{at}"))
+            self._note(key, f"the metadata do not say where the data are{at}")
         self.used.add((key, offsets))
         return place
-
-    def _note_unused(self, keys: set[str]) -> None:
-        for key, offsets in self.places.keys() - self.used:
-            what = "is stored" if key not in keys else f"has data at {offsets}"
-            self.problems.append(CheckpointProblem(key, f"{what}, but the metadata do not say what they are"))
-        self.problems.sort()
-
-    def _note_other_paths(self, paths: Mapping[str, Path]) -> None:
-        """Hold each key against its path: a damaged name is damaged wherever the pickle refers to it, but not there."""
-        for key, path in paths.items():
-            flat = ".".join(map(str, path))
-            if flat != key:
-                text = f"was saved as {shortened(flat)}, by its path in the state dict; one of the two names is damaged"
-                self.problems.append(CheckpointProblem(key, text))
 
 
 # What others have written: nothing of it is printed or taken apart before it is known to be small.

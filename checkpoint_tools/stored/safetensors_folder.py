@@ -61,17 +61,13 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensor(NamedTuple):
-    """A tensor of a file.
+    """A tensor of a file, and where its elements begin from the start of the data.
 
-    Attributes:
-        key: its name.
-        shape: as torch has it: float4 is two numbers for each element, which the header counts one by one.
-        dtype: of its elements.
-        begin_bytes: where they begin, from the start of the data.
+    The shape is torch's: float4 is two numbers for each element, which the header counts one by one.
     """
 
     key: str
@@ -86,13 +82,7 @@ class FileTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a safetensors file.
-
-    Attributes:
-        tensors: in the order of their bytes.
-        metadata: strings by name.
-        data_at: the byte of the file at which the data begin.
-    """
+    """Header of a file: tensors in the order of their bytes, strings by name, and the byte where the data begin."""
 
     tensors: tuple[FileTensor, ...]
     metadata: Mapping[str, str]
@@ -110,7 +100,12 @@ def read_header(folder: Folder, file: str) -> Header:
     except OSError as error:
         raise CheckpointError(f"{folder.path}/{file} cannot be read: {error}") from error
     try:
-        _check(start + content, file_bytes)
+        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:  # a file of that length that begins so
+            stream.write(start + content)
+            stream.truncate(file_bytes)
+            stream.flush()
+            with safe_open(stream.name, framework="pt"):
+                pass
         found = json.loads(content)
         metadata = found.pop(METADATA_KEY, None) or {}
         tensors = sorted((_tensor(key, entry) for key, entry in found.items()), key=lambda each: each.begin_bytes)
@@ -120,16 +115,6 @@ def read_header(folder: Folder, file: str) -> Header:
             f"{folder.path}/{file} is not a whole safetensors file ({shortened(str(error))}); fetch it again, or use "
             "another one"
         ) from error
-
-
-def _check(header: bytes, file_bytes: int) -> None:
-    """Let the package look at a file of that length that begins so, wherever the true one is."""
-    with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:
-        stream.write(header)
-        stream.truncate(file_bytes)
-        stream.flush()
-        with safe_open(stream.name, framework="pt"):
-            pass
 
 
 def _tensor(key: str, entry: Any) -> FileTensor:
@@ -143,29 +128,18 @@ def _tensor(key: str, entry: Any) -> FileTensor:
     return FileTensor(key, tuple(shape), dtype, entry["data_offsets"][0])
 
 
-def has_dtype(dtype: torch.dtype) -> bool:
-    """Tell whether the format has the dtype."""
-    return dtype in _NAMES
-
-
-def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
-    """Place tensors in a file: large elements first, so that all are aligned."""
+def with_header(tensors: Iterable[FileTensor]) -> tuple[bytes, list[FileTensor]]:
+    """Place tensors in a file, large elements first, so that all are aligned; return all that comes before the data."""
+    entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     at, placed = 0, []
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        placed.append(tensor._replace(begin_bytes=at))
-        at += tensor.nbytes
-    return placed
-
-
-def header_of(tensors: Iterable[FileTensor]) -> bytes:
-    """Serialize all that comes before the data."""
-    entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
-    for tensor in tensors:
         shape = list(tensor.shape)
         if tensor.dtype == torch.float4_e2m1fn_x2:
             shape[-1] *= 2
-        offsets = [tensor.begin_bytes, tensor.begin_bytes + tensor.nbytes]
-        entries[tensor.key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        offsets = [at, at + tensor.nbytes]
+        entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        placed.append(tensor._replace(begin_bytes=at))
+        at += tensor.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
@@ -173,7 +147,7 @@ def header_of(tensors: Iterable[FileTensor]) -> bytes:
             f"the header of a file would have {human_bytes(len(text))}, and safetensors allow "
             f"{human_bytes(MAX_HEADER_BYTES)}; choose a smaller --shard-size"
         )
-    return _LENGTH.pack(len(text)) + text
+    return _LENGTH.pack(len(text)) + text, placed
 
 
 # A folder of them -----------------------------------------------------------------------------------------------------
@@ -191,11 +165,7 @@ _SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}"
 class Folders(NamedTuple):
     """Safetensors of a model and of its optimizer, opened as a checkpoint.
 
-    Attributes:
-        checkpoint: all of it.
-        model_keys: which of its keys are tensors of the model.
-        key_prefix: what these begin with, and in the files do not.
-        own_files: without data.
+    Keys of the model's tensors begin with a prefix, which the files do not have. ``own_files`` are without data.
     """
 
     checkpoint: Checkpoint
@@ -218,22 +188,12 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
 def open_safetensors(
     path: str | os.PathLike[str], key_prefix: str | None = None, default_prefix: str = f"{MODEL}."
 ) -> Folders:
-    """Read all headers.
+    """Read all headers of a folder or of one file.
 
-    Args:
-        path: of a folder or of one file, or its fsspec URL.
-        key_prefix: what the model's keys get. Without it, what convert has taken away; nothing where torch has written
-            parts of tensors, under its own keys; else the default.
-        default_prefix: that.
+    The model's keys get the prefix. Without it, they get what convert has taken away; nothing where torch has written
+    parts of tensors, under its own keys; else the default.
     """
     return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
-
-
-class _Name(NamedTuple):
-    """Name of a tensor in the files."""
-
-    is_model: bool
-    name: str
 
 
 class _Opening:
@@ -245,28 +205,27 @@ class _Opening:
         self._path = path
         self._json_files: list[str] = []
         self._headers: dict[str, Header] = {}
-        self._places: dict[_Name, list[StoredChunk]] = {}
+        self._places: dict[tuple[bool, str], list[StoredChunk]] = {}  # by whether it is the model's, and its name
         self._is_sharded = False
         self._recorded_prefix: str | None = None
 
     def opened(self, key_prefix: str | None, default_prefix: str) -> Folders:
         model_files, other_files = ([self._single], []) if self._single else self._listed()
-        for file in model_files:
-            self._add(file, is_model=True)
-        for file in other_files:
-            self._add(file, is_model=False)
+        for is_model, files in ((True, model_files), (False, other_files)):
+            for file in files:
+                self._add(file, is_model=is_model)
         objects, paths = self._objects() if OBJECTS_FILE in self._json_files else ({}, {})
         if key_prefix is None:
             key_prefix = self._recorded_prefix
         if key_prefix is None:
             key_prefix = "" if self._is_sharded else default_prefix
-        renamed = {name: key_prefix * name.is_model + name.name for name in self._places}
+        renamed = {(is_model, name): key_prefix * is_model + name for is_model, name in self._places}
         tensors = {}
-        for name, key in sorted(renamed.items(), key=lambda each: natural_order(each[1])):
+        for place, key in sorted(renamed.items(), key=lambda each: natural_order(each[1])):
             if key in tensors or key in objects:
                 raise CheckpointError(f"{self._path} has two values named {key}; choose another --key-prefix")
-            tensors[key] = self._tensor(name, key)
-        model_keys = frozenset(key for name, key in renamed.items() if name.is_model)
+            tensors[key] = self._tensor(place[1], key, self._places[place])
+        model_keys = frozenset(key for (is_model, _), key in renamed.items() if is_model)
         defaults = {key: path_of(key, key_prefix) for key in model_keys}
         known = {key: path for key, path in paths.items() if key in tensors or key in objects}
         checkpoint = Checkpoint(
@@ -279,8 +238,7 @@ class _Opening:
             version=None,
             notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
         )
-        own_files = tuple(self._json_files)
-        return Folders(checkpoint, model_keys, key_prefix, own_files)
+        return Folders(checkpoint, model_keys, key_prefix, tuple(self._json_files))
 
     def _listed(self) -> tuple[list[str], list[str]]:
         try:
@@ -289,23 +247,17 @@ class _Opening:
             raise CheckpointError(f"{self._path} is not a folder of safetensors: {error}") from error
         if OBJECTS_FILE in there:
             self._json_files.append(OBJECTS_FILE)
-        others = self._indexed(f"{OPTIMIZER}{INDEX_SUFFIX}", there)
-        model = self._indexed(self._model_index(there), there)
+        others = self._indexed(f"{OPTIMIZER}{INDEX_SUFFIX}", there) or []
+        index = f"{MODEL}{INDEX_SUFFIX}"
+        indices = [name for name in there if name.endswith(INDEX_SUFFIX) and name != f"{OPTIMIZER}{INDEX_SUFFIX}"]
+        if index not in there and len(indices) > 1:
+            raise CheckpointError(f"{self._path} has several indices ({', '.join(indices)}); give one file at a time")
+        model = self._indexed(index if index in there or not indices else indices[0], there)
         if model is None:
-            model = [file for file in there if file.endswith(SUFFIX) and file not in (others or ())]
+            model = [file for file in there if file.endswith(SUFFIX) and file not in others]
         if not model and not others:
             raise CheckpointError(f"{self._path} has no safetensors; give the folder or the file that has them")
-        return model, others or []
-
-    def _model_index(self, there: Iterable[str]) -> str:
-        ours = f"{MODEL}{INDEX_SUFFIX}"
-        own = (ours, f"{OPTIMIZER}{INDEX_SUFFIX}")
-        others = [file for file in there if file.endswith(INDEX_SUFFIX) and file not in own]
-        if ours in there or not others:
-            return ours
-        if len(others) > 1:
-            raise CheckpointError(f"{self._path} has several indices ({', '.join(others)}); give one file at a time")
-        return others[0]
+        return model, others
 
     def _indexed(self, index: str, there: Iterable[str]) -> list[str] | None:
         """List the files of an index, if there is one."""
@@ -325,23 +277,20 @@ class _Opening:
                 raise CheckpointError(
                     f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
                 )
-        self._check_index(index, weight_map)
+        keys: dict[str, set[str]] = {file: set() for file in files}
+        for key, file in weight_map.items():
+            keys[file].add(key)
+        for file in files:
+            lost = keys[file] - {tensor.key for tensor in self._header(file).tensors}
+            if lost:
+                raise CheckpointError(
+                    f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
+                )
         metadata = found.get("metadata")
         prefix = metadata.get("key_prefix") if isinstance(metadata, dict) else None
         if isinstance(prefix, str):
             self._recorded_prefix = prefix
         return files
-
-    def _check_index(self, index: str, weight_map: Mapping[str, str]) -> None:
-        by_file: dict[str, set[str]] = {}
-        for key, file in weight_map.items():
-            by_file.setdefault(file, set()).add(key)
-        for file, keys in by_file.items():
-            lost = keys - {tensor.key for tensor in self._header(file).tensors}
-            if lost:
-                raise CheckpointError(
-                    f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
-                )
 
     def _header(self, file: str) -> Header:
         if file not in self._headers:
@@ -352,8 +301,7 @@ class _Opening:
         header = self._header(file)
         starts = self._starts(file, header)
         for tensor in header.tensors:
-            name = _Name(is_model, tensor.key)
-            known = self._places.setdefault(name, [])
+            known = self._places.setdefault((is_model, tensor.key), [])
             if known and (starts is None or known[0].file == file):
                 raise CheckpointError(
                     f"{tensor.key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
@@ -385,22 +333,19 @@ class _Opening:
             f"{self._folder.path}/{file} has {_SHARDING} that do not fit ({what}); fetch it again, or use another one"
         )
 
-    def _tensor(self, name: _Name, key: str) -> StoredTensor:
-        chunks, dtype = self._places[name], self._places[name][0].bare_dtype
+    def _tensor(self, name: str, key: str, chunks: list[StoredChunk]) -> StoredTensor:
+        dtype = chunks[0].bare_dtype
         if dtype is None or len({(chunk.bare_dtype, len(chunk.sizes)) for chunk in chunks}) > 1:
-            raise CheckpointError(f"the parts of {name.name} in {self._path} are of different dtypes or dimensions")
-        shape = [0] * len(chunks[0].sizes)
-        for chunk in chunks:  # those without elements too: torch puts them at the end of the whole
-            ends = map(int.__add__, chunk.offsets, chunk.sizes)
-            shape = [max(size, end) for size, end in zip(shape, ends, strict=True)]
+            raise CheckpointError(f"the parts of {name} in {self._path} are of different dtypes or dimensions")
+        # Those without elements count too: torch puts them at the end of the whole.
+        ends = [tuple(map(int.__add__, chunk.offsets, chunk.sizes)) for chunk in chunks]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
-        return StoredTensor(key, tuple(shape), dtype, tuple(sorted(kept)))
+        return StoredTensor(key, tuple(map(max, zip(*ends, strict=True))), dtype, tuple(sorted(kept)))
 
     def _read_json(self, file: str) -> Any:
         try:
             with self._folder.open(file) as stream:
-                content = stream.read()
-            return json.loads(content)
+                return json.loads(stream.read())
         except OSError as error:
             raise CheckpointError(f"{self._folder.path}/{file} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
@@ -428,11 +373,9 @@ class _Opening:
 
 
 def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
-    """Note what the per-rank files of torch leave open.
+    """Note what the per-rank files of torch leave open: each has the offsets of its parts, and nothing of the whole.
 
-    Each has the offsets of its parts, and nothing about the whole: neither shapes, nor how many ranks there were. The
-    last rank's file is missing, or the tensors ended there: both look the same. A rank without anything to write has no
-    file, and the files that a mapping names (``-of-00004``) may be those of keys that were not saved.
+    A rank without anything to write has no file, and those that a mapping names (``-of-00004``) may be of other keys.
     """
     yield (
         "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "

@@ -142,11 +142,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
-    """Read a file that lies beside the data, up to the most that its reader looks at.
-
-    Raises:
-        OSError: there is no such file, it cannot be read, or has more than ``max_bytes``.
-    """
+    """Read a file that lies beside the data; OSError, if it has more than its reader looks at."""
     if folder.size_bytes(file) > max_bytes:  # which also says whether opening it can take forever
         raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
     with folder.open(file) as stream:

@@ -23,21 +23,14 @@ def converted(
     key_prefix: str | None = None,
     what: str = "all",
     excluded: tuple[str, ...] = (),
-    flat: bool = False,
     dtype: torch.dtype | None = None,
-    shapes_from: Path | None = None,
     threads: int = 2,
     max_memory_bytes: int = 1 << 20,
 ) -> Checkpoint:
     """The new one; it is whole, and sealed if it is one of DCP."""
     rewrite.check_destination(str(source), str(destination))
     wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
-    shapes = None if shapes_from is None else str(shapes_from)
-    planned = (
-        convert.plan_flat(str(source), shapes, excluded, threads=1)
-        if flat
-        else convert.plan(str(source), wanted, threads=1)
-    )
+    planned = convert.plan(str(source), wanted, threads=1)
     rewrite.write(
         planned.checkpoint,
         planned.rewrite,

@@ -6,7 +6,6 @@ import shutil
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_tools.convert import torch_files, translate
-from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.integrity.seal import seal
-from checkpoint_tools.look.verify import verify as problems_of
-from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
-from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.offline import DOWN, FUSED, rewritten, rule
+from tests.checkpoint_tools.checkpoints import run_here
+from tests.checkpoint_tools.offline import DOWN, FUSED, RULES
 from tests.distributed.launch import mesh
 
 OTHER = "mlp.other.weight"
 METADATA, MANIFEST = ".metadata", ".checksums"
+BOTH = f"""
+[[rule]]
+fused = '{{p}}both.weight'
+parts = ['{{p}}{FUSED}', '{{p}}{OTHER}']
+"""
 FAMILY = """
 [source]
 hf = ''
@@ -83,67 +83,28 @@ def save_sharded(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
 
 
-# What should notice a flip -------------------------------------------------------------------------------------------
-
-
-def verify(folder: Path, made: Path) -> bool:
-    del made
-    return not problems_of(folder, threads=1)
-
-
-def split(folder: Path, made: Path) -> bool:
-    rewritten("split", folder, made, rule(), threads=1)
-    return True
-
-
-def merge(folder: Path, made: Path) -> bool:
-    """Of two tensors that happen to have as many columns."""
-    both = rule(fused="{p}both.weight", parts=("{p}" + FUSED, "{p}" + OTHER), dim=0)
-    rewritten("merge", folder, made, both, threads=1)
-    return True
-
-
-def convert(folder: Path, made: Path) -> bool:
-    converted(folder, made, threads=1)
-    return True
-
-
-def to_torch(folder: Path, made: Path) -> bool:
-    """Into one file."""
-    made.mkdir()
-    checkpoint = open_checkpoint(folder)
-    rewrite.check_whole(checkpoint, 1)
-    torch_files.to_torch(checkpoint, str(made / "model.pt"), (), 1 << 30)
-    return True
-
-
-def rename(folder: Path, made: Path) -> bool:
-    """All that has an FQN, by a family that puts a word in front."""
-    made.mkdir()
-    (made / "own.toml").write_text(FAMILY)
-    asked = translate.Translation(str(made / "own.toml"), "hf", "ours", {}, [])
-    translate.translate(str(folder), str(made / "new"), asked, threads=1, max_memory_bytes=1 << 20)
-    return True
-
-
-READERS: dict[str, Callable[[Path, Path], bool]] = {
-    "verify --data": verify,
-    "split": split,
-    "merge": merge,
-    "convert": convert,
-    "to torch": to_torch,
-    "rename": rename,
+READERS = {
+    "verify --data": "verify {folder} --data",
+    "split": "split {folder} {made}/new --rules {made}/rules.toml",
+    "merge": "merge {folder} {made}/new --rules {made}/both.toml --yes",  # two that have as many columns
+    "convert": "convert {folder} {made}/new",
+    "to torch": "convert {folder} {made}/new.pt --to torch",
+    "rename": "rename {folder} {made}/new --family {made}/own.toml --from hf --to ours",  # puts a word in front
 }
 
 
 def passes(reader: str, folder: Path, made: Path) -> bool:
-    """Whether it takes the checkpoint for whole. What it writes is gone afterwards."""
+    """Whether the command takes the checkpoint for whole. What it writes is gone afterwards."""
+    made.mkdir()
+    for name, text in {"rules": RULES, "both": BOTH, "own": FAMILY}.items():
+        (made / f"{name}.toml").write_text(text)
     try:
-        return READERS[reader](folder, made)
-    except CheckpointError:
-        return False
+        run = run_here(*READERS[reader].format(folder=folder, made=made).split())
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made)
+    assert run.returncode in (0, 1, 2), run
+    assert "error: unexpected" not in run.stderr, run
+    return run.returncode == 0
 
 
 # Flips ---------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,15 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from checkpoint_tools import Rule, split_state_dict
@@ -62,6 +65,23 @@ def separated(
             twin.set_submodule(path, Separate(module, layers(module), join))
             _hide_name(twin.get_submodule(parent), name)
     return twin
+
+
+def megatron_parameter(whole: Tensor, device_mesh: DeviceMesh, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A slice of the flat elements of its tensor-parallel rows, beginning and ending anywhere; and these elements.
+
+    As Megatron-FSDP makes it (``param_and_grad_buffer.py`` of megatron-core 0.16.1).
+    """
+    dp, tp = device_mesh.get_coordinate()
+    rows = whole.narrow(0, whole.shape[0] // device_mesh.size(1) * tp, whole.shape[0] // device_mesh.size(1))
+    edges = [0, *(min(bound, rows.numel()) for bound in bounds), rows.numel()]
+    local = rows.reshape(-1)[edges[dp] : edges[dp + 1]].clone()
+    param: Any = DTensor.from_local(
+        local, device_mesh, [Shard(0), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    param.megatron_fsdp_slice = slice(edges[dp], edges[dp + 1])
+    param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim="tp")
+    return param, local
 
 
 def _hide_name(parent: nn.Module, name: str) -> None:

@@ -68,12 +68,9 @@ def _serve(connection: Connection) -> None:
     from checkpoint_tools.__main__ import app
 
     runner = CliRunner()
-    runner.invoke(app, ["split", "nowhere", "nothing", "--preset", "hf-gate-up"])  # imports what there is to import
-    runner.invoke(app, ["convert", "nowhere", "nothing"])
-    runner.invoke(app, ["convert", "nowhere", "nothing", "--to", "torch"])
-    runner.invoke(app, ["rename", "nowhere", "nothing", "--family", "llama", "--from", "hf", "--to", "megatron"])
-    runner.invoke(app, ["diff", "nowhere", "nowhere"])
-    runner.invoke(app, ["inspect", "nowhere"])
+    for command in ("inspect a", "diff a a", "split a b --preset hf-gate-up", "convert a b", "convert a b --to torch"):
+        runner.invoke(app, command.split())  # imports what there is to import
+    runner.invoke(app, ["rename", "a", "b", "--family", "llama", "--from", "hf", "--to", "megatron"])
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # each thread would reserve 64 MiB, of which it uses next to nothing
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 import os
 import struct
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.values import compare_values, same_values
@@ -51,37 +51,29 @@ def of_states(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], tolerance: T
 # The same ------------------------------------------------------------------------------------------------------------
 
 
+def whole(folder: Path, fused: Tensor) -> Path:
+    moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
+    return save(folder, {"model": {"fused": fused}, "optim": {"state": {"fused": moments}}})
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 512])
 def test_divided_otherwise(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
-    rows, columns = two_ranks
-    moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
-    whole = save(tmp_path / "whole", {"model": {"fused": FUSED}, "optim": {"state": {"fused": moments}}})
-    for a, b in itertools.permutations((rows, columns, whole), 2):
+    """No difference, and neither is the order in memory; each element is one."""
+    folders = (*two_ranks, whole(tmp_path / "whole", FUSED))
+    for a, b in itertools.permutations(folders, 2):
         assert differences(a, b, max_memory_bytes=max_memory_bytes) == []
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 16 * 2 * 50, 512])
-def test_each_element_counts(two_ranks: tuple[Path, Path], tmp_path: Path, max_memory_bytes: int) -> None:
-    moments = {"exp_avg": FUSED * 2, "step": torch.tensor(5.0)}
+    turned = whole(tmp_path / "turned", FUSED.t().contiguous().t())
+    assert differences(folders[-1], turned, max_memory_bytes=max(max_memory_bytes, 1 << 14)) == []
     for row, column in [(0, 0), (3, 5), (4, 2), (6, 5)]:
         other = FUSED.clone()
         other[row, column] += 1
-        state = {"model": {"fused": other}, "optim": {"state": {"fused": moments}}}
-        folder = save(tmp_path / f"{row}{column}", state)
+        folder = whole(tmp_path / f"{row}{column}", other)
         for ranks in two_ranks:
             (found,) = differences(ranks, folder, max_memory_bytes=max_memory_bytes)
             assert found[:2] == ("model.fused", "values")
             assert (found.differing, found.numel) == (1, 42)
             assert found.max_abs_diff == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("max_memory_bytes", [1 << 30, 1 << 14])
-def test_tensors_that_are_stored_in_another_order(tmp_path: Path, max_memory_bytes: int) -> None:
-    tensor = torch.randn(6, 9)
-    a, b = save(tmp_path / "a", {"x": tensor}), save(tmp_path / "b", {"x": tensor.t().contiguous().t()})
-    assert differences(a, b, max_memory_bytes=max_memory_bytes) == []
 
 
 # Different -----------------------------------------------------------------------------------------------------------
@@ -102,23 +94,23 @@ def test_keys_kinds_shapes_and_dtypes(tmp_path: Path) -> None:
     ]
 
 
-def test_values(tmp_path: Path) -> None:
-    a = {"x": torch.zeros(5), "y": torch.arange(4), "z": torch.tensor([1 + 1j])}
+def test_values_and_tolerances(tmp_path: Path) -> None:
+    a = {"x": torch.zeros(5), "y": torch.arange(4), "z": torch.tensor([1 + 1j]), "large": torch.tensor([2**60 + 1])}
     b = {"x": torch.tensor([0, 0.5, 0, -2, 0]), "y": torch.tensor([0, 1, 2, 7]), "z": torch.tensor([4 + 5j])}
-    assert of_states(tmp_path, a, b) == [
+    b["large"] = torch.tensor([2**60])
+    found = [
+        Difference("large", "values", "1 of 1 differ", 1, 1, 1.0),
         Difference("x", "values", "2 of 5 differ", 2, 5, 2.0),
         Difference("y", "values", "1 of 4 differ", 1, 4, 4.0),
         Difference("z", "values", "1 of 1 differ", 1, 1, 5.0),
     ]
-
-
-def test_tolerances(tmp_path: Path) -> None:
-    a = save(tmp_path / "a", {"x": torch.tensor([1.0, 100.0, 0.0])})
-    b = save(tmp_path / "b", {"x": torch.tensor([1.5, 101.0, 0.25])})
-    assert [found.differing for found in differences(a, b)] == [3]
-    assert [found.differing for found in differences(a, b, Tolerance(atol=0.5))] == [1]
-    assert [found.differing for found in differences(a, b, Tolerance(rtol=0.01))] == [2]
-    assert differences(a, b, Tolerance(rtol=0.01, atol=0.5)) == []
+    assert of_states(tmp_path, a, b) == found
+    assert differences(tmp_path / "a", tmp_path / "b", Tolerance(atol=0.5))[0] == found[0]
+    assert [each.key for each in differences(tmp_path / "a", tmp_path / "b", Tolerance(atol=1.0))] == ["x", "y", "z"]
+    a = save(tmp_path / "c", {"x": torch.tensor([1.0, 100.0, 0.0])})
+    b = save(tmp_path / "d", {"x": torch.tensor([1.5, 101.0, 0.25])})
+    counts = {EXACT: [3], Tolerance(atol=0.5): [1], Tolerance(rtol=0.01): [2], Tolerance(rtol=0.01, atol=0.5): []}
+    assert {each: [found.differing for found in differences(a, b, each)] for each in counts} == counts
 
 
 def test_objects(tmp_path: Path) -> None:
@@ -168,16 +160,6 @@ def test_a_dtype_that_is_not_stored(tmp_path: Path) -> None:
     assert differences(broken, broken) == []  # the same bytes: whatever they mean, it is the same
 
 
-def test_small_tensors_of_the_same_bytes_are_not_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand of them take seconds."""
-    state = {f"{number}": torch.full((3,), float(number)) for number in range(20)}
-    a, b = save(tmp_path / "a", state), save(tmp_path / "b", state)
-    c = save(tmp_path / "c", state | {"7": torch.zeros(3)})
-    assert [found.key for found in differences(a, c)] == ["7"]
-    monkeypatch.delattr("checkpoint_tools.stored.items.ItemReader.bits")
-    assert differences(a, b) == []
-
-
 @pytest.mark.parametrize("tolerance", [EXACT, Tolerance(0.1, 0.5)])
 def test_many_small_tensors_are_compared_as_each_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tolerance: Tolerance
@@ -193,6 +175,9 @@ def test_many_small_tensors_are_compared_as_each_by_itself(
             values = (each & 1 if dtype is torch.bool else each).view(dtype)
             state[f"{number}"] = values if number % 5 else values.expand(2, -1).T  # which is not row by row
     folders = [save(tmp_path / name, state) for name, state in zip("ab", states, strict=True)]
+    with monkeypatch.context() as patch:  # nor are those of the same bytes taken apart
+        patch.delattr("checkpoint_tools.stored.items.ItemReader.bits")
+        assert differences(folders[0], save(tmp_path / "c", states[0])) == []
     together = differences(*folders, tolerance)
     monkeypatch.setattr("checkpoint_tools.look.diff._SMALL_BYTES", 0)
     assert repr(together) == repr(differences(*folders, tolerance))  # also NaN, of which none is equal to another
@@ -255,51 +240,25 @@ def test_all_dtypes(dtype: torch.dtype) -> None:
     assert compare_values(a, b, atol=2.0) == (0, 3, None)
 
 
-def test_large_integers_differ_by_one(tmp_path: Path) -> None:
-    one, other = (
-        open_checkpoint(save(tmp_path / name, {"x": torch.tensor([value])}))
-        for name, value in (("a", 2**60 + 1), ("b", 2**60))
-    )
-    (found,) = diff(one, other, ["x"], Tolerance(atol=0.5))
-    assert found.max_abs_diff == 1.0
-    assert diff(one, other, ["x"], Tolerance(atol=1.0)) == []
-
-
-# Keys with a prefix on one side alone, as after a round trip ---------------------------------------------------------
-
-WEIGHTS = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
-
-
-def test_hugging_face_and_what_convert_makes_of_it(tmp_path: Path) -> None:
-    save_file(WEIGHTS, tmp_path / "model.safetensors")
-    converted(tmp_path / "model.safetensors", tmp_path / "dcp")
-    same = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp")
-    turned = run_here("diff", tmp_path / "dcp", tmp_path / "model.safetensors", "--json")
-    assert same.returncode == 0, same.stdout
-    assert same.stdout.splitlines() == [
-        "note: keys of the model begin with 'model.' in B alone, compared without",
-        "the same: 2 keys, bit by bit",
-    ]
-    assert turned.returncode == 0
-    assert json.loads(turned.stdout)["notes"] == ["keys of the model begin with 'model.' in A alone, compared without"]
-    plain = run_here("diff", tmp_path / "model.safetensors", tmp_path / "dcp", "--key-prefix", "")
-    assert plain.returncode == 1
-    assert "different: 4 of 4 keys" in plain.stdout
-
-
-def test_a_difference_is_still_found(tmp_path: Path) -> None:
-    first = save(tmp_path / "first", {key: value.clone() for key, value in WEIGHTS.items()})
-    changed = {**WEIGHTS, "lm_head.weight": torch.zeros(4), "new": torch.ones(1)}
-    second = save(tmp_path / "second", {f"module.{key}": value for key, value in changed.items()})
-    different = run_here("diff", first, second)
-    assert different.returncode == 1
-    assert "lm_head.weight  values" in different.stdout
-    assert "different: 2 of 3 keys" in different.stdout
-
-
-def test_keys_of_both_sides_are_left_alone(tmp_path: Path) -> None:
-    first = open_checkpoint(save(tmp_path / "first", WEIGHTS))
-    second = open_checkpoint(save(tmp_path / "second", {**WEIGHTS, "model.lm_head.weight": torch.ones(1)}))
-    assert aligned(first, second) == (first, second, [])
-    other = open_checkpoint(save(tmp_path / "other", {"a": torch.ones(1)}))
-    assert aligned(first, other) == (first, other, [])
+def test_keys_with_a_prefix_on_one_side_alone(tmp_path: Path) -> None:
+    weights = {"model.layers.0.weight": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(4)}
+    save_file(weights, tmp_path / "hf.safetensors")
+    converted(tmp_path / "hf.safetensors", tmp_path / "dcp")
+    save(tmp_path / "other", {f"module.{key}": t for key, t in {**weights, "lm_head.weight": torch.zeros(4)}.items()})
+    for command, code, expected in (
+        (
+            "hf.safetensors dcp",
+            0,
+            "note: keys of the model begin with 'model.' in B alone, compared without\nthe same: 2",
+        ),
+        ("dcp hf.safetensors --json", 0, "keys of the model begin with 'model.' in A alone, compared without"),
+        ("hf.safetensors dcp --key-prefix=", 1, "different: 4 of 4 keys"),
+        ("hf.safetensors other", 1, "different: 1 of 2 keys"),
+    ):
+        run = run_here("diff", *command.split(), cwd=tmp_path)
+        assert run.returncode == code, run
+        assert expected in run.stdout
+    first = open_checkpoint(save(tmp_path / "first", weights))
+    for more in ({**weights, "model.lm_head.weight": torch.ones(1)}, {"a": torch.ones(1)}):  # are left alone
+        second = open_checkpoint(save(tmp_path / f"second{len(more)}", more))
+        assert aligned(first, second) == (first, second, [])

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint_tools import Rule, merge_state_dict, split_state_dict
+from fsdp_offload.checkpoint.names import flattened
 from fsdp_offload.torch_compat.dtensor import local_shard
+from tests.checkpoint_tools.formats import megatron_parameter
 
 pytestmark = pytest.mark.distributed
 FUSED, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
@@ -93,7 +94,7 @@ def sharded(case: Case, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     dp, tp = divmod(rank, case.mesh[1])
     first, second = case.dims
     if case.sharding == "megatron":
-        return megatron_parameter(case, whole, device_mesh, dp, tp)
+        return megatron_parameter(whole, device_mesh, case.bounds)
     if case.sharding == "sharded":
         device_mesh = device_mesh._flatten()
         placements: list[Any] = [Shard(first)]
@@ -121,20 +122,6 @@ def chunk(whole: Tensor, parts: int, dim: int, part: int) -> Tensor:
     size = -(-whole.shape[dim] // parts)
     start = min(size * part, whole.shape[dim])
     return whole.narrow(dim, start, min(size, whole.shape[dim] - start))
-
-
-def megatron_parameter(case: Case, whole: Tensor, device_mesh: Any, dp: int, tp: int) -> tuple[Tensor, Tensor]:
-    """A slice of the flat elements of its tensor-parallel rows, beginning and ending anywhere."""
-    rows = chunk(whole, case.mesh[1], 0, tp).reshape(-1)
-    edges = [0, *(min(bound, rows.numel()) for bound in case.bounds), rows.numel()]
-    begin, end = edges[dp], edges[dp + 1]
-    local = rows[begin:end].clone()
-    param = DTensor.from_local(
-        local, device_mesh, [Shard(0), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    param.megatron_fsdp_slice = slice(begin, end)
-    param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim="tp")
-    return param, local
 
 
 SHIFTS = {"weight": 0.0, "of_this_rank": 0.5, "on_the_mesh": 0.25, "flat_on_the_mesh": 0.75}
@@ -171,11 +158,6 @@ def part_of(case: Case, whole: Tensor, number: int) -> Tensor:
     size = whole.shape[dim]
     sizes = [size // count] * count if rule.sizes == "equal" else rule.sizes
     return groups.split([each // rule.groups for each in sizes], dim + 1)[number].flatten(dim, dim + 1)
-
-
-def flattened(optim: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"state.{fqn}.{name}": v for fqn, state in optim["state"].items() for name, v in state.items()}
-    return flat | {f"param_groups.{fqn}.lr": group["lr"] for group in optim["param_groups"] for fqn in group["params"]}
 
 
 def views(part: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

@@ -23,37 +23,17 @@ from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.offline import assert_same, rewritten, rule
+from tests.cpu.checkpoint_tools.test_formats_transformers import GDN
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL as LARGER
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+SMALL = {**LARGER, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "hidden_act": "silu"}
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "num_key_value_heads": 4,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_key_value_heads"), 4),
 }
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+DELTA = {**GDN, "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"]}
 FULL = {"layer_types": ["full_attention"] * 2}
 
 # Family → the class's name, its options, the presets; and whether some layers have gate and up apart.
@@ -118,42 +98,26 @@ PARTS = {"0.gate.weight": torch.ones(2, 3), "0.up.weight": torch.zeros(2, 3)}
 WHOLE = {"1.gate_up.weight": torch.arange(24.0).view(8, 3)}
 
 
-def test_two_splits_are_undone_one_after_the_other(tmp_path: Path) -> None:
+def test_splits_are_undone(tmp_path: Path) -> None:
+    """Two of them one after the other; also through safetensors, without a model, and with rules."""
     first, second = rule(), rule(fused="{p}up.weight", parts=("{p}a.weight", "{p}b.weight"))
     source = save(tmp_path / "source", WHOLE)
     rewritten("split", source, tmp_path / "1", first)
     rewritten("split", tmp_path / "1", tmp_path / "2", second)
-    assert [each.fused for each in read_record(open_checkpoint(tmp_path / "2"))] == [
-        {"1.gate_up.weight"},
-        {"1.up.weight"},
-    ]
+    record = read_record(open_checkpoint(tmp_path / "2"))
+    assert [each.fused for each in record] == [{"1.gate_up.weight"}, {"1.up.weight"}]
     back = rewritten("merge", tmp_path / "2", tmp_path / "3")
     assert set(back.tensors) == {"1.gate.weight", "1.up.weight"}
     assert_same(rewritten("merge", tmp_path / "3", tmp_path / "4"), open_checkpoint(source))
-
-
-def test_the_record_goes_through_safetensors(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"model": PARTS | WHOLE})
-    rewritten("split", source, tmp_path / "split", rule())
-    converted(tmp_path / "split", tmp_path / "safetensors")
-    converted(tmp_path / "safetensors", tmp_path / "back")
-    assert_same(rewritten("merge", tmp_path / "back", tmp_path / "merged"), open_checkpoint(source))
-
-
-def test_with_rules_too_only_what_was_fused_is_merged(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", PARTS | WHOLE)
-    rewritten("split", source, tmp_path / "split", rule())
-    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", rule())
-    assert_same(merged, open_checkpoint(source))
-    everything = rewritten("merge", tmp_path / "split", tmp_path / "everything", rule(), is_sure=True)
-    assert set(everything.tensors) == {"0.gate_up.weight", "1.gate_up.weight"}
-
-
-def test_state_without_a_model(tmp_path: Path) -> None:
-    state = {"optim": {"state": {key: {"exp_avg": value} for key, value in (PARTS | WHOLE).items()}}}
-    source = save(tmp_path / "source", state)
-    rewritten("split", source, tmp_path / "split", rule())
-    assert_same(rewritten("merge", tmp_path / "split", tmp_path / "merged"), open_checkpoint(source))
+    of_state = {"state": {key: {"exp_avg": value} for key, value in (PARTS | WHOLE).items()}}
+    for name, state in {"model": PARTS | WHOLE, "optim": of_state}.items():
+        source = save(tmp_path / name, {name: state})
+        rewritten("split", source, tmp_path / f"{name}-split", rule())
+        converted(tmp_path / f"{name}-split", tmp_path / f"{name}-safetensors")
+        converted(tmp_path / f"{name}-safetensors", tmp_path / f"{name}-back")
+        for n, rules in enumerate(([], [rule()])):  # with rules too, only what was fused is merged
+            merged = rewritten("merge", tmp_path / f"{name}-back", tmp_path / f"{name}-merged-{n}", *rules)
+            assert_same(merged, open_checkpoint(source))
 
 
 def test_without_a_record_a_person_has_to_say(tmp_path: Path) -> None:

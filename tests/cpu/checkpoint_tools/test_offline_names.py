@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.files import find_exchange
 from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
-from checkpoint_tools.fuse.names import sorted_out
-from checkpoint_tools.fuse.rules import Rule, preset
+from checkpoint_tools.fuse.rules import Rule, Way, preset
 from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.checkpoints import changed, save
@@ -41,6 +40,7 @@ def optimizer(**state: Any) -> dict[str, Any]:
 
 def round_trip(tmp_path: Path, state: dict[str, Any], *rules: Rule, **options: Any) -> dict[str, Any]:
     """What splitting makes of it; and merging gives it back."""
+    tmp_path.mkdir(exist_ok=True)
     source = save(tmp_path / "source", state)
     split = rewritten("split", source, tmp_path / "split", *(rules or (rule(),)), **options)
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *(rules or (rule(),)), **options)
@@ -48,21 +48,24 @@ def round_trip(tmp_path: Path, state: dict[str, Any], *rules: Rule, **options: A
     return values_of(split)
 
 
-def refused(tmp_path: Path, state: dict[str, Any], *rules: Rule, match: str, **options: Any) -> None:
-    source = save(tmp_path / "source", state)
-    with pytest.raises(CheckpointError, match=match):
-        rewritten(options.pop("way", "split"), source, tmp_path / "new", *(rules or (rule(),)), **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
 # What is split -------------------------------------------------------------------------------------------------------
 
 
-def test_only_an_optimizer_as_accelerate_saves_it(tmp_path: Path) -> None:
-    values = round_trip(tmp_path, {"optimizer": optimizer(exp_avg=WHOLE, step=torch.tensor(1.0), kind="adam")})
-    assert same_bits(values[f"optimizer.state.{UP}.exp_avg"], WHOLE[4:])
-    assert values[f"optimizer.state.{GATE}.kind"] == "adam"
-    assert values["optimizer.param_groups.0.params"] == [DOWN, GATE, UP]
+def test_only_optimizers_as_accelerate_saves_them(tmp_path: Path) -> None:
+    """A master that repeats the parameter is split too: merging would not bring it back otherwise."""
+    app = {
+        "optimizer": optimizer(exp_avg=WHOLE, step=torch.tensor(1.0), kind="adam", nested={"x": WHOLE * 3}),
+        "other": optimizer(momentum_buffer=WHOLE, master_param=WHOLE),
+    }
+    model = {FUSED: WHOLE, "state.weight": WHOLE}  # and that is no state
+    for lead, state in (("", app), ("app.", {"app": {"model": model, **app}})):
+        values = round_trip(tmp_path / f"0{lead}", state)
+        assert same_bits(values[f"{lead}optimizer.state.{UP}.exp_avg"], WHOLE[4:])
+        assert values[f"{lead}optimizer.state.{GATE}.kind"] == "adam"
+        assert same_bits(values[f"{lead}optimizer.state.{GATE}.nested.x"], WHOLE[:4] * 3)
+        assert values[f"{lead}optimizer.param_groups.0.params"] == [DOWN, GATE, UP]
+        assert same_bits(values[f"{lead}other.state.{UP}.momentum_buffer"], WHOLE[4:])
+        assert same_bits(values[f"{lead}other.state.{UP}.master_param"], WHOLE[4:])
 
 
 @pytest.mark.parametrize("lead", ["x.", ""])
@@ -113,20 +116,14 @@ def test_keys_of_megatron(tmp_path: Path) -> None:
     assert values[f"optimizer.param_to_group_meta.{own}.wd_mult"] == 1.0  # as Megatron itself leaves it
 
 
-def test_a_wrapped_state_dict_and_two_optimizers(tmp_path: Path) -> None:
-    app = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE), "other": optimizer(momentum_buffer=WHOLE)}
-    values = round_trip(tmp_path, {"app": app})
-    assert same_bits(values[f"app.other.state.{UP}.momentum_buffer"], WHOLE[4:])
-
-
-@pytest.mark.parametrize("lead", ["", "app."])
-def test_without_paths(tmp_path: Path, lead: str) -> None:
+def test_without_paths(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}
-    source = save(tmp_path / "source", {"app": state} if lead else state)
-    bare = changed(source, "bare", lambda metadata: setattr(metadata, "planner_data", None))
-    values = values_of(rewritten("split", bare, tmp_path / "split", rule()))
-    assert same_bits(values[f"{lead}optim.state.{GATE}.exp_avg"], WHOLE[:4])
-    assert values[f"{lead}optim.param_groups.0.params"] == [DOWN, GATE, UP]
+    for lead in ("", "app."):
+        source = save(tmp_path / f"source{lead}", {"app": state} if lead else state)
+        bare = changed(source, f"bare{lead}", lambda metadata: setattr(metadata, "planner_data", None))
+        values = values_of(rewritten("split", bare, tmp_path / f"split{lead}", rule()))
+        assert same_bits(values[f"{lead}optim.state.{GATE}.exp_avg"], WHOLE[:4])
+        assert values[f"{lead}optim.param_groups.0.params"] == [DOWN, GATE, UP]
 
 
 def test_transforms(tmp_path: Path) -> None:
@@ -157,13 +154,6 @@ def test_flat_state_becomes_rectangles_of_the_parts(tmp_path: Path) -> None:
     assert chunks_of_keys(split)[f"optim.state.{UP}.exp_avg"] == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masters_are_split_also_if_they_repeat_the_parameter(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Merging would not bring them back otherwise."""
-    values = round_trip(tmp_path, {"model": {FUSED: WHOLE.to(dtype)}, "optim": optimizer(master_param=WHOLE)})
-    assert same_bits(values[f"optim.state.{UP}.master_param"], WHOLE[4:])
-
-
 def test_what_is_excluded_stays_with_its_state(tmp_path: Path) -> None:
     other = f"vision.{FUSED}"
     model = {FUSED: WHOLE, other: WHOLE}
@@ -182,88 +172,52 @@ def test_one_key_that_ends_as_another(tmp_path: Path) -> None:
     assert f"optim.state.encoder.{FUSED}.exp_avg" in values
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+def parts(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    state = {key: {"exp_avg": WHOLE[:4], "step": torch.tensor(1.0)} for key in (GATE, UP)}
+    found = {"model": {GATE: WHOLE[:4], UP: WHOLE[4:]}, "optim": {"state": state}}
+    edit(found)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        ({"model": {DOWN: WHOLE}}, "rules that match nothing"),
-        ({"model": {FUSED: "a text"}}, "rules that match nothing"),
-        ({"model": {FUSED: torch.tensor(1.0)}}, r"has shape \(\), and the rule divides dimension 0"),
-        ({"model": {FUSED: WHOLE[:7]}}, "has no 2 equal parts"),
-        ({"model": {FUSED: WHOLE, GATE: WHOLE}}, "are taken already"),
-        ({"model": {FUSED: WHOLE}, "optim": optimizer(rows=torch.ones(8))}, r"exp_avg|rows has shape \(8,\)"),
-        ({"model": {FUSED: WHOLE}, "optim": optimizer(columns=torch.ones(1, 3))}, r"columns has shape \(1, 3\)"),
-        ({"model": {FUSED: WHOLE}, "optim": {"state": {0: {"exp_avg": WHOLE}}}}, "are numbered"),
-        ({"model": {FUSED: WHOLE}, "optim": {FUSED: {"exp_avg": WHOLE}}}, "looks as if it belongs to"),
-        ({"model": {FUSED: WHOLE, f"{FUSED}.scale": WHOLE}}, "looks as if it belongs to"),
-        ({"model": {FUSED: WHOLE, f"state.{FUSED}": WHOLE}}, "may be a tensor of a model, or state of"),
-        ({"model": {FUSED: WHOLE}, "ema": {FUSED: WHOLE[:4]}, "optim": optimizer(exp_avg=WHOLE)}, "may belong to"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path: Path, state: dict[str, Any], match: str) -> None:
-    refused(tmp_path, state, match=match)
+FOUND = {"model": {FUSED: WHOLE}}
+REFUSED: list[tuple[Way, str, dict[str, Any]]] = [
+    ("split", "rules that match nothing", {"model": {DOWN: WHOLE}}),
+    ("split", "rules that match nothing", {"model": {FUSED: "a text"}}),
+    ("split", r"has shape \(\), and the rule divides dimension 0", {"model": {FUSED: torch.tensor(1.0)}}),
+    ("split", "has no 2 equal parts", {"model": {FUSED: WHOLE[:7]}}),
+    ("split", "are taken already", {"model": {FUSED: WHOLE, GATE: WHOLE}}),
+    ("split", r"exp_avg|rows has shape \(8,\)", {**FOUND, "optim": optimizer(rows=torch.ones(8))}),
+    ("split", r"columns has shape \(1, 3\)", {**FOUND, "optim": optimizer(columns=torch.ones(1, 3))}),
+    ("split", "are numbered", {**FOUND, "optim": {"state": {0: {"exp_avg": WHOLE}}}}),
+    ("split", "looks as if it belongs to", {**FOUND, "optim": {FUSED: {"exp_avg": WHOLE}}}),
+    ("split", "looks as if it belongs to", {"model": {FUSED: WHOLE, f"{FUSED}.scale": WHOLE}}),
+    ("split", "may be a tensor of a model, or state of", {"model": {FUSED: WHOLE, f"state.{FUSED}": WHOLE}}),
+    ("split", "may belong to", {**FOUND, "ema": {FUSED: WHOLE[:4]}, "optim": optimizer(exp_avg=WHOLE)}),
+    *(
+        ("merge", match, parts(edit))
+        for match, edit in {
+            "missing": lambda found: found["model"].pop(UP),
+            "one fused value cannot be both": lambda found: found["optim"]["state"][UP].update(step=torch.tensor(2.0)),
+            "have exp_avg, and": lambda found: found["optim"]["state"][UP].pop("exp_avg"),
+            "and they have": lambda found: found["model"].update({UP: WHOLE[4:, :2]}),
+            "have the shapes": lambda found: found["model"].update({UP: torch.ones(4)}),
+            "no 2 equal parts": lambda found: found["model"].update({UP: WHOLE[4:7]}),
+            "bfloat16": lambda found: found["model"].update({UP: WHOLE[4:].bfloat16()}),
+            "its parameter": lambda found: [
+                found["optim"]["state"][key].update(rows=torch.ones(4)) for key in (GATE, UP)
+            ],
+            "is there already": lambda found: found["model"].update({FUSED: WHOLE}),
+        }.items()
+    ),
+]
 
 
-def test_what_cannot_be_merged(tmp_path: Path) -> None:
-    def parts(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        state = {key: {"exp_avg": WHOLE[:4], "step": torch.tensor(1.0)} for key in (GATE, UP)}
-        found = {"model": {GATE: WHOLE[:4], UP: WHOLE[4:]}, "optim": {"state": state}}
-        edit(found)
-        return found
-
-    cases: dict[str, Callable[[dict[str, Any]], object]] = {
-        "missing": lambda found: found["model"].pop(UP),
-        "one fused value cannot be both": lambda found: found["optim"]["state"][UP].update(step=torch.tensor(2.0)),
-        "have exp_avg, and": lambda found: found["optim"]["state"][UP].pop("exp_avg"),
-        "and they have": lambda found: found["model"].update({UP: WHOLE[4:, :2]}),
-        "have the shapes": lambda found: found["model"].update({UP: torch.ones(4)}),
-        "no 2 equal parts": lambda found: found["model"].update({UP: WHOLE[4:7]}),
-        "bfloat16": lambda found: found["model"].update({UP: WHOLE[4:].bfloat16()}),
-        "its parameter": lambda found: [found["optim"]["state"][key].update(rows=torch.ones(4)) for key in (GATE, UP)],
-        "is there already": lambda found: found["model"].update({FUSED: WHOLE}),
-    }
-    for number, (match, edit) in enumerate(cases.items()):
-        (tmp_path / str(number)).mkdir()
-        refused(tmp_path / str(number), parts(edit), match=match, way="merge")
-
-
-# Keys ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        (("optim", "state", "a.b", "exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
-        (("optim", "state", "a.b", "nested", "x"), ("optim.state.", "a.b", ".nested.x")),
-        (("optim", "state.a.b.exp_avg"), ("optim.state.", "a.b", ".exp_avg")),
-        (("state.a.b.exp_avg",), ("state.", "a.b", ".exp_avg")),
-        (("optim", "param_groups.a.b.lr"), ("optim.param_groups.", "a.b", ".lr")),
-        (("optim", "param_to_group_meta", "a.b", "lr"), None),
-        (("model", "state.weight"), None),
-        (("model", "a.b"), None),
-        (("optim", "param_groups", 0, "lr"), None),
-    ],
-)
-def test_what_a_path_is(path: tuple[str | int, ...], expected: tuple[str, str, str] | None) -> None:
-    key = ".".join(map(str, path))
-    for paths in ({key: path}, {}):  # with the path, and by the dots alone
-        names = sorted_out([key], paths)
-        if expected is None:
-            assert not names.states
-        elif paths or "nested" not in key:
-            (name,) = names.states
-            assert (name.before, name.fqn, name.after) == expected
-            renamed, new_path = name.renamed("c")
-            assert renamed == key.replace("a.b", "c")
-            assert not paths or new_path == tuple(str(part).replace("a.b", "c") for part in path)
-
-
-def test_what_a_group_is() -> None:
-    keys = {"o.param_groups.0.params": ("o", "param_groups", 0, "params"), "o.param_groups": ("o", "param_groups")}
-    assert [(name.optimizer, name.is_list) for name in sorted_out(keys, keys).groups] == [("o", True), ("o", False)]
-    assert sorted_out(keys, {}).groups == sorted_out(keys, keys).groups
+@pytest.mark.parametrize(("way", "match", "state"), REFUSED)
+def test_what_does_not_fit_is_refused(tmp_path: Path, way: Way, match: str, state: dict[str, Any]) -> None:
+    source = save(tmp_path / "source", state)
+    with pytest.raises(CheckpointError, match=match):
+        rewritten(way, source, tmp_path / "new", rule())
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
@@ -327,19 +281,18 @@ def test_parts_in_different_param_groups_are_not_merged(groups: list[Any], match
         find_exchange("merge", open_checkpoint(saved), preset("hf-gate-up"), {}, [])
 
 
-def test_equal_options_in_two_groups_are_merged() -> None:
+def test_what_is_merged_in_memory() -> None:
     state: Any = groups_of({"params": [G], "lr": 1e-3}, {"params": [U, D], "lr": 1e-3})
     _, optim = merge_state_dict(state["model"], state["optim"], preset("hf-gate-up"))
     assert optim is not None
     assert [group["params"] for group in optim["param_groups"]] == [["a.mlp.gate_up_proj.weight"], [D]]
-
-
-def test_a_part_without_its_first_is_reported() -> None:
-    model = {name: torch.zeros(4, 4) for name in (G, U, D, "b.mlp.up_proj.weight")}
-    with pytest.raises(
-        ValueError, match=r"b\.mlp\.up_proj\.weight cannot be merged .* b\.mlp\.gate_proj\.weight is mis"
-    ):
-        merge_state_dict(model, None, preset("hf-gate-up"))
+    missing = r"b\.mlp\.up_proj\.weight cannot be merged .* b\.mlp\.gate_proj\.weight is mis"
+    with pytest.raises(ValueError, match=missing):
+        merge_state_dict({**state["model"], "b.mlp.up_proj.weight": torch.zeros(4, 4)}, None, preset("hf-gate-up"))
+    rules = [rule(layout=layout) for layout in ("concatenated", "interleaved")]
+    model, _ = split_state_dict({FUSED: torch.randn(6, 2)}, None, rules[:1])
+    with pytest.raises(ValueError, match="were split with another rule"):
+        merge_state_dict(model, None, rules[1:])
 
 
 def test_an_object_of_tensors_is_not_copied_to_the_parts(tmp_path: Path) -> None:
@@ -351,10 +304,3 @@ def test_an_object_of_tensors_is_not_copied_to_the_parts(tmp_path: Path) -> None
     saved = save(tmp_path / "saved", {"model": model, "optim": optim})
     with pytest.raises(CheckpointError, match="is an object with tensors in it"):
         find_exchange("split", open_checkpoint(saved), preset("hf-gate-up"), {}, [])
-
-
-def test_parts_are_merged_with_the_rule_that_split_them() -> None:
-    rules = [Rule(fused="{p}.w", parts=("{p}.a", "{p}.b"), layout=layout) for layout in ("concatenated", "interleaved")]
-    model, _ = split_state_dict({"x.w": torch.randn(6, 2)}, None, rules[:1])
-    with pytest.raises(ValueError, match="were split with another rule"):
-        merge_state_dict(model, None, rules[1:])

@@ -1,5 +1,6 @@
 """What the metadata of a checkpoint say, and metadata that are damaged, of something else, or hostile."""
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -11,6 +12,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
+from checkpoint_tools.look.inspect import (
+    FileRow,
+    GroupRow,
+    KeyRow,
+    as_json,
+    group_of,
+    rank_of,
+    summarize,
+)
 from checkpoint_tools.stored.reading import CheckpointProblem, open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, chunks_in, save
 from tests.loading import edit_metadata
@@ -35,7 +46,9 @@ def refused(folder: Path | str, *matches: str) -> None:
 
 
 def test_the_same_as_torch_reads(saved: Path) -> None:
-    checkpoint = open_checkpoint(saved)
+    checkpoint, remote = open_checkpoint(saved), open_checkpoint(f"file://{saved}")
+    assert (checkpoint.tensors, checkpoint.objects) == (remote.tensors, remote.objects)
+    assert checkpoint.folder.files() == remote.folder.files()
     metadata = dcp.FileSystemReader(saved).read_metadata()
     for key, tensor in checkpoint.tensors.items():
         entry: Any = metadata.state_dict_metadata[key]
@@ -63,12 +76,6 @@ def test_the_same_as_torch_reads(saved: Path) -> None:
     assert keys.index("model.layers.2.weight") < keys.index(WEIGHT)  # in natural order
 
 
-def test_by_url_as_by_path(saved: Path) -> None:
-    local, remote = open_checkpoint(saved), open_checkpoint(f"file://{saved}")
-    assert (local.tensors, local.objects) == (remote.tensors, remote.objects)
-    assert local.folder.files() == remote.folder.files()
-
-
 # As others wrote it --------------------------------------------------------------------------------------------------
 
 
@@ -82,25 +89,23 @@ class _AsGetattr:
         return getattr, (type(self.value), self.value.name)
 
 
-def test_metadata_of_another_python(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["getattr", "attributes"])
+def test_metadata_of_another_python_and_torch(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     state = TensorProperties.__getstate__
-    monkeypatch.setattr(
-        TensorProperties,
-        "__getstate__",
-        lambda self: tuple(_AsGetattr(value) if hasattr(value, "_name_") else value for value in state(self)),
-    )
-    shutil.copytree(saved, tmp_path / "copy")
-    edit_metadata(tmp_path / "copy", lambda metadata: None)
-    assert b"getattr" in (tmp_path / "copy" / ".metadata").read_bytes()
-    assert open_checkpoint(tmp_path / "copy").tensors == open_checkpoint(saved).tensors
 
+    def enums_as_getattr(self: TensorProperties) -> Any:
+        return tuple(_AsGetattr(value) if hasattr(value, "_name_") else value for value in state(self))
 
-def test_properties_as_attributes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: {"dtype": self.dtype, "pin_memory": False})
-    shutil.copytree(saved, tmp_path / "copy")
-    content = pickle.loads((saved / ".metadata").read_bytes())
-    (tmp_path / "copy" / ".metadata").write_bytes(pickle.dumps(content))
-    assert open_checkpoint(tmp_path / "copy").tensors == open_checkpoint(saved).tensors
+    def attributes(self: TensorProperties) -> Any:
+        return {"dtype": self.dtype, "pin_memory": False}
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", enums_as_getattr if how == "getattr" else attributes)
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    (folder / ".metadata").write_bytes(pickle.dumps(pickle.loads((saved / ".metadata").read_bytes())))
+    assert (b"getattr" in (folder / ".metadata").read_bytes()) == (how == "getattr")
+    assert open_checkpoint(folder).tensors == open_checkpoint(saved).tensors
 
 
 def copied(saved: Path, tmp_path: Path, edit: Any) -> Path:
@@ -157,13 +162,13 @@ def test_something_else(tmp_path: Path, content: bytes, match: str) -> None:
     refused(tmp_path, "cannot be read as the metadata of a checkpoint", match)
 
 
-@pytest.mark.parametrize("value", ["3", -1, None, 2.5])
-def test_sizes_that_are_none(saved: Path, tmp_path: Path, value: Any) -> None:
-    folder = copied(saved, tmp_path, lambda metadata: setattr(chunks_in(metadata, WEIGHT)[0], "sizes", (value, 5)))
-    refused(folder, f"a size or an offset is {value!r}")
-
-
 def test_contradictions_are_listed(saved: Path, tmp_path: Path) -> None:
+    for value in ("3", -1, None, 2.5):
+        wrong = copied(
+            saved, tmp_path, lambda found, value=value: setattr(chunks_in(found, WEIGHT)[0], "sizes", (value, 5))
+        )
+        refused(wrong, f"a size or an offset is {value!r}")
+
     def edit(metadata: Any) -> None:
         storage = metadata.storage_data
         chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([1, 5])))
@@ -188,3 +193,74 @@ def test_data_outside_of_the_folder_are_not_touched(saved: Path, tmp_path: Path,
         CheckpointProblem(WEIGHT, f"its data would be in {path!r}, outside of the checkpoint"),
     )
     assert open_checkpoint(tmp_path / "copy").tensors[WEIGHT].chunks == ()
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_keys_and_totals(saved: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(saved)
+    rows = summarize(checkpoint).keys
+    assert [row.key for row in rows] == [
+        "model.layers.2.weight",
+        "model.layers.10.weight",
+        "nothing",
+        "optim.param_groups.0.betas",
+        "optim.param_groups.0.lr",
+        "optim.state.layers.2.weight.exp_avg",
+        "optim.state.layers.2.weight.step",
+        "optim.state.layers.10.weight.exp_avg",
+        "optim.state.layers.10.weight.step",
+    ]
+    assert rows[0] == KeyRow("model.layers.2.weight", "model", (3,), "bfloat16", 1, 6)
+    assert rows[4][:5] == ("optim.param_groups.0.lr", "optim param_groups", None, None, 1)
+    assert summarize(checkpoint, ["model.*", "*.exp_avg", "*.step"]).groups == (
+        GroupRow("model", 2, 2, 6 + 20 * 4),
+        GroupRow("optim exp_avg", 2, 2, (24 + 20) * 4),
+        GroupRow("optim step", 2, 2, 2 * 4),
+    )
+    folder = save(tmp_path / "checkpoint", {f"x{i}": torch.zeros(4) for i in range(11)}, single_file_per_rank=False)
+    files = summarize(open_checkpoint(folder), ["x1*"]).files
+    assert [row.file for row in files] == ["__0_1.distcp", "__0_10.distcp"]
+    assert files[0] == FileRow("__0_1.distcp", 0, 1, (folder / "__0_1.distcp").stat().st_size)
+    read = json.loads(json.dumps(as_json(summarize(checkpoint))))
+    assert read["nbytes"] == sum(row.nbytes for row in rows)
+    assert (read["keys"][1]["shape"], read["files"][0]["rank"]) == ([4, 5], 0)
+
+
+def test_groups_and_ranks() -> None:
+    for key, path, group in (
+        ("layers.0.weight", (), "layers"),
+        ("model.layers.0.weight", ("model", "layers.0.weight"), "model"),
+        ("optim.state.layers.0.weight.exp_avg", ("optim", "state", "layers.0.weight", "exp_avg"), "optim exp_avg"),
+        ("optim.state.layers.0.weight.exp_avg", (), "optim exp_avg"),
+        ("state.0.exp_avg", ("state", 0, "exp_avg"), "state exp_avg"),
+        ("optim.param_groups.0.lr", ("optim", "param_groups", 0, "lr"), "optim param_groups"),
+        ("param_groups.layers.0.weight.lr", (), "param_groups"),
+        ("step", ("step",), "step"),
+        ("optim.state", ("optim", "state"), "optim"),
+        ("optimizer.state.exp_avg.decoder.weight", (), "optimizer exp_avg"),
+    ):
+        assert group_of(key, path) == group
+    assert [rank_of(file) for file in ("__12_3.distcp", "model.distcp", "x/__1_0.distcp")] == [12, None, None]
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes() -> None:
+    counts = {0: "0 bytes", 1: "1 byte", 1023: "1023 bytes", 1024: "1.0 KiB", 1048575: "1.0 MiB", 3 << 39: "1.5 TiB"}
+    assert {count: human_bytes(count) for count in counts} == counts
+    sizes = {"4096": 4096, "2GiB": 2 << 30, "1.5 k": 1536, "2GB": 2 * 10**9, "7 bytes": 7}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "much", "-1", "0", "2XB", "GiB", "9" * 5000):
+        with pytest.raises(CheckpointError, match="is not a size"):
+            parse_bytes(text)
+
+
+def test_order() -> None:
+    assert sorted(["a.10", "a.2", "a", "b", "a.x", "10", "9"], key=natural_order) == [
+        *("9", "10", "a", "a.2", "a.10", "a.x", "b")
+    ]
+    digits = ["x." + "9" * 5000, "x.10", "x.9", "x.010", "x"]
+    assert sorted(digits, key=natural_order) == ["x", "x.9", "x.10", "x.010", digits[0]]

@@ -11,16 +11,16 @@ import torch
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.request import RECORD_FILE
+from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
-from checkpoint_tools.rewrite.rewrite import open_whole
-from checkpoint_tools.rewrite.sidecars import MAX_BYTES, sidecars_of
+from checkpoint_tools.rewrite.rewrite import notes_on, open_whole
+from checkpoint_tools.rewrite.sidecars import MAX_BYTES
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.metadata import MANIFEST_FILE
 from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import Opaque, Trap, run_here, save
 from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.flips import save_alone
 from tests.checkpoint_tools.offline import STATE, rewritten, rule, tensor_of, told
 
 COPIED = {
@@ -72,24 +72,16 @@ def test_files_beside_the_data_are_copied_and_other_data_are_not(tmp_path: Path)
 
 def test_what_is_too_much_is_left(tmp_path: Path) -> None:
     source = save(tmp_path / "source", STATE)
+    seal(source)
     put(source, {"a.json": b"{}", "z.json": b"{}"} | {f"many/{number}.txt": b"" for number in range(1001)})
-    put(source, {"1/2/3/4/deep.txt": b""})
+    put(source, {"1/2/3/4/deep.txt": b"", ".hidden": b""})
     with (source / "large.log").open("wb") as stream:
         stream.truncate(MAX_BYTES)
-    found = sidecars_of(open_checkpoint(source), OWN)
+    checkpoint, found = open_whole(str(source), 1)
     assert found.files == ("a.json", "z.json")
-    assert found.left == ("1/", "large.log", "many/")
-
-
-def test_what_is_copied_is_told(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", STATE)
-    put(source, COPIED | LEFT)
-    (tmp_path / "rules.json").write_text(
-        '{"rule": [{"fused": "{p}gate_up.weight", "parts": ["{p}gate.weight", "{p}up.weight"]}]}'
-    )
-    shown = run_here("split", source, tmp_path / "new", "--rules", tmp_path / "rules.json", "--dry-run").stdout
-    assert "note: copied as they are: common.pt, config.json, rng_state_0.pth, tokenizer.model, tokenizer/" in shown
-    assert "note: .hidden does not belong to the checkpoint, and is not copied" in shown
+    assert found.left == (".hidden", "1/", "large.log", "many/")  # and not the manifest of checksums
+    assert ".hidden does not belong to the checkpoint, and is not copied" in notes_on(checkpoint, found)
+    assert notes_on(checkpoint, found)[0] == "copied as they are: a.json, z.json"
 
 
 def test_a_file_of_torch_save_that_is_damaged_is_not_copied(tmp_path: Path) -> None:
@@ -101,14 +93,6 @@ def test_a_file_of_torch_save_that_is_damaged_is_not_copied(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"common.pt is not what torch.save writes .* would be copied as it is"):
         rewritten("split", source, tmp_path / "split", rule())
     assert not (tmp_path / "split").exists()
-
-
-def test_the_manifest_of_checksums_is_no_foreign_file(tmp_path: Path) -> None:
-    save_alone(tmp_path / "source", sealed=True)
-    found = sidecars_of(open_checkpoint(tmp_path / "source"), (".metadata",))
-    assert found.left == (".checksums",)
-    _, sidecars = open_whole(str(tmp_path / "source"), 1)
-    assert sidecars == ((), ())
 
 
 def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Path) -> None:
@@ -128,17 +112,18 @@ def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Pa
 
 
 def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
-    """As Megatron's ``fsdp_dtensor`` has them; what else is in there is not run."""
+    """As Megatron's ``fsdp_dtensor`` has them, of which nothing else is run; or from ``config.json``."""
     args = argparse.Namespace(tensor_model_parallel_size=2, trap=Trap(tmp_path / "trap"), other=Opaque())
-    fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"
-    model = {fused: torch.arange(24.0).view(8, 3), down: torch.ones(3, 4)}
-    source = save(tmp_path / "source", {"model": model, "args": args})
+    source = save(tmp_path / "source", {**experts_and_dense(), "args": args})
     values, notes = told(open_checkpoint(source), preset("megatron-swiglu"), {})
     assert (values, notes) == ({"tp_size": 2}, ["tp_size = 2, from args in the object args"])
     given, said = told(open_checkpoint(source), preset("megatron-swiglu"), {"tp_size": 4})
     assert (given, said) == ({"tp_size": 4}, ["tp_size = 4 as given; args in the object args has 2"])
     rewritten("split", source, tmp_path / "split", *preset("megatron-swiglu"))
     assert not (tmp_path / "trap").exists()
+    put(source, {"config.json": b'{"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}'})
+    values, _ = told(open_checkpoint(source), preset("hf-qkv"), {})
+    assert values == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
 
 
 EXPERTS = {"grouped": "experts.linear_fc1.weight0", "sequential": "experts.local_experts.0.linear_fc1.weight"}
@@ -173,9 +158,8 @@ def test_experts_are_divided_by_their_own_ranks(
     source = save(tmp_path / "source", state)
     split = rewritten("split", source, tmp_path / "split", *rules, values=values)
     assert not check_structure(split)[0]
-    live, _ = split_state_dict(
-        state["model"], None, rules, values=dict(zip(("tp_size", "etp_size"), ranks, strict=True))
-    )
+    sizes = dict(zip(("tp_size", "etp_size"), ranks, strict=True))
+    live, _ = split_state_dict(state["model"], None, rules, values=sizes)
     for key, whole in state["model"].items():
         if "fc1" in key:
             is_expert = ".experts." in key
@@ -186,7 +170,6 @@ def test_experts_are_divided_by_their_own_ranks(
                 assert torch.equal(live[key + suffix], expected)
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *rules, values=values)
     assert not diff(open_checkpoint(source), merged, all_keys(open_checkpoint(source), merged))
-    sizes = dict(zip(("tp_size", "etp_size"), ranks, strict=True))
     back, _ = merge_state_dict({key: value.clone() for key, value in live.items()}, None, rules, values=sizes)
     assert all(torch.equal(back[key], value) for key, value in state["model"].items())
 
@@ -203,10 +186,3 @@ def test_the_experts_ranks_are_told_and_not_contradicted(tmp_path: Path) -> None
         "split", bare, tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run", "--value", "tp_size=2"
     )
     assert "etp_size = 2, as tp_size: the default" in shown.stdout
-
-
-def test_values_come_from_config_json(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"self_attn.qkv_proj.weight": torch.arange(32.0).view(8, 4)})
-    put(source, {"config.json": b'{"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}'})
-    values, _ = told(open_checkpoint(source), preset("hf-qkv"), {})
-    assert values == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}

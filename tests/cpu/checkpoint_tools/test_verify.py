@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import uuid
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,74 +38,94 @@ def file_of(folder: Path, key: str) -> Path:
     return folder / item.file
 
 
-def edited(folder: Path, edit: Callable[[Metadata], Any]) -> list[tuple[str, str]]:
-    return problems_of(changed(folder, f"edited-{uuid.uuid4().hex}", edit))
-
-
 # Coverage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.distributed
-def test_nothing_is_wrong_on_two_ranks(two_ranks: Path) -> None:
+def test_chunks_of_two_ranks(two_ranks: Path) -> None:
     problems, files = check_structure(open_checkpoint(two_ranks))
-    assert problems == []
-    assert files.notes == ()
-    assert files.sound == ("__0_0.distcp", "__1_0.distcp")
+    assert (problems, files.notes, files.sound) == ([], (), ("__0_0.distcp", "__1_0.distcp"))
     assert files.nbytes == sum(file.stat().st_size for file in two_ranks.glob("*.distcp"))
+    for number, (edit, expected) in enumerate(CHUNKS):
+        assert expected in problems_of(changed(two_ranks, f"edited-{number}", edit))
 
 
-@pytest.mark.distributed
-def test_a_chunk_is_gone(two_ranks: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        chunk = chunks_in(metadata, "model.fused").pop()
-        del metadata.storage_data[MetadataIndex("model.fused", chunk.offsets)]
-
-    assert edited(two_ranks, edit) == [("model.fused", "18 of 42 elements are in no chunk")]
+def place_of(metadata: Metadata, key: str, *offsets: int) -> Any:
+    return metadata.storage_data[MetadataIndex(key, offsets)]
 
 
-@pytest.mark.distributed
-def test_chunks_overlap(two_ranks: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        second = chunks_in(metadata, "model.fused")[1]
-        place = metadata.storage_data.pop(MetadataIndex("model.fused", second.offsets))
-        second.offsets = torch.Size([3, 0])
-        metadata.storage_data[MetadataIndex("model.fused", (3, 0))] = place
-
-    assert edited(two_ranks, edit) == [
-        ("model.fused", "the chunks of (4, 6) at (0, 0) and of (3, 6) at (3, 0) overlap")
-    ]
+def gone(metadata: Metadata) -> None:
+    chunk = chunks_in(metadata, "model.fused").pop()
+    del metadata.storage_data[MetadataIndex("model.fused", chunk.offsets)]
 
 
-@pytest.mark.distributed
-def test_a_chunk_that_does_not_fit(two_ranks: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["model.fused"].size = torch.Size([6, 6])  # type: ignore[union-attr]
+def overlapping(metadata: Metadata) -> None:
+    second = chunks_in(metadata, "model.fused")[1]
+    place = metadata.storage_data.pop(MetadataIndex("model.fused", second.offsets))
+    second.offsets = torch.Size([3, 0])
+    metadata.storage_data[MetadataIndex("model.fused", (3, 0))] = place
 
-    assert ("model.fused", "a chunk of (3, 6) at (4, 0) does not fit into (6, 6)") in edited(two_ranks, edit)
+
+def outside(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.fused"].size = torch.Size([6, 6])  # type: ignore[union-attr]
 
 
-def test_empty_chunks_are_no_overlap(folder: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        # Inside of a chunk that is not empty; torch itself puts them at the end.
-        chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
-        place = metadata.storage_data[MetadataIndex("nothing", (0, 0))]
-        metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = place
+def in_the_same_bytes(metadata: Metadata) -> None:
+    """Empty chunks may share their bytes with another; two with elements would have the same values."""
+    first, second = chunks_in(metadata, "model.fused")
+    second.offsets, second.sizes = torch.Size([4, 0]), torch.Size([4, 6])
+    metadata.state_dict_metadata["model.fused"].size = torch.Size([8, 6])  # type: ignore[union-attr]
+    metadata.storage_data[MetadataIndex("model.fused", (4, 0))] = place_of(metadata, "model.fused", *first.offsets)
 
-    found = edited(folder, edit)
-    assert not [text for _, text in found if "overlap" in text or "no chunk" in text]
+
+CHUNKS = [
+    (gone, ("model.fused", "18 of 42 elements are in no chunk")),
+    (overlapping, ("model.fused", "the chunks of (4, 6) at (0, 0) and of (3, 6) at (3, 0) overlap")),
+    (outside, ("model.fused", "a chunk of (3, 6) at (4, 0) does not fit into (6, 6)")),
+    (in_the_same_bytes, ("__0_0.distcp", "two chunks of model.fused are in the same bytes, from 0 on")),
+]
+
+
+def with_an_empty_chunk(metadata: Metadata) -> None:
+    """Inside of a chunk that is not empty; torch itself puts them at the end."""
+    chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
+    metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = place_of(metadata, "nothing", 0, 0)
+
+
+def of_another_dtype(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[WEIGHT].properties.dtype = torch.int32  # type: ignore[union-attr]
+
+
+def of_another_shape(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[WEIGHT].size = torch.Size([5, 4])  # type: ignore[union-attr]
+    chunks_in(metadata, WEIGHT)[0].sizes = torch.Size([5, 4])
+
+
+def in_another_item(metadata: Metadata) -> None:
+    place_of(metadata, WEIGHT, 0, 0).relative_path = place_of(metadata, "model.layers.2.weight", 0).relative_path
+
+
+ITEMS: dict[str, tuple[Any, str]] = {
+    "an empty chunk": (with_an_empty_chunk, ""),
+    "dtype": (of_another_dtype, "is stored as torch.float32 in __0_"),
+    "shape": (of_another_shape, "shape (4, 5) where one of (5, 4) is expected"),
+    "in the same bytes": (in_another_item, "are in the same bytes, from 0 on"),
+}
+
+
+@pytest.mark.parametrize("case", ITEMS)
+def test_metadata_that_are_wrong_about_an_item(folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "load")  # no data are read
+    monkeypatch.delattr("checkpoint_tools.stored.items.ItemReader.bits")
+    assert problems_of(folder) == []
+    edit, expected = ITEMS[case]
+    texts = [text for _, text in problems_of(changed(folder, "edited", edit))]
+    if expected:
+        assert any(expected in text for text in texts), texts
+    assert not [text for text in texts if "overlap" in text or "no chunk" in text]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_gone(folder: Path) -> None:
-    file = file_of(folder, WEIGHT)
-    file.unlink()
-    assert problems_of(folder) == [(file.name, f"is not there; it has {WEIGHT}")]
-    files = [file.name, *(other.name for other in folder.glob("*.distcp"))]
-    for other in folder.glob("*.distcp"):
-        other.unlink()
-    assert sorted(where for where, _ in problems_of(folder)) == sorted(files)
 
 
 @pytest.mark.parametrize("more", [None, -1, 1, 2048])
@@ -122,35 +140,18 @@ def test_a_file_is_cut_short_or_longer_than_its_items(folder: Path, more: int | 
     assert problems_of(folder) == [(file.name, told)]
 
 
-def test_leftovers_are_notes(folder: Path) -> None:
+def test_files_that_are_gone_or_left(folder: Path) -> None:
     (folder / "__7_0.distcp").write_bytes(b"")
-    problems, files = check_structure(open_checkpoint(folder))
+    problems, found = check_structure(open_checkpoint(folder))
     assert problems == []
-    assert files.notes == ("__7_0.distcp is not part of the checkpoint; was another one saved here before?",)
-
-
-def test_items_in_the_same_bytes(tmp_path: Path) -> None:
-    folder = save(tmp_path / "checkpoint", {"a": torch.zeros(4), "b": torch.zeros(4)})
-
-    def edit(metadata: Metadata) -> None:
-        storage = metadata.storage_data
-        storage[MetadataIndex("b", (0,))].offset = storage[MetadataIndex("a", (0,))].offset
-
-    assert edited(folder, edit) == [("__0_0.distcp", "the items of a and b are in the same bytes, from 0 on")]
-
-
-def test_two_chunks_of_one_tensor_in_the_same_bytes(two_ranks: Path) -> None:
-    """Empty ones may share their bytes with another; two with elements would have the same values."""
-
-    def edit(metadata: Metadata) -> None:
-        first, second = chunks_in(metadata, "model.fused")
-        second.offsets, second.sizes = torch.Size([4, 0]), torch.Size([4, 6])
-        metadata.state_dict_metadata["model.fused"].size = torch.Size([8, 6])  # type: ignore[union-attr]
-        storage = metadata.storage_data
-        storage[MetadataIndex("model.fused", (4, 0))] = storage[MetadataIndex("model.fused", tuple(first.offsets))]
-
-    problems = edited(two_ranks, edit)
-    assert ("__0_0.distcp", "two chunks of model.fused are in the same bytes, from 0 on") in problems
+    assert found.notes == ("__7_0.distcp is not part of the checkpoint; was another one saved here before?",)
+    (folder / "__7_0.distcp").unlink()
+    files, first = list(folder.glob("*.distcp")), file_of(folder, WEIGHT)
+    first.unlink()
+    assert problems_of(folder) == [(first.name, f"is not there; it has {WEIGHT}")]
+    for other in files:
+        other.unlink(missing_ok=True)
+    assert sorted(where for where, _ in problems_of(folder)) == sorted(file.name for file in files)
 
 
 # Items ---------------------------------------------------------------------------------------------------------------
@@ -164,30 +165,6 @@ def test_damage_is_found_in_each_item(folder: Path) -> None:
     found = problems_of(folder)
     assert [where for where, _ in found] == keys
     assert all("not what torch.save writes" in text for _, text in found)
-
-
-def test_another_dtype(folder: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        metadata.state_dict_metadata[WEIGHT].properties.dtype = torch.int32  # type: ignore[union-attr]
-
-    file = file_of(folder, WEIGHT).name
-    assert edited(folder, edit) == [(WEIGHT, f"is stored as torch.float32 in {file}, and not as torch.int32")]
-
-
-def test_another_shape(folder: Path) -> None:
-    def edit(metadata: Metadata) -> None:
-        metadata.state_dict_metadata[WEIGHT].size = torch.Size([5, 4])  # type: ignore[union-attr]
-        chunks_in(metadata, WEIGHT)[0].sizes = torch.Size([5, 4])
-
-    ((where, text),) = edited(folder, edit)
-    assert where == WEIGHT
-    assert "shape (4, 5) where one of (5, 4) is expected" in text
-
-
-def test_no_data_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "load")
-    monkeypatch.delattr("checkpoint_tools.stored.items.ItemReader.bits")
-    assert problems_of(folder) == []
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -213,8 +190,11 @@ GOOD = {
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 4 * 4096])
 def test_values_that_are_not_finite(tmp_path: Path, max_memory_bytes: int) -> None:
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**BAD, **GOOD}))
-    problems = check_finite(checkpoint, ["__0_0.distcp"], max_memory_bytes=max_memory_bytes)
+    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**BAD, **GOOD, "large": torch.zeros(1 << 22)}))
+    advanced: list[int] = []
+    problems = check_finite(checkpoint, ["__0_0.distcp"], 4, max_memory_bytes, advanced.append)
+    assert max(advanced) <= max_memory_bytes // 4 // 2
+    assert sum(advanced) == finite_bytes(checkpoint)
     assert {where: text.split(" values")[0] for where, text in problems} == {
         "float32": "3 of 4",
         "bfloat16": "1 of 2",
@@ -230,14 +210,6 @@ def test_one_bad_value_anywhere() -> None:
             values = torch.zeros(1000, dtype=dtype)
             values[at] = torch.nan
             assert count_not_finite(values) == 1
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {"large": torch.zeros(1 << 22)}))
-    advanced: list[int] = []
-    assert check_finite(checkpoint, ["__0_0.distcp"], 2, 1 << 20, advanced.append) == []
-    assert max(advanced) <= (1 << 20) // 2 // 2
-    assert sum(advanced) == finite_bytes(checkpoint) == 4 << 22
 
 
 # A damaged .metadata, and no manifest -----------------------------------------------------------------------------

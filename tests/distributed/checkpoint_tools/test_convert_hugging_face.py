@@ -12,11 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers as hf
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-)
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.core.errors import CheckpointError
@@ -27,37 +23,15 @@ from checkpoint_tools.stored.opening import open_checkpoint
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.offline import values_of
-from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL, TOKENS
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
 from tests.distributed.launch import mesh, spawn
-
-
-def tiny() -> hf.LlamaForCausalLM:
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager")).eval()
-
-
-def output(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
 
 # transformers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_transformers_loads_what_is_converted(tmp_path: Path, nested: bool) -> None:
-    model = tiny()
-    state = get_model_state_dict(model)
-    source = save(tmp_path / "source", {"model": state} if nested else state)
-    converted(source, tmp_path / "made", shard_bytes=20_000)
-    model.config.save_pretrained(tmp_path / "made")
-    again = hf.LlamaForCausalLM.from_pretrained(tmp_path / "made", attn_implementation="eager").eval()
-    assert torch.equal(output(again), output(model))
-    assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 1
-
-
 def test_what_transformers_has_saved(tmp_path: Path) -> None:
-    model = tiny()
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager")).eval()
     for size in ("20KB", "1GB"):  # with an index, and one file without
         model.save_pretrained(tmp_path / size, max_shard_size=size)
         converted(tmp_path / size, tmp_path / f"made-{size}", key_prefix="model.")
@@ -70,13 +44,15 @@ def test_what_transformers_has_saved(tmp_path: Path) -> None:
 # torch's own writer --------------------------------------------------------------------------------------------------
 
 
+def save_hf(folder: Path, state: dict[str, Any], mapping: dict[str, int], **options: Any) -> None:
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), mapping, **options), no_dist=True)
+
+
 def test_what_torchs_writer_has_written(tmp_path: Path) -> None:
     state = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4).bfloat16()}
-    writer = HuggingFaceStorageWriter(str(tmp_path / "source"), {"a.weight": 1, "b.weight": 2})
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    made = converted(tmp_path / "source", tmp_path / "made")
-    values = values_of(made)
+    save_hf(tmp_path / "source", state, {"a.weight": 1, "b.weight": 2})
+    values = values_of(converted(tmp_path / "source", tmp_path / "made"))
     assert values.keys() == state.keys()
     assert all(torch.equal(values[key], value) for key, value in state.items())
 
@@ -108,17 +84,10 @@ def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def save_rows(rank: int, world_size: int, folder: Path, rows: int, tiny_rows: int) -> None:
-    device_mesh = mesh(world_size)
-    whole = {"rows": torch.arange(3.0 * rows).view(rows, 3), "tiny": torch.arange(2.0 * tiny_rows).view(tiny_rows, 2)}
-    state = {key: distribute_tensor(tensor, device_mesh, [Shard(0)]) for key, tensor in whole.items()}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    dist.barrier()
-
-
 @pytest.mark.distributed
-def test_an_empty_part_tells_where_a_tensor_ends(tmp_path: Path) -> None:
-    spawn(save_rows, 3, tmp_path, tmp_path / "source", 6, 2)
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    """An empty part tells where a tensor ends; what nobody can know is noted."""
+    spawn(save_rows, 3, tmp_path, tmp_path / "source")
     (tmp_path / "source" / "shard-00002-model-00001-of-00001.safetensors").unlink()
     checkpoint = open_checkpoint(tmp_path / "source")
     problems, files = check_structure(checkpoint)
@@ -126,36 +95,36 @@ def test_an_empty_part_tells_where_a_tensor_ends(tmp_path: Path) -> None:
     missing = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
     assert files.notes[1:] == (missing,)
     assert as_json(summarize(checkpoint))["notes"] == list(files.notes)
-
-
-def test_files_that_a_mapping_names(tmp_path: Path) -> None:
-    state = {"a": torch.ones(2), "b": torch.ones(3)}
-    writer = HuggingFaceStorageWriter(str(tmp_path), {"a": 1, "b": 3, "other": 5}, save_distributed=True)
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    notes = check_structure(open_checkpoint(tmp_path))[1].notes
+    save_hf(
+        tmp_path / "mapped",
+        {"a": torch.ones(2), "b": torch.ones(3)},
+        {"a": 1, "b": 3, "other": 5},
+        save_distributed=True,
+    )
+    notes = check_structure(open_checkpoint(tmp_path / "mapped"))[1].notes
     assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")
 
 
-# The format ----------------------------------------------------------------------------------------------------------
+def save_rows(rank: int, world_size: int, folder: Path) -> None:
+    del rank
+    whole = {"rows": torch.arange(18.0).view(6, 3), "tiny": torch.arange(4.0).view(2, 2)}
+    state = {key: distribute_tensor(tensor, mesh(world_size), [Shard(0)]) for key, tensor in whole.items()}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dist.barrier()
 
 
-def test_elements_are_aligned_in_the_file(tmp_path: Path) -> None:
-    state = {"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(5).double(), "c": torch.ones(1).bfloat16()}
-    source = save(tmp_path / "source", {"model": state, "odd": torch.ones(2)})
-    made = converted(source, tmp_path / "made")
+def test_the_index_is_that_of_hugging_face_and_elements_are_aligned(tmp_path: Path) -> None:
+    model = {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "c": torch.ones(5, dtype=torch.bool)}
+    source = save(tmp_path / "source", {"model": model, "odd": torch.ones(1).bfloat16()})
+    made = converted(source, tmp_path / "made", shard_bytes=21)
     for tensor in made.tensors.values():
         assert tensor.chunks[0].offset_bytes % tensor.dtype.itemsize == 0
-
-
-def test_the_index_is_that_of_hugging_face(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"model": {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64)}})
-    converted(source, tmp_path / "made", shard_bytes=16)
     index = json.loads((tmp_path / "made" / "model.safetensors.index.json").read_text())
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     assert index == {
-        "metadata": {"total_size": 32, "key_prefix": "model."},
-        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+        "metadata": {"total_size": 37, "key_prefix": "model."},
+        "weight_map": {"a": first, "b": second, "c": second},
     }
-    assert load_file(tmp_path / "made" / "model-00002-of-00002.safetensors")["b"].tolist() == [0, 0]
+    assert load_file(tmp_path / "made" / second)["b"].tolist() == [0, 0]
     shutil.rmtree(source)
     assert open_checkpoint(converted(tmp_path / "made", tmp_path / "back").path).version == "1.0.0"

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.convert.translate import Translation, family_names, translate
+from checkpoint_tools.convert.translate import family_names, translate
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
@@ -41,10 +40,20 @@ def model_of(family: str) -> Any:
 
 
 def renamed(family: str, source: Path, target: Path, to: str, *, of: str = "hf", **values: float) -> Checkpoint:
-    asked = Translation(family, of, to, values, ())
-    translate(str(source), str(target), asked, threads=2, max_memory_bytes=1 << 24)
+    """The new one, which is whole; and every step tells of what it has done."""
+    told: dict[str, list[int]] = {}
+
+    def progress(what: str, nbytes: int) -> Any:
+        told[what] = [nbytes]
+        return contextlib.nullcontext(told[what].append)
+
+    translate(
+        str(source), str(target), family, (of, to), values, threads=2, max_memory_bytes=1 << 24, progress=progress
+    )
     made = open_checkpoint(target)
     assert check_structure(made, 1)[0] == []
+    assert list(told) == [f"rename, {number} of {len(told)}" for number in range(1, len(told) + 1)]
+    assert all(0 < sum(done) <= total for total, *done in told.values())  # what is around elements is not told of
     return made
 
 
@@ -64,7 +73,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_there_and_back_is_the_same_and_transformers_loads_it(family: tuple[str, Any, Path], tmp_path: Path) -> None:
     _, model, folder = family
-    converted(folder / "back", tmp_path / "hf")
+    converted(folder / "back", tmp_path / "hf", shard_bytes=8_000)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     first, last = open_checkpoint(folder / "hf"), open_checkpoint(tmp_path / "hf")
     assert not diff(first, last, all_keys(first, last))
     loaded = type(model).from_pretrained(tmp_path / "hf").eval()
@@ -72,47 +82,33 @@ def test_there_and_back_is_the_same_and_transformers_loads_it(family: tuple[str,
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_what_torchtitan_has(family: tuple[str, Any, Path]) -> None:
-    """As its ``state_dict_adapter`` of each family computes it, by indices."""
+def test_what_torchtitan_and_megatron_have(family: tuple[str, Any, Path]) -> None:
+    """As torchtitan's ``state_dict_adapter`` of each family, and Megatron, have them: by indices."""
     name, _, folder = family
-    before, found = values_of(open_checkpoint(folder / "hf")), values_of(open_checkpoint(folder / "torchtitan"))
+    before, found, mega = (values_of(open_checkpoint(folder / of)) for of in ("hf", "torchtitan", "megatron"))
     for n in range(2):
-        theirs, ours = f"model.layers.{n}.", f"layers.{n}."
-        for letter, heads in (("q", 4), ("k", 2)):
-            expected = before[f"{theirs}self_attn.{letter}_proj.weight"]
-            if name == "llama":
-                expected = expected.view(heads, 2, 2, 16).transpose(1, 2).reshape(heads * 4, 16)
-            assert same_bits(found.pop(f"{ours}attention.qkv_linear.w{letter}.weight"), expected)
-        if name == "qwen3-moe":
-            for letter, what in (("w1_EFD", "gate"), ("w3_EFD", "up"), ("w2_EDF", "down")):
-                experts = [before[f"{theirs}mlp.experts.{e}.{what}_proj.weight"] for e in range(3)]
-                key = f"{ours}moe.routed_experts.inner_experts.{letter}"
-                assert same_bits(found.pop(key), torch.stack(experts))
-        else:
-            for letter, what in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-                expected = before[f"{theirs}mlp.{what}_proj.weight"]
-                assert same_bits(found.pop(f"{ours}feed_forward.{letter}.weight"), expected)
-    assert same_bits(found["tok_embeddings.weight"], before["model.embed_tokens.weight"])
-    assert same_bits(found["lm_head.weight"], before["lm_head.weight"])
-
-
-def test_what_megatron_has(family: tuple[str, Any, Path]) -> None:
-    name, _, folder = family
-    before, found = values_of(open_checkpoint(folder / "hf")), values_of(open_checkpoint(folder / "megatron"))
-    for n in range(2):
-        theirs, ours = f"model.layers.{n}.", f"decoder.layers.{n}."
+        theirs, ours, megatrons = f"model.layers.{n}.", f"layers.{n}.", f"decoder.layers.{n}."
         q, k, v = (before[f"{theirs}self_attn.{letter}_proj.weight"] for letter in "qkv")
         groups = [torch.cat([q[8 * g : 8 * g + 8], k[4 * g : 4 * g + 4], v[4 * g : 4 * g + 4]]) for g in range(2)]
-        assert same_bits(found[f"{ours}self_attention.linear_qkv.weight"], torch.cat(groups))
+        assert same_bits(mega[f"{megatrons}self_attention.linear_qkv.weight"], torch.cat(groups))
+        for letter, heads, own in (("q", 4, q), ("k", 2, k)):
+            expected = own.view(heads, 2, 2, 16).transpose(1, 2).reshape(heads * 4, 16) if name == "llama" else own
+            assert same_bits(found[f"{ours}attention.qkv_linear.w{letter}.weight"], expected)
         if name == "qwen3-moe":
-            experts = [expert(before, f"{theirs}mlp.experts.{e}.") for e in range(3)]
-            assert same_bits(found[f"{ours}mlp.experts.experts.linear_fc1.weight"], torch.stack(experts))
+            weights = {
+                what: torch.stack([before[f"{theirs}mlp.experts.{e}.{what}_proj.weight"] for e in range(3)])
+                for what in ("gate", "up", "down")
+            }
+            names = [f"{ours}moe.routed_experts.inner_experts.{w}" for w in ("w1_EFD", "w3_EFD", "w2_EDF")]
+            fc1 = f"{megatrons}mlp.experts.experts.linear_fc1.weight"
         else:
-            assert same_bits(found[f"{ours}mlp.linear_fc1.weight"], expert(before, f"{theirs}mlp."))
-
-
-def expert(values: dict[str, Tensor], prefix: str) -> Tensor:
-    return torch.cat([values[f"{prefix}gate_proj.weight"], values[f"{prefix}up_proj.weight"]])
+            weights = {what: before[f"{theirs}mlp.{what}_proj.weight"] for what in ("gate", "up", "down")}
+            names = [f"{ours}feed_forward.{w}.weight" for w in ("w1", "w3", "w2")]
+            fc1 = f"{megatrons}mlp.linear_fc1.weight"
+        assert same_bits(mega[fc1], torch.cat([weights["gate"], weights["up"]], -2))
+        assert all(same_bits(found[key], weight) for key, weight in zip(names, weights.values(), strict=True))
+    assert same_bits(found["tok_embeddings.weight"], before["model.embed_tokens.weight"])
+    assert same_bits(found["lm_head.weight"], before["lm_head.weight"])
 
 
 @pytest.mark.distributed
@@ -172,32 +168,20 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
 
 
 def test_a_family_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(
-        """
-        [source]
-        hf = ""
-        ours = ""
-        [[name]]
-        hf = 'layers.{n}.weight'
-        ours = 'blocks.{n}.w'
-        """
-    )
+    names = "[[name]]\nhf = 'layers.{n}.weight'\nours = 'blocks.{n}.w'\n"
     source = save(tmp_path / "source", {"layers.0.weight": torch.ones(2), "layers.1.weight": torch.zeros(3)})
-    command = ("rename", source, tmp_path / "new", "--from", "hf", "--to", "ours", "--family")
-    assert run_here(*command, tmp_path / "own.toml").returncode == 0
-    assert set(open_checkpoint(tmp_path / "new").tensors) == {"blocks.0.w", "blocks.1.w"}
+    command = ("rename", source, tmp_path / "new", "--from", "hf", "--to", "ours", "--family", tmp_path / "own.toml")
     for text, message in (("[", "is no TOML"), ("name = 1", "has to have [source]")):
-        (tmp_path / "bad.toml").write_text(text)
-        wrong = ("rename", source, tmp_path / "x", "--from", "hf", "--to", "ours", "--family", tmp_path / "bad.toml")
-        assert_one_line(run_here(*wrong), message)
+        (tmp_path / "own.toml").write_text(text)
+        assert_one_line(run_here(*command), message)
+    (tmp_path / "own.toml").write_text(f"[source]\nhf = ''\nours = ''\n{names}")
+    assert run_here(*command).returncode == 0
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"blocks.0.w", "blocks.1.w"}
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return save(tmp_path / "source", {"model": model_of("llama").state_dict()})
-
-
-def test_nothing_is_left_of_an_interrupted_rename(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renames_that_are_interrupted_or_two_at_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left; the second one is refused, and takes nothing from the first."""
+    llama = save(tmp_path / "source", {"model": model_of("llama").state_dict()})
     expected = renamed("llama", llama, tmp_path / "expected", "megatron", **VALUES)
     write, done = rewrite.write, []
 
@@ -212,17 +196,6 @@ def test_nothing_is_left_of_an_interrupted_rename(llama: Path, tmp_path: Path, m
         renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
     assert done == [f"{tmp_path}/new.steps/0"]
     assert list(tmp_path.glob("new*")) == []
-    monkeypatch.setattr(rewrite, "write", write)
-    made = renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
-    assert list(tmp_path.glob("new.*")) == []
-    keys = all_keys(expected, made)
-    assert set(keys) == set(expected.tensors) | set(expected.objects)
-    assert diff(expected, made, keys) == []
-
-
-def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one is refused, and takes nothing from the first; one that cannot be done leaves nothing."""
-    write = rewrite.write
 
     def with_another(*args: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
@@ -232,22 +205,11 @@ def test_two_renames_to_one_place(llama: Path, tmp_path: Path, monkeypatch: pyte
         write(*args, **options)
 
     monkeypatch.setattr(rewrite, "write", with_another)
-    renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    made = renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    keys = all_keys(expected, made)
+    assert set(keys) == set(expected.tensors) | set(expected.objects)
+    assert diff(expected, made, keys) == []
     monkeypatch.setattr(rewrite, "write", write)
     with pytest.raises(CheckpointError):
         renamed("llama", tmp_path / "new", tmp_path / "other", "torchtitan", **VALUES)
     assert list(tmp_path.glob("*.steps*")) == []
-
-
-def test_its_progress_is_told(llama: Path, tmp_path: Path) -> None:
-    told: dict[str, list[int]] = {}
-
-    def progress(what: str, nbytes: int) -> Any:
-        told[what] = [nbytes]
-        return contextlib.nullcontext(told[what].append)
-
-    asked = Translation("llama", "hf", "megatron", VALUES, ())
-    translate(str(llama), str(tmp_path / "new"), asked, threads=1, max_memory_bytes=1 << 24, progress=progress)
-    assert list(told) == [f"rename, {number} of {len(told)}" for number in range(1, len(told) + 1)]
-    assert len(told) > 1
-    assert all(0 < sum(done) <= total for total, *done in told.values())  # what is around elements is not told of

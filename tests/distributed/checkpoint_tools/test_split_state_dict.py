@@ -1,5 +1,6 @@
 """Splitting and merging state dicts in memory: views, both forms of optimizer state, and through DCP."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
-from checkpoint_tools.fuse.rules import Rule, excluding, preset
+from checkpoint_tools import merge_state_dict, preset, split_state_dict
+from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import verify
 from fsdp_offload.checkpoint import check_storage_writer
-from tests.distributed.launch import mesh, spawn
+from tests.checkpoint_tools.formats import megatron_parameter
+from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, rule
+from tests.distributed.launch import mesh, run_cases, spawn
 
-FUSED, DOWN = "mlp.gate_up.weight", "mlp.down.weight"
-GATE, UP = "mlp.gate.weight", "mlp.up.weight"
 
+class Quantized(Tensor):
+    """Stands for a tensor of blocks with scales."""
 
-def rule(**fields: Any) -> Rule:
-    return Rule(fused="{p}gate_up.weight", parts=("{p}gate.weight", "{p}up.weight"), **fields)
+    @staticmethod
+    def __new__(cls, data: Tensor) -> "Quantized":
+        return data.as_subclass(cls)
 
 
 def states(fused: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -57,33 +61,6 @@ def test_parts_are_views_and_merging_gives_back_the_fused_tensors() -> None:
     assert list(model) == [FUSED, DOWN]  # the caller's own is untouched
 
 
-def test_counters_are_copies_and_have_to_agree_when_merged() -> None:
-    model, optim = states(torch.randn(12, 3))
-    parts, part_optim = split_state_dict(model, optim, [rule()])
-    steps = [part_optim["state"][name]["step"] for name in (GATE, UP)]
-    assert steps[0].data_ptr() != steps[1].data_ptr()
-    steps[0].fill_(9)
-    with pytest.raises(ValueError, match=r"gate\.weight\.step.*one fused value cannot be both"):
-        merge_state_dict(parts, part_optim, [rule()])
-
-
-def test_parts_from_elsewhere_are_copied_together() -> None:
-    whole = torch.randn(12, 3)
-    for layout, fields in (("interleaved", {}), ("grouped", {"groups": 3}), ("concatenated", {})):
-        merging = rule(layout=layout, **fields)
-        index = merging.combs(12, {}, "x")
-        pieces = [torch.cat([whole[c.start + b * c.distance :][: c.length] for b in range(c.blocks)]) for c in index]
-        merged, _ = merge_state_dict(dict(zip((GATE, UP), pieces, strict=True)), None, [merging])
-        assert torch.equal(merged[FUSED], whole), layout
-
-
-def test_state_of_another_shape_is_an_error_that_names_it() -> None:
-    model, optim = states(torch.randn(12, 3))
-    optim["state"][FUSED]["row_norms"] = torch.randn(12)
-    with pytest.raises(ValueError, match=r"mlp\.gate_up\.weight\.row_norms has shape \(12,\)"):
-        split_state_dict(model, optim, [rule()])
-
-
 @pytest.mark.parametrize(("param_dtype", "is_kept"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_masters_are_split_unless_they_repeat_the_parameter(param_dtype: torch.dtype, is_kept: bool) -> None:
     model, optim = states(torch.randn(12, 3).to(param_dtype))
@@ -92,26 +69,27 @@ def test_masters_are_split_unless_they_repeat_the_parameter(param_dtype: torch.d
     assert ("master_param" in parts["state"][GATE]) == is_kept
 
 
-def test_stacked_parts_are_views_and_are_put_together() -> None:
-    whole = torch.randn(6, 2, 3)
-    stacked = Rule(fused="{p}w13", parts=("{p}w1", "{p}w3"), dim=-2, layout="stacked")
-    parts, _ = split_state_dict({"a.w13": whole}, None, [stacked])
-    assert torch.equal(parts["a.w3"], whole[:, 1])
-    assert parts["a.w3"].data_ptr() == whole[:, 1].data_ptr()
-    assert merge_state_dict(parts, None, [stacked])[0]["a.w13"] is whole
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved", "grouped", "stacked"])
+def test_parts_of_a_plain_tensor(layout: Any) -> None:
+    """Views but where they are grouped: those are copies, and written back. Parts from elsewhere are put together."""
+    whole = torch.arange(12.0).view(2, 6) if layout == "stacked" else torch.arange(12.0)[:, None]
+    index = torch.arange(12).view(whole.shape)
+    chosen = rule(layout=layout, groups=3 if layout == "grouped" else 1)
+    expected = {
+        "concatenated": index[6:],
+        "interleaved": index[1::2],
+        "grouped": index[[2, 3, 6, 7, 10, 11]] if layout == "grouped" else index,
+        "stacked": index[1],
+    }[layout]
+    parts, _ = split_state_dict({FUSED: whole}, None, [chosen])
+    assert torch.equal(parts[UP], expected.float())
+    assert (parts[UP].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == (layout != "grouped")
     copies = {key: part.clone() for key, part in parts.items()}
-    assert torch.equal(merge_state_dict(copies, None, [stacked])[0]["a.w13"], whole)
-
-
-def test_copies_of_a_plain_tensor_in_groups_are_written_back_when_merged() -> None:
-    whole = torch.arange(12.0)[:, None]
-    grouped = rule(layout="grouped", groups=3)
-    parts, _ = split_state_dict({FUSED: whole}, None, [grouped])
-    assert parts[UP].flatten().tolist() == [2, 3, 6, 7, 10, 11]
+    assert torch.equal(merge_state_dict(copies, None, [chosen])[0][FUSED], whole)
     parts[UP].zero_()
-    merged, _ = merge_state_dict(parts, None, [grouped])
+    merged, _ = merge_state_dict(parts, None, [chosen])
     assert merged[FUSED] is whole
-    assert whole.flatten().tolist() == [0, 1, 0, 0, 4, 5, 0, 0, 8, 9, 0, 0]
+    assert torch.equal(whole.flatten(), torch.arange(12.0).index_fill(0, expected.flatten(), 0))
 
 
 def test_parts_can_be_merged_into_something_else_than_they_come_from() -> None:
@@ -125,56 +103,35 @@ def test_parts_can_be_merged_into_something_else_than_they_come_from() -> None:
     assert torch.equal(merged["qkv"], whole[:6])
 
 
-def test_parts_of_different_tensors_do_not_make_one() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("row_norms", torch.randn(12), r"mlp\.gate_up\.weight\.row_norms has shape \(12,\)"),
+        ("exp_avg", Quantized(torch.randn(12, 3)), r"gate_up\.weight\.exp_avg is a Quantized, of which no views"),
+        ("other", None, r"state of other\.gate_up\.weight, which is fused, and the model"),  # it would stay, silently
+    ],
+)
+def test_state_that_cannot_be_split(name: str, value: Any, match: str) -> None:
+    model, optim = states(torch.randn(12, 3))
+    if value is None:
+        optim["state"]["other.gate_up.weight"] = optim["state"][FUSED]
+    else:
+        optim["state"][FUSED][name] = value
+    with pytest.raises(ValueError, match=match):
+        split_state_dict(model, optim, [rule()])
+
+
+def test_parts_that_do_not_belong_together() -> None:
     (one, _), (other, _) = (split_state_dict({FUSED: torch.randn(12, 3)}, None, [rule()]) for _ in range(2))
     with pytest.raises(ValueError, match="split from different tensors"):
         merge_state_dict({GATE: one[GATE], UP: other[UP]}, None, [rule()])
-
-
-def test_a_stack_of_numbers_cannot_be_split() -> None:
+    model, optim = states(torch.randn(12, 3))
+    parts, part_optim = split_state_dict(model, optim, [rule()])
+    part_optim["state"][GATE]["step"].fill_(9)  # a copy
+    with pytest.raises(ValueError, match=r"gate\.weight\.step.*one fused value cannot be both"):
+        merge_state_dict(parts, part_optim, [rule()])
     with pytest.raises(ValueError, match="nothing is left"):
         split_state_dict({FUSED: torch.randn(2)}, None, [rule(layout="stacked")])
-
-
-def test_state_of_a_fused_parameter_that_the_model_does_not_have() -> None:
-    """A model whose ``state_dict()`` splits it, as torchtitan's: its optimizer's state would stay fused, silently."""
-    model, optim = states(torch.randn(12, 3))
-    optim["state"]["other.gate_up.weight"] = optim["state"][FUSED]
-    with pytest.raises(ValueError, match=r"state of other\.gate_up\.weight, which is fused, and the model"):
-        split_state_dict(model, optim, [rule()])
-
-
-def test_state_that_is_no_ordinary_tensor_is_refused() -> None:
-    model, optim = states(torch.randn(12, 3))
-    optim["state"][FUSED]["exp_avg"] = Quantized(torch.randn(12, 3))
-    with pytest.raises(ValueError, match=r"gate_up\.weight\.exp_avg is a Quantized, of which no views"):
-        split_state_dict(model, optim, [rule()])
-
-
-class Quantized(Tensor):
-    """Stands for a tensor of blocks with scales."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> "Quantized":
-        return data.as_subclass(cls)
-
-
-def test_a_tower_without_a_gate_is_reported_and_can_be_excluded() -> None:
-    """A GELU MLP has a linear_fc1 of the same name, of the size of linear_fc2's columns."""
-    keys = {
-        "decoder.mlp.linear_fc1.weight": torch.randn(16, 4),
-        "decoder.mlp.linear_fc2.weight": torch.randn(4, 8),
-        "vision.mlp.linear_fc1.weight": torch.randn(8, 4),
-        "vision.mlp.linear_fc2.weight": torch.randn(4, 8),
-    }
-    rules = preset("megatron-swiglu")
-    with pytest.raises(ValueError, match=r"vision\.mlp\.linear_fc1\.weight is not fused.*Exclude it"):
-        split_state_dict(keys, None, rules, values={"tp_size": 2})
-    chosen = excluding(rules, "vision.*")
-    parts, _ = split_state_dict(keys, None, chosen, values={"tp_size": 2})
-    assert "vision.mlp.linear_fc1.weight" in parts
-    assert parts["decoder.mlp.linear_fc1.weight_v"].shape == (8, 4)
-    assert merge_state_dict(parts, None, chosen)[0].keys() == keys.keys()
 
 
 # On ranks ------------------------------------------------------------------------------------------------------------
@@ -238,3 +195,71 @@ def run_state_beside(rank: int, world_size: int) -> None:
     optim["state"][FUSED] = {"column_sums": torch.zeros(24 // world_size * 2)}  # as many elements as the shard
     with pytest.raises(ValueError, match=r"column_sums has shape \(24,\), its parameter \(12, 4\)"):
         split_state_dict({FUSED: sharded(whole, 0)}, optim, [rule()])
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def halves(whole: Tensor, tp: int, half: int) -> Tensor:
+    """Gate or up of every tensor-parallel rank, by indexing: ``[gate0; up0; gate1; up1]``."""
+    return torch.cat([part.chunk(2, 0)[half] for part in whole.chunk(tp, 0)])
+
+
+# Megatron-FSDP: experts over another number of tensor-parallel ranks; the optimizer keeps flat local tensors ---------
+
+EXPERT = "mlp.experts.linear_fc1.weight0"
+
+
+@pytest.mark.distributed
+def test_experts_are_divided_by_their_own_mesh(tmp_path: Path) -> None:
+    spawn(run_experts, 4, tmp_path, tmp_path)
+
+
+def run_experts(rank: int, world_size: int, folder: Path) -> None:
+    del rank, world_size
+    meshes = {(dp, tp): mesh(dp, tp, names=("dp", "tp")) for dp, tp in ((2, 2), (4, 1), (1, 4))}
+    for dense, expert in itertools.permutations(meshes, 2):
+        run_cases(
+            {f"{dense}, {expert}": lambda d=dense, e=expert: experts_of(folder / f"{d}{e}", meshes[d], meshes[e])}
+        )
+
+
+def experts_of(folder: Path, dense: DeviceMesh, expert: DeviceMesh) -> Iterator[str]:
+    wholes = {FC1: torch.arange(80.0).view(16, 5), EXPERT: 100 + torch.arange(80.0).view(16, 5)}
+    meshes = {FC1: dense, EXPERT: expert}
+    made = {key: megatron_parameter(wholes[key], on, (7, 31, 40)[: on.size(0) - 1]) for key, on in meshes.items()}
+    model: dict[str, Any] = {key: param for key, (param, _) in made.items()}
+    downs = {key.replace("fc1", "fc2"): torch.zeros(5, 8) for key in made}
+    rules, tp = preset("megatron-swiglu"), dense.size(1)
+    try:
+        split_state_dict({**model, **downs}, None, rules, values={"tp_size": tp, "etp_size": tp})
+        yield "the dense layers' number was taken for experts"
+    except ValueError as error:
+        if f"{EXPERT}: expected etp_size={expert.size(1)}" not in str(error):
+            yield str(error)
+    optim = {
+        "state": {key: {"exp_avg": local + 0.5} for key, (_, local) in made.items()},
+        "param_groups": [{"params": list(made), "lr": 0.5}],
+    }
+    for values in ({"tp_size": tp}, {}):
+        parts, part_optim = split_state_dict({**model, **downs}, optim, rules, values=values)
+        merged, merged_optim = merge_state_dict(parts, part_optim, rules, values=values)
+        for key in made:
+            if (
+                merged[key] is not model[key]
+                or merged_optim["state"][key]["exp_avg"] is not optim["state"][key]["exp_avg"]
+            ):
+                yield f"{key} was not merged with {values}"
+    fused = {key: part for key, part in parts.items() if key not in downs}
+    dcp.save({"model": fused, "optimizer": part_optim}, checkpoint_id=folder)
+    for key, whole in wholes.items():
+        for half, suffix in enumerate(("_w", "_v")):
+            expected = halves(whole, (expert if key == EXPERT else dense).size(1), half)
+            loaded: Any = {
+                "model": {key + suffix: torch.zeros_like(expected)},
+                "optimizer": {"state": {key + suffix: {"exp_avg": torch.zeros_like(expected)}}},
+            }
+            dcp.load(loaded, checkpoint_id=folder)
+            moment = loaded["optimizer"]["state"][key + suffix]["exp_avg"]
+            if not torch.equal(loaded["model"][key + suffix], expected) or not torch.equal(moment, expected + 0.5):
+                yield f"{key}{suffix} was saved wrongly"

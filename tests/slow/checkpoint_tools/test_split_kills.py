@@ -1,10 +1,8 @@
 """Splitting and converting: killed at each step, on a disk that is too small, and in little memory."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import ROOT, assert_one_line, contents, python, run_here, save
+from tests.checkpoint_tools.checkpoints import assert_one_line, contents, python, run_here, save
 from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, assert_same
 
 KILLED = """
@@ -93,20 +91,6 @@ def test_a_full_disk_is_found_before_anything_is_written(large: Path, small_disk
     run = run_here("split", large / "source", small_disk / "new", "--rules", large / "rules.toml")
     assert_one_line(run, "are needed, and 20.0 MiB are free; make room")
     assert list(small_disk.iterdir()) == []
-
-
-def test_a_limit_of_the_size_of_files(large: Path, tmp_path: Path) -> None:
-    command = f"ulimit -f 30000; exec {sys.executable} -m checkpoint_tools split {large}/source new"
-    run = subprocess.run(
-        ["bash", "-c", f"{command} --rules {large}/rules.toml"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert_one_line(run, "cannot be written: File too large")
-    assert list(tmp_path.iterdir()) == []
 
 
 MEASURED = """

@@ -15,34 +15,12 @@ GATE_UP = Rule(
 )
 
 
-def test_parts_are_named_with_what_the_placeholders_stand_for() -> None:
+def test_a_rule_reads_in_both_directions() -> None:
     (match,) = find_matches("split", ["a.0.mlp.gate_up.weight", "a.0.mlp.down.weight"], [GATE_UP])
     assert match.fused == "a.0.mlp.gate_up.weight"
     assert match.parts == ("a.0.mlp.gate.weight", "a.0.mlp.up.weight")
-
-
-def test_a_rule_reads_in_both_directions() -> None:
     (match,) = find_matches("merge", ["mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"], [GATE_UP])
     assert match.fused == "mlp.gate_up.bias"
-
-
-@pytest.mark.parametrize(
-    ("keys", "rules", "message"),
-    [
-        (["mlp.gate_up.weight"], [GATE_UP, GATE_UP], "matched by several rules"),
-        (["mlp.gate_up.weight", "mlp.up.weight"], [GATE_UP], "taken already"),
-    ],
-)
-def test_what_does_not_fit_the_keys_is_reported(keys, rules, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        find_matches("split", keys, rules)
-
-
-def test_merging_reports_missing_parts_and_a_taken_name() -> None:
-    with pytest.raises(ValueError, match=r"mlp\.up\.weight.* missing"):
-        find_matches("merge", ["mlp.gate.weight"], [GATE_UP])
-    with pytest.raises(ValueError, match="there already"):
-        find_matches("merge", ["mlp.gate.weight", "mlp.up.weight", "mlp.gate_up.weight"], [GATE_UP])
 
 
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
@@ -55,21 +33,18 @@ def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
-def sizes_of(rule: Rule, size: int, **values: float) -> list[int]:
-    return [comb.size for comb in rule.combs(size, values, "key")]
-
-
 def rule_with(**fields) -> Rule:
     return Rule(fused="x", parts=("a", "b"), **fields)
 
 
-def test_equal_given_and_computed_sizes() -> None:
-    assert sizes_of(rule_with(), 8) == [4, 4]
-    assert sizes_of(rule_with(sizes=(3, 5)), 8) == [3, 5]
-    assert sizes_of(rule_with(sizes=("heads * head_dim", "rest")), 20, heads=2, head_dim=4) == [8, 12]
-
-
-def test_the_config_values_that_a_rule_names() -> None:
+def test_sizes_and_the_config_values_that_they_name() -> None:
+    for fields, size, expected in (
+        ({}, 8, [4, 4]),
+        ({"sizes": (3, 5)}, 8, [3, 5]),
+        ({"sizes": ("heads * head_dim", "rest")}, 20, [8, 12]),
+    ):
+        combs = rule_with(**fields).combs(size, {"heads": 2, "head_dim": 4}, "key")
+        assert [comb.size for comb in combs] == expected
     assert rule_with(sizes=(3, "rest")).value_names == frozenset()
     assert rule_with(sizes=("q_heads * 2e3 + dim", "1 +")).value_names == {"q_heads", "dim"}
     assert rule_with(layout="grouped", groups="tp_size").value_names == {"tp_size"}
@@ -88,28 +63,30 @@ def test_the_config_values_that_a_rule_names() -> None:
         ({"layout": "stacked"}, 3, "sizes \\[1, 1\\].* has 3"),
         ({"sizes": ("no_value", "rest")}, 8, "no_value is None"),
         ({"sizes": ("rest", "rest")}, 8, "sizes .*16 together"),
+        ({"layout": "interleaved", "sizes": (3, 5)}, 8, "interleaved parts have equal sizes"),
+        # What Python cannot parse or hold, in a file that somebody else has written.
+        *(
+            ({"sizes": (text, "rest")}, 8, "the size")
+            for text in ("(" * 200 + "1" + ")" * 200, "-" * 20_000 + "1", "1" + "0" * 400 + ".0 * 2", "10**1000")
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_errors_that_name_the_key(fields, size, message) -> None:
     with pytest.raises(ValueError, match=f"key.*{message}"):
-        sizes_of(rule_with(**fields), size, no_value=None)
+        rule_with(**fields).combs(size, {"no_value": None}, "key")
 
 
 def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
     rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
     (match,) = find_matches("split", ["mlp.fc1"], [rule])
     match.check_sibling({"mlp.fc2": (4, 8)}, 8)
-    with pytest.raises(ValueError, match="is not fused"):
-        match.check_sibling({"mlp.fc2": (4, 16)}, 8)
-    with pytest.raises(ValueError, match="which is not there"):
-        match.check_sibling({}, 8)
-
-
-def test_a_sibling_of_fewer_dimensions() -> None:
-    rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
-    (match,) = find_matches("split", ["mlp.fc1"], [rule])
-    with pytest.raises(ValueError, match=r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"):
-        match.check_sibling({"mlp.fc2": (8,)}, 8)
+    for shapes, message in (
+        ({"mlp.fc2": (4, 16)}, "is not fused"),
+        ({}, "which is not there"),
+        ({"mlp.fc2": (8,)}, r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            match.check_sibling(shapes, 8)
 
 
 def test_keys_can_be_excluded() -> None:
@@ -157,31 +134,16 @@ def test_rules_from_toml_and_json(tmp_path: Path) -> None:
         ("[[rule]]\nfused = '{p:(}x'\nparts = ['{p}a', '{p}b']", "a placeholder cannot be used"),
         ("[[rule]]\nfused = '{p}{p}x'\nparts = ['{p}a', '{p}b']", "a placeholder cannot be used"),
         ("[[rule]]\nfused = '{p x'\nparts = ['a', 'b']", "expected placeholders such as"),
+        *((text, r"r\.json") for text in ("[1]", '{"rule": {"fused": "x"}}', "{", "\udcff")),
     ],
 )
 def test_bad_files(text, message, tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text(text)
+    file = tmp_path / ("r.json" if text.startswith(("[1", "{", "\udcff")) else "r.toml")
+    file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message) as error:
-        load_rules(tmp_path / "r.toml")
-    assert str(tmp_path / "r.toml") in str(error.value)
+        load_rules(file)
+    assert str(file) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"rule": {"fused": "x"}}', "{", "\udcff"])
-def test_bad_json_files(text: str, tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"r\.json"):
-        load_rules(tmp_path / "r.json")
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_presets_are_whole_and_name_their_source(name: str) -> None:
-    assert all(rule.source for rule in preset(name))
-
-
-def test_an_unknown_preset_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="megatron-swiglu"):
-        preset("nonsense")
 
 
 MEGATRON_KEYS = [
@@ -194,16 +156,9 @@ MEGATRON_KEYS = [
 ]
 
 
-@pytest.mark.parametrize("key", MEGATRON_KEYS)
-def test_megatron_names_of_dense_grouped_sequential_and_shared_experts(key: str) -> None:
-    (match,) = [match for rule in preset("megatron-swiglu") if (match := rule.match(key)) is not None]
-    assert match.parts == (f"{key}_w", f"{key}_v")
-
-
-@pytest.mark.parametrize(
-    "size", ["(" * 200 + "1" + ")" * 200, "-" * 20_000 + "1", "1" + "0" * 400 + ".0 * 2", "10**1000"]
-)
-def test_sizes_that_python_cannot_parse_or_hold(size: str) -> None:
-    """From a file that somebody else has written: what is wrong is said in a line."""
-    with pytest.raises(ValueError, match="x: the size"):
-        rule_with(sizes=(size, "rest")).combs(8, {}, "x")
+def test_presets() -> None:
+    """Each names its source. Megatron's names are of dense layers, and of grouped, sequential and shared experts."""
+    assert all(rule.source for name in preset_names() for rule in preset(name))
+    for key in MEGATRON_KEYS:
+        (match,) = [match for rule in preset("megatron-swiglu") if (match := rule.match(key)) is not None]
+        assert match.parts == (f"{key}_w", f"{key}_v")
