@@ -144,10 +144,10 @@ def loaded(path: Path, like: Any) -> Any:
 
 
 def not_the_same(saved: Any, found: Any, where: str = "") -> Iterator[str]:
-    """Where a file is not what was saved."""
-    if isinstance(saved, Mapping):
-        if saved.keys() != found.keys():
-            yield f"{where} has {sorted(found)} instead of {sorted(saved)}"
+    """Where a value, nested or not, is not what was saved: types, keys, order or bits."""
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        if list(saved) != list(found):
+            yield f"{where} has {list(found)} instead of {list(saved)}"
         for key in saved.keys() & found.keys():
             yield from not_the_same(saved[key], found[key], f"{where}/{key}")
     elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found):
@@ -155,24 +155,6 @@ def not_the_same(saved: Any, found: Any, where: str = "") -> Iterator[str]:
             yield from not_the_same(one, other, f"{where}/{number}")
     elif not same_value(saved, found):
         yield f"{where} differs"
-
-
-class Expected:
-    """What each checkpoint has to hold: a copy of the state dict at the time of its call."""
-
-    def __init__(self) -> None:
-        self._by_path: dict[Path, Any] = {}
-
-    def note(self, path: Path, state: Any) -> None:
-        self._by_path[path] = copied(state)
-
-    def problems(self) -> Iterator[str]:
-        """Every file is loaded and compared, to the last bit."""
-        for path, state in self._by_path.items():
-            yield from (f"{path.name}: {problem}" for problem in not_the_same(state, loaded(path, state)))
-
-    def __len__(self) -> int:
-        return len(self._by_path)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

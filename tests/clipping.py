@@ -49,19 +49,6 @@ def clipping(**more: Any) -> OffloadPolicy:
     return policy_of({"overlap": "iteration"}, **more)
 
 
-def within_bounds(loop: Loop, at: int) -> None:
-    clipped_step(loop, at, NEVER)
-
-
-def clipped(loop: Loop, at: int) -> None:
-    clipped_step(loop, at, ALWAYS)
-
-
-def now_and_then(loop: Loop, at: int) -> None:
-    """By a norm that is among those of these gradients."""
-    clipped_step(loop, at, 0.05 * (1 + at % 5))
-
-
 LOOKS: list[Callable[[Any], Tensor]] = [
     lambda grad: grad.to_local(),
     lambda grad: grad._local_tensor,

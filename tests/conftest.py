@@ -1,9 +1,11 @@
 """For all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,6 +51,24 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     found = Waits(monkeypatch)
     yield found
     found.let_go()
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Some optimizers compile their step, which takes long; what is compiled also runs without."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """What is gone without it was kept by nobody, nor by a cycle."""
+    torch.optim.AdamW([torch.ones(1)])  # the first one imports modules whose frames keep it in a cycle
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tests.parity import local
+
 HALF_RANGE = torch.finfo(torch.float16).max / 2.0
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class FusedAdam(Optimizer):

@@ -62,17 +62,6 @@ def without_tensors(value: Any) -> Any:
     return "tensor" if isinstance(value, Tensor) else value
 
 
-def emptied(value: Any) -> Any:
-    """The same structure with zeros, for tensors and numbers."""
-    if isinstance(value, Mapping):
-        return {key: emptied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [emptied(item) for item in value]
-    if isinstance(value, Tensor):
-        return torch.zeros_like(value)
-    return type(value)() if isinstance(value, int | float | str) else value
-
-
 def memory_of(tensor: Tensor) -> Tensor:
     local = local_shard(tensor)
     return local.local if isinstance(local, ShardTensor) else local

@@ -206,8 +206,10 @@ def state_differences(name: str, one: dict[str, Any], other: dict[str, Any]) -> 
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """The same type, shape and bits; of numbers the same type and value. Where it lives does not matter."""
-    if isinstance(one, list) and isinstance(other, list):
+    """The same types, shapes and bits; of numbers the same type and value. Where it lives does not matter."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(same_value, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
@@ -321,6 +323,18 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(updates, "update_bucket", failing)
 
 
+def adamw(params: Any, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, **options)
+
+
+def take_step(optimizer: Optimizer, count: int = 1) -> None:
+    """With gradients of ones."""
+    for _ in range(count):
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
 # Models --------------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +360,16 @@ class Zoo(nn.Module):
             values = (param * factors[number]).sin()
             total = total + (values.abs() if values.is_complex() else values).sum()
         return total
+
+
+class One(nn.Module):
+    """A single parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+    forward = Zoo.forward
 
 
 class Matrices(nn.Module):

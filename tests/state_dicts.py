@@ -2,15 +2,19 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.async_writers import not_the_same
 from tests.parity import attach
 
 POLICY = OffloadPolicy(bucket_bytes=2048)
@@ -138,22 +142,20 @@ class Run:
         set_optimizer_state_dict(self.model, self.optimizer, state, **options)
 
 
+def save(run: Run, folder: Path, **options: Any) -> None:
+    dcp.save({"model": run.model.state_dict(), "optimizer": run.get(**options)}, checkpoint_id=folder)
+
+
+def load(run: Run, folder: Path, *, partial: bool = False, **options: Any) -> None:
+    """As a fresh process does; ``partial``: what the checkpoint lacks is left as it is."""
+    state = {"model": run.model.state_dict(), "optimizer": run.get(for_load=True, **options)}
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=partial))
+    run.set(state["optimizer"])
+
+
 def assert_same(one: Any, other: Any, place: str = "") -> None:
     """The same types, keys, order and values, bit by bit."""
-    assert type(one) is type(other), place
-    if isinstance(one, dict):
-        assert list(one) == list(other), place
-        for key in one:
-            assert_same(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{place}[{number}]")
-    elif isinstance(one, Tensor):
-        assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), place
-        assert torch.equal(one, other), place
-    else:
-        assert one == other, place
+    assert not (found := [*not_the_same(one, other, place)]), found
 
 
 def assert_same_runs(one: Run, other: Run) -> None:

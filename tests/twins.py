@@ -21,13 +21,12 @@ from tests.parity import (
     SMALL,
     MakeModel,
     MakeOptimizer,
+    Pair,
     Run,
     assert_at_home,
-    attach,
     group_differences,
     local,
     same_bits,
-    same_value,
     state_differences,
 )
 
@@ -41,30 +40,17 @@ def gradients(run: Run, step: int) -> None:
     run.loss(step).backward()
 
 
-class Twins:
+class Twins(Pair):
     """The fp32 side, which is plain, and the low-precision one."""
 
     def __init__(self, full: Run, low: Run, kind: str) -> None:
-        self.full = full
-        self.low = low
-        self.kind = kind
-        self.steps = 0
+        super().__init__(full, low)
+        self.full, self.low, self.kind = full, low, kind
         self.updated: set[str] = set()  # since attaching: what must have a master
-
-    def __iter__(self) -> Iterator[Run]:
-        return iter((self.full, self.low))
 
     def add_masters(self) -> None:
         """Before :meth:`attach`, if at all."""
         add_masters(self.low.optimizer, self.kind)  # type: ignore[arg-type]
-
-    def attach(self, policy: OffloadPolicy = SMALL, *, with_model: bool = False) -> None:
-        model = self.low.model if with_model else None
-        attach(self.low.optimizer, policy=policy, model=model)
-
-    def each(self, action: Callable[[Run], Any]) -> None:
-        for run in self:
-            action(run)
 
     def train(self, steps: int = 6, make_gradients: MakeGradients = gradients) -> None:
         for _ in range(steps):
@@ -184,13 +170,3 @@ def rounded(kind: str, master: Tensor, dtype: torch.dtype) -> Tensor:
     if kind == "fp32":
         return master.to(dtype)
     return ((master.view(torch.int32).to(torch.int64) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Two state dicts of ``torch.optim``."""
-    states, others = one["state"], other["state"]
-    return states.keys() == others.keys() and all(
-        states[key].keys() == others[key].keys()
-        and all(same_value(value, others[key][name]) for name, value in states[key].items())
-        for key in states
-    )

@@ -18,20 +18,10 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.fused_adam_reference import FusedAdam
+from tests.overlapping import Block
 from tests.parity import local, loss_of
 
 # Models --------------------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):

@@ -204,6 +204,7 @@ def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceM
     assert same(plain, loop)
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle: bool) -> None:
     """Whether it has been collected, or waits for that when the other one comes."""
@@ -212,19 +213,16 @@ def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle:
     loop.train(2)
     loop.optimizer.synchronize()
     gc.collect()
-    gc.disable()
-    try:
-        for one in (plain, loop):
-            if in_a_cycle:
-                one.optimizer.itself = one.optimizer
-            one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
-            one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
-        attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
-    finally:
-        gc.enable()
+    for one in (plain, loop):
+        if in_a_cycle:
+            one.optimizer.itself = one.optimizer
+        one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
+        one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
+    attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
     assert same(plain.train(3, first=2), loop.train(3, first=2))
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
 @EVERY_POLICY
@@ -236,15 +234,11 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], para
     gone = [weakref.ref(one) for one in parts if one is not None]
     del engine, parts
     gc.collect()
-    gc.disable()
-    try:
-        if removed:
-            remove_offload(loop.optimizer)
-        else:
-            del loop.optimizer, loop.scheduler
-        assert not any(one() for one in gone)
-    finally:
-        gc.enable()
+    if removed:
+        remove_offload(loop.optimizer)
+    else:
+        del loop.optimizer, loop.scheduler
+    assert not any(one() for one in gone)
     loop.backward(4)
     look(loop)
 

@@ -21,12 +21,8 @@ from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, saved
 from tests.cpu.test_wrappers import accelerated, wrap  # noqa: F401  # fixtures
 from tests.overlapping import Loop, same, same_values
 from tests.overlapping import Net as Small
-from tests.parity import Net, Zoo, same_value
+from tests.parity import Net, Zoo, adamw, same_value
 from tests.twins import MASTER, Twins, make_twins
-
-
-def adamw(params: Any, **options: Any) -> optim.Optimizer:
-    return optim.AdamW(params, lr=0.02, **options)
 
 
 def plain(kind: str, make: Callable[[Any], optim.Optimizer] = adamw, dtype: torch.dtype = torch.bfloat16) -> Twins:

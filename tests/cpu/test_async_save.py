@@ -5,7 +5,6 @@ that each save overlaps with as much training as it ever can, and a home that is
 """
 
 import copy
-import gc
 import pickle
 import threading
 import weakref
@@ -434,28 +433,24 @@ def arena_of(training: Training) -> list["weakref.ref[object]"]:
     return [weakref.ref(region._owner) for engine in training.engines() for region in engine.plan.regions]
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("during", [True, False], ids=["dropped during the save", "dropped behind it"])
 def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) -> None:
     """The writer is one of them; a future or stager that is kept is none."""
     training = trained(POLICY)
-    gc.collect()
-    gc.disable()
-    try:
-        saving, memory = Saving(training, tmp_path), arena_of(training)
-        assert len(memory) == 2
-        if not during:
-            saving.end()
-            assert runs_within(60, saving.stager._loan.wait)
-        engine = weakref.ref(training.engines()[0])
-        del training
-        assert engine() is None
-        if during:
-            assert not any(reference() is None for reference in memory)
-            saving.end()
-            saving.stager.close()
-        assert all(reference() is None for reference in memory)
-    finally:
-        gc.enable()
+    saving, memory = Saving(training, tmp_path), arena_of(training)
+    assert len(memory) == 2
+    if not during:
+        saving.end()
+        assert runs_within(60, saving.stager._loan.wait)
+    engine = weakref.ref(training.engines()[0])
+    del training
+    assert engine() is None
+    if during:
+        assert not any(reference() is None for reference in memory)
+        saving.end()
+        saving.stager.close()
+    assert all(reference() is None for reference in memory)
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, 12])

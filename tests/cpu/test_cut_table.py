@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.table import rows
 from fsdp_offload.planning.buckets import CUT_NUMEL
 from tests.cpu.test_parity_optimizers import FLAGS, IMPLEMENTATIONS
-from tests.parity import Zoo, make_pair, same_bits
+from tests.parity import One, make_pair, same_bits
 
 CLASSES = [getattr(optim, row.name.partition(":")[2]) for row in rows().values() if row.name.startswith("torch.optim:")]
 
@@ -129,16 +129,9 @@ def test_a_cut_anywhere_else_would_be_seen() -> None:
 def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
     """From 32,768 elements on torch divides a tensor among threads; in bfloat16 the seam is seen in the bits."""
 
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(40003))
-
-        forward = Zoo.forward
-
     def make(params: Any) -> optim.Optimizer:
         return optim.SGD(params, momentum=0.9, weight_decay=0.1, nesterov=True)
 
-    pair = make_pair(Large, make, dtype=dtype)
+    pair = make_pair(lambda: One(40003), make, dtype=dtype)
     pair.train(5)
     assert (pair.offloaded.optimizer.offload_report().kept.buckets > 1) == (dtype is torch.float32)

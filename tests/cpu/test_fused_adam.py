@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
+from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, Twins, check_options, name_of, options
 from tests.fused_adam_reference import FusedAdam
 from tests.policies import with_share
@@ -56,12 +56,6 @@ def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     with pytest.raises(ValueError, match=r"2\.17\.1 writes out of bounds.*Use 2\.18 or newer"):
         offload_optimizer(FusedAdam([torch.nn.Parameter(torch.ones(3))]))
-
-
-def test_masters_of_our_own_are_refused() -> None:
-    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="FusedAdam is not one of them"):
-        add_masters(optimizer, "fp32")
 
 
 @pytest.mark.parametrize("moments", [FP32, BF16], ids=str)

@@ -40,9 +40,9 @@ from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
 from tests.tiers import spread
-from tests.twins import make_twins, same_state
+from tests.twins import make_twins
 
 BOTH = {"0.3": 0.3, "1.0": 1.0}
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_saved_at_one_fraction_and_loaded_at_another(before: float, after: float
     pair = make_pair(Net, fused_adamw, policy=policy(before))
     pair.train(3)
     plain, saved = (run.optimizer.state_dict() for run in pair)
-    assert same_state(plain, saved)
+    assert same_value(plain["state"], saved["state"])
     other = make_pair(Net, fused_adamw, policy=policy(after))
     for run, states in zip(other, (plain, saved), strict=True):
         run.model.load_state_dict(pair.plain.model.state_dict())
@@ -713,15 +713,6 @@ def test_refused(make: Any, message: str) -> None:
     assert "_offload_engine" not in vars(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(-0.1, ValueError), (1.5, ValueError), ("auto", TypeError), (True, TypeError)],
-)
-def test_values_of_the_field(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="host_fraction must be"):
-        OffloadPolicy(host_fraction=value)
-
-
 # Lifetimes -----------------------------------------------------------------------------------------------------------
 
 
@@ -729,8 +720,8 @@ def threads_of_ours() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("fsdp_offload host updates")]
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_thread_and_memory_go_with_the_last_optimizer() -> None:
-    gc.collect()
     worker = host_worker(CPU)
     assert worker._users == 0
     nets, optimizers = map(list, zip(*(linear() for _ in range(2)), strict=True))
@@ -740,17 +731,13 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
         optimizer.step()
     (thread,) = threads_of_ours()
     assert worker._slot_bytes > 0
-    gc.disable()
-    try:
-        del optimizer
-        optimizers.pop()
-        assert [engine() is None for engine in engines] == [False, True]
-        assert thread.is_alive()
-        optimizers.pop()
-        assert [engine() is None for engine in engines] == [True, True]
-        thread.join(60)
-    finally:
-        gc.enable()
+    del optimizer
+    optimizers.pop()
+    assert [engine() is None for engine in engines] == [False, True]
+    assert thread.is_alive()
+    optimizers.pop()
+    assert [engine() is None for engine in engines] == [True, True]
+    thread.join(60)
     assert not thread.is_alive()
     assert worker._slot_bytes == 0
     again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))

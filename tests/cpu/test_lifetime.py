@@ -1,8 +1,7 @@
 """The arena goes with the optimizer, at once: nothing of ours keeps it, no cycle waits for the garbage collector."""
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,7 @@ from fsdp_offload.api import wrong_order
 POLICY = OffloadPolicy(bucket_bytes=2048)
 
 
-@pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
-    torch.optim.AdamW(model().parameters())  # the first one imports modules whose frames keep it in a cycle
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
 def model() -> nn.Module:

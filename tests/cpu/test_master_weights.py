@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_offload.checkpoint import load as checked_load
 from tests.fused_adam_reference import FusedAdam
-from tests.state_dicts import EVERY_FORM, Run, all_used, assert_same
+from tests.state_dicts import EVERY_FORM, Run, all_used, assert_same, load, save
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -34,16 +34,6 @@ def new_run(cls: type[FusedAdam] = FusedAdam, **options: Any) -> Run:
     """Linear layers in bf16, one of them of several buckets, and a norm in fp32, whose master nobody reads."""
     make = partial(cls, lr=1e-3, betas=(0.9, 0.99), master_weights=True)
     return Run(make, dtype=torch.bfloat16, prepare=all_used, groups=lambda net: net.parameters(), **options)
-
-
-def save(run: Run, folder: Path, **options: Any) -> None:
-    dcp.save({"model": run.model.state_dict(), "optimizer": run.get(**options)}, checkpoint_id=folder)
-
-
-def load(run: Run, folder: Path, **options: Any) -> None:
-    state = {"model": run.model.state_dict(), "optimizer": run.get(for_load=True, **options)}
-    dcp.load(state, checkpoint_id=folder)
-    run.set(state["optimizer"])
 
 
 def assert_same_training(one: Run, other: Run) -> None:

@@ -46,22 +46,13 @@ from tests.state_dicts import (
     assert_same_runs,
     by_dimension,
     is_home,
+    load,
+    save,
     sgd,
 )
 from tests.tiers import spread
 
 pytestmark = pytest.mark.usefixtures("mesh")
-
-
-def save(run: Run, folder: Path, **options: Any) -> None:
-    dcp.save({"optimizer": run.get(**options)}, checkpoint_id=folder)
-
-
-def load(run: Run, folder: Path, *, partial: bool = False, **options: Any) -> None:
-    """As a fresh process does; ``partial``: what the checkpoint lacks is left as it is."""
-    state = {"optimizer": run.get(for_load=True, **options)}
-    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=partial))
-    run.set(state["optimizer"])
 
 
 # Nothing is made up --------------------------------------------------------------------------------------------------

@@ -55,19 +55,13 @@ def implementations(cls: type[optim.Optimizer]) -> Iterator[tuple[str, dict[str,
     return ((name, chosen) for name, chosen in IMPLEMENTATIONS.items() if set(chosen) <= set(known))
 
 
-def cases() -> Iterator[Any]:
+def cases(*, each_flag: bool = True) -> Iterator[Any]:
+    """Each class and implementation with each of its flags, or with the first."""
     for cls, all_flags in FLAGS.items():
         for name, chosen in implementations(cls):
-            for flags in all_flags:
+            for flags in all_flags if each_flag else all_flags[:1]:
                 label = "-".join([cls.__name__, name, *(f"{key}={value}" for key, value in flags.items())])
                 yield pytest.param(cls, {**flags, **chosen}, id=label)
-
-
-def plain_cases() -> Iterator[Any]:
-    """Each class and implementation once, with its first flags."""
-    for cls, all_flags in FLAGS.items():
-        for name, chosen in implementations(cls):
-            yield pytest.param(cls, {**all_flags[0], **chosen}, id=f"{cls.__name__}-{name}")
 
 
 def model_for(cls: type[optim.Optimizer]) -> nn.Module:
@@ -83,7 +77,9 @@ def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     pair.assert_trained()
 
 
-@spread(case={case.id: case.values for case in plain_cases()}, dtype={str(dtype): dtype for dtype in OTHER_DTYPES})
+@spread(
+    case={case.id: case.values for case in cases(each_flag=False)}, dtype={str(dtype): dtype for dtype in OTHER_DTYPES}
+)
 def test_same_bits_in_other_dtypes(case: tuple[type[optim.Optimizer], dict[str, Any]], dtype: torch.dtype) -> None:
     cls, kwargs = case
     if cls is optim.SGD and kwargs.get("fused") and dtype is torch.bfloat16:
@@ -112,7 +108,7 @@ def test_tensor_lr(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     assert pair.offloaded.optimizer.param_groups[0]["lr"] is lrs[1]
 
 
-@pytest.mark.parametrize(("cls", "kwargs"), every_nth(plain_cases(), 3))
+@pytest.mark.parametrize(("cls", "kwargs"), every_nth(cases(each_flag=False), 3))
 def test_complex_parameters(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     """What torch can train with complex parameters, we can; what it cannot is an error that says so."""
 

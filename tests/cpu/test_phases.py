@@ -29,8 +29,8 @@ from fsdp_offload.core.engine import engine_of
 from fsdp_offload.device import link as device_links
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
-from tests.overlapping import POLICIES, SIZES, Loop, adamw
-from tests.parity import SMALL, Run, Zoo, assert_at_home, attach, fail_in_bucket, make_pair, params_of
+from tests.overlapping import POLICIES, SIZES, Loop
+from tests.parity import SMALL, Run, Zoo, adamw, assert_at_home, attach, fail_in_bucket, make_pair, params_of, take_step
 from tests.policies import with_share
 
 RESIDENT = with_share(SMALL, staying=14_000)
@@ -52,10 +52,6 @@ def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
     """Nothing for a plain optimizer, which has no phases."""
     for phase in phases if isinstance(optimizer, OffloadedOptimizer) else ():
         getattr(optimizer, f"{phase}_states")()
-
-
-def adamw_of(params: Any) -> Optimizer:
-    return optim.AdamW(params, lr=0.02)
 
 
 # reload_before -------------------------------------------------------------------------------------------------------
@@ -85,13 +81,6 @@ def offloaded(policy: OffloadPolicy = ALL_RESIDENT) -> OffloadedOptimizer:
     optimizer = attach(optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9), policy=policy)
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer
-
-
-def take_step(optimizer: Optimizer, count: int = 1) -> None:
-    for _ in range(count):
-        for param in params_of(optimizer):
-            param.grad = torch.ones_like(param)
-        optimizer.step()
 
 
 def hook(calls: list[object]) -> Callable[..., str]:
@@ -257,7 +246,7 @@ def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
-    pair = make_pair(edits.Twins, adamw_of, policy=RESIDENT)
+    pair = make_pair(edits.Twins, adamw, policy=RESIDENT)
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, phases)
@@ -304,7 +293,7 @@ EDITS = {
 @EVERY_SEQUENCE
 def test_state_that_comes_later(edit: Callable[[Run], None], policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
     """It is on the device only if the rest is there."""
-    make = functools.partial(optim.SGD, lr=0.1) if edit is add_momentum else adamw_of
+    make = functools.partial(optim.SGD, lr=0.1) if edit is add_momentum else adamw
     pair = make_pair(edits.Twins, make, policy=None)
     pair.each(lambda run: params_of(run.optimizer)[1].requires_grad_(edit is not thaw))
     pair.attach(policy)
@@ -360,7 +349,7 @@ def test_a_step_that_fails(phases: tuple[str, ...], tmp_path: Path, monkeypatch:
 
 
 def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(Zoo, adamw_of, policy=RESIDENT)
+    pair = make_pair(Zoo, adamw, policy=RESIDENT)
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, ["offload", "release"])

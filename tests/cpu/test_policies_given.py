@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.core.engine import engine_of
+from tests.parity import take_step
 
 
 def adamw(dtype: torch.dtype = torch.float32) -> torch.optim.AdamW:
@@ -52,9 +53,7 @@ def test_an_option_without_effect_is_warned_of_once(policy: dict[str, Any], mess
     assert sum("has no effect" in str(one.message) for one in told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for param in optimizer.param_groups[0]["params"]:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+        take_step(optimizer)
 
 
 def test_options_with_an_effect_are_not() -> None:

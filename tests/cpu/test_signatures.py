@@ -34,12 +34,6 @@ def test_signatures_are_those_of_the_class(cls: type[optim.Optimizer]) -> None:
         assert inspect.signature(getattr(type(offloaded), name)) == inspect.signature(getattr(cls, name)), name
 
 
-def test_set_to_none_is_seen() -> None:
-    offloaded = attach(optim.AdamW(nn.Linear(3, 3).parameters()))
-    assert list(inspect.signature(offloaded.zero_grad).parameters) == ["set_to_none"]
-    assert list(inspect.signature(offloaded.step).parameters) == ["closure"]
-
-
 def test_a_step_that_takes_more() -> None:
     pair = make_pair(Net, lambda params: Scaled(params, lr=0.01))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload.core.engine import Engine
-from tests.parity import Run, attach, make_pair, params_of
+from tests.parity import Run, adamw, attach, make_pair, params_of
 
 
 class Twins(nn.Module):
@@ -24,10 +24,6 @@ class Twins(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum((param * x.flatten()[i]).sin().sum() for i, param in enumerate(self.parameters()))
-
-
-def adamw(params: Any) -> optim.Optimizer:
-    return optim.AdamW(params, lr=0.02)
 
 
 def swap_states(run: Run) -> None:

@@ -2,48 +2,32 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.engine import engine_of
 from tests.overlapping import Net, same
 from tests.overlapping import pair as pair_of_loops
-from tests.parity import Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+from tests.parity import One, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
-
-
-@pytest.fixture
-def eager() -> Iterator[None]:
-    """torchao compiles its step, which takes ten seconds; what is compiled also runs without."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 @pytest.mark.usefixtures("eager")
 def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
     """One parameter, one bucket: several would share one sequence of random numbers, in the order of buckets."""
 
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 80))
-
-        forward = Zoo.forward
-
     def make(params: Any) -> torch.optim.Optimizer:
         return torchao.AdamW8bit(params, lr=1e-2, bf16_stochastic_round=True)
 
-    pair = make_pair(One, make, dtype=torch.bfloat16)
+    pair = make_pair(lambda: One(64, 80), make, dtype=torch.bfloat16)
     pair.train(10)
     pair.assert_trained()
 
@@ -196,27 +180,3 @@ def test_what_shows_later_stops_before_the_next_bucket() -> None:
     pair.each(lambda side: side.optimizer.load_state_dict(copy.deepcopy(saved)))
     pair.assert_same()
     pair.train(3)
-
-
-class MyAdamW(torch.optim.AdamW):
-    """What people write: something of their own around the step of their parent."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for param in params_of(self):
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-        return super().step(closure)
-
-
-def test_hooks_of_a_subclass_fire_once_per_step() -> None:
-    """Its parent's step is one that torch has hooked as well; no hook may see the buckets."""
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from now on AdamW.step is hooked
-    pair = make_pair(Zoo, lambda params: MyAdamW(params, lr=0.01))
-    seen: list[object] = []
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
-    try:
-        train_step(pair.offloaded, 0)
-    finally:
-        handle.remove()
-    assert all(optimizer is pair.offloaded.optimizer for optimizer in seen)
-    assert len(seen) == 1

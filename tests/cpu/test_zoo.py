@@ -6,7 +6,7 @@ Every class of every library in ``tests/zoo/requirements.txt``: ``python -m pyte
 import json
 import random
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from importlib import resources
 from pathlib import Path
@@ -41,16 +41,10 @@ from tests.zoo.table import TOML_MARK, prose_of, to_markdown, to_toml
 from tests.zoo.training import judge
 from tests.zoo.verdicts import traced_verdict
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 ONE = (Combination(1, 0, "small", 5),)
 HERE = "tests.zoo.local"
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    """Some compile their step, which takes long; what is compiled also runs without."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 def judged(cls: type[torch.optim.Optimizer], combinations: Any = QUICK, **kwargs: Any) -> Row:

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_offload import OffloadPolicy
 from tests.distributed.launch import spawn, this_device
 from tests.parity import leaves, same_bits
 
 POLICY: dict[str, Any] = {"bucket_bytes": 4096, "device_bytes": 4 * 4096}
 """Plain values, as configurations have them; so little that the models have many buckets."""
 
+WITH_ROOM: dict[str, Any] = {"bucket_bytes": 1 << 12, "device_bytes": 1 << 15}
+POLICIES = {
+    "step": OffloadPolicy(**WITH_ROOM),
+    "iteration": OffloadPolicy(overlap="iteration", **WITH_ROOM),
+    "parameters": OffloadPolicy(overlap="iteration", parameters=True, **WITH_ROOM),
+}
 OVERLAPPED = {**POLICY, "overlap": "forward"}
 SAVED_AT, STEPS = 6, 12
 MICRO_BATCHES = 2

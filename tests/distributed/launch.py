@@ -16,7 +16,8 @@ import multiprocessing
 import os
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,6 +147,30 @@ def attempt(action: Callable[[], Iterable[str]]) -> list[str]:
     except Exception:  # noqa: BLE001  # reported with all others, by the name of its case
         problems = [traceback.format_exc(limit=-6)]
     return agree(problems)
+
+
+def spawn_cases(
+    cases: Mapping[str, Callable[[], Iterable[str]]], world_size: int, tmp_path: Path, every: int = 1
+) -> None:
+    """:func:`run_cases` in ``world_size`` processes; a case is a function of the test's file, or a partial of one."""
+    first = next(iter(cases.values()))
+    spawn(_run_cases, world_size, tmp_path, cases, every, module=getattr(first, "func", first).__module__)
+
+
+def _run_cases(rank: int, world_size: int, cases: Mapping[str, Callable[[], Iterable[str]]], every: int) -> None:
+    del rank, world_size
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+    run_cases(cases, every)
+
+
+def unless_refused(action: Callable[[], Any], error: type[Exception], *words: str) -> Iterator[str]:
+    """What is wrong where ``action`` is to raise ``error`` with all of these words in it."""
+    try:
+        action()
+    except error as raised:
+        yield from (f"{word!r} is not in: {raised}" for word in words if word not in str(raised))
+    else:
+        yield f"no {error.__name__}"
 
 
 def run_cases(cases: Mapping[str, Callable[[], Iterable[str]]], every: int = 1) -> None:

@@ -33,7 +33,7 @@ from fsdp_offload import (
 )
 from tests.distributed.launch import DEVICE_TYPE, this_device
 from tests.fused_adam_reference import FusedAdam
-from tests.parity import leaves, same_bits
+from tests.parity import leaves, same_bits, same_value
 
 ON_GPU = DEVICE_TYPE == "cuda"
 HIDDEN, LAYERS = (1024, 3) if ON_GPU else (48, 2)
@@ -93,24 +93,13 @@ def compare(name: str) -> list[str]:
     assert all(norm > CLIP for norm in plain.norms), "clipping changes nothing"
     assert plain.values.keys() == offloaded.values.keys()
     problems = [key for key, value in plain.values.items() if not same_bits(value, offloaded.values[key])]
-    problems += [] if same_saved(plain.saved, offloaded.saved) else ["what Megatron saves"]
+    problems += [] if same_value(plain.saved, offloaded.saved) else ["what Megatron saves"]
     problems += ["losses"] * (plain.losses != offloaded.losses) + ["norms"] * (plain.norms != offloaded.norms)
     gone = min(before - after for before, after in zip(plain.between_bytes, offloaded.between_bytes, strict=True))
     # What comes instead are counters, and what an allocation has more than its tensor.
     if gone < 0.99 * plain.expected_bytes:
         problems.append(f"{gone} of {plain.expected_bytes} bytes are gone between steps")
     return problems
-
-
-def same_saved(one: Any, other: Any) -> bool:
-    """Two nested values of the same content."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_saved(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same_saved, one, other))
-    return bool(one == other)
 
 
 def train(name: str, *, offload: bool) -> Seen:

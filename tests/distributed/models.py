@@ -12,19 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 from tests.distributed.launch import mesh, this_device
+from tests.overlapping import Block
 
 WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 24)
-        self.down = nn.Linear(24, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -33,7 +23,7 @@ class Net(nn.Module):
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH, 24) for _ in range(2))
         self.extra = nn.Linear(WIDTH, WIDTH)
         self.odd = nn.Linear(WIDTH, 5)
         self.small = nn.Linear(5, 2)

@@ -22,7 +22,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from tests.async_writers import FailingWriter, HeldWriter, copied, loaded, not_the_same
 from tests.distributed import models
-from tests.distributed.launch import run_cases, spawn
+from tests.distributed.launch import spawn_cases
 from tests.distributed.test_sharded_checkpoints import TINY, adamw, compared, new_run, train
 from tests.parity import Run
 from tests.tiers import world_sizes
@@ -84,12 +84,7 @@ def staging_issues_no_collective() -> Iterator[str]:
         yield "a step is without collectives, it seems"
 
 
-def run_all(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    fails = {name: partial(fails_on_one_rank, folder / name, one) for name, one in (("all", SPARE), ("none", TINY))}
-    run_cases({**fails, "collectives": staging_issues_no_collective})
-
-
 @world_sizes(3, 2)
 def test_a_writer_that_fails_on_one_rank_and_staging_alone(world_size: int, tmp_path: Path) -> None:
-    spawn(run_all, world_size, tmp_path, tmp_path)
+    fails = {name: partial(fails_on_one_rank, tmp_path / name, one) for name, one in (("all", SPARE), ("none", TINY))}
+    spawn_cases({**fails, "collectives": staging_issues_no_collective}, world_size, tmp_path)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,30 +16,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_offload.checkpoint import LoadPlanner, load, with_chunks
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.distributed.launch import mesh, run_cases, spawn, this_device
+from tests.distributed.launch import mesh, spawn_cases, this_device
 from tests.loading import edit_metadata, tensors_of
 
 pytestmark = pytest.mark.distributed
 
 WHOLE = torch.arange(20.0).view(5, 4)
-
-
-def test_checked_loads(tmp_path: Path):
-    spawn(run_checked_loads, 2, tmp_path, tmp_path)
-
-
-def run_checked_loads(rank: int, world_size: int, folder: Path) -> None:
-    cases = {
-        "a hole on one rank": lambda: hole(folder / "hole"),
-        "a file that one rank needs is gone": lambda: lost_file(folder / "lost", os.remove),
-        "a file that one rank needs is cut short": lambda: lost_file(
-            folder / "cut", lambda file: os.truncate(file, 100)
-        ),
-        "another shape on one rank": lambda: another_shape(folder / "shape"),
-        "every rank its own keys": lambda: own_keys(folder / "stages"),
-        "interleaved rows": lambda: interleaved_rows(folder / "rows"),
-    }
-    run_cases(cases)
 
 
 def hole(folder: Path) -> Iterator[str]:
@@ -98,6 +81,20 @@ def interleaved_rows(folder: Path) -> Iterator[str]:
     expected = rows._split_tensor(WHOLE, 2, with_padding=False)[0][dist.get_rank()]
     if not torch.equal(local.cpu(), expected):
         yield f"{local}, not {expected}"
+
+
+CASES: dict[str, Callable[[Path], Iterator[str]]] = {
+    "a hole on one rank": hole,
+    "a file that one rank needs is gone": partial(lost_file, lose=os.remove),
+    "a file that one rank needs is cut short": partial(lost_file, lose=partial(os.truncate, length=100)),
+    "another shape on one rank": another_shape,
+    "every rank its own keys": own_keys,
+    "interleaved rows": interleaved_rows,
+}
+
+
+def test_checked_loads(tmp_path: Path):
+    spawn_cases({name: partial(case, tmp_path / name) for name, case in CASES.items()}, 2, tmp_path)
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Expert parallelism: local experts have the same names on every rank; all are saved, or none and an error says so."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from fsdp_offload.checkpoint import (
     with_parameter_chunks,
 )
 from tests.async_writers import read_checkpoint
-from tests.distributed.launch import mesh, run_cases, spawn, this_device
+from tests.distributed.launch import mesh, spawn_cases, this_device
+from tests.distributed.megatron_model import Module
 from tests.parity import same_value
 
 pytestmark = pytest.mark.distributed
@@ -42,7 +44,7 @@ def values_of(name: str) -> Tensor:
     return torch.randn(*((6, 4) if "weight" in name else (6,)), generator=generator)
 
 
-class Layer(nn.Module):
+class Layer(Module):
     """A router and this rank's experts, grouped or one module for each, over a mesh of data and expert parallelism."""
 
     def __init__(self, ep: int, kind: str, *, mesh_name: str) -> None:
@@ -61,13 +63,8 @@ class Layer(nn.Module):
         over = self.mesh[self.mesh.mesh_dim_names[0]] if is_expert else self.mesh
         placements = [Shard(0)] if is_expert else [Shard(0), Replicate()]
         made = nn.Parameter(distribute_tensor(whole.to(this_device()), over, placements, src_data_rank=None))
-        *path, last = name.split(".")
-        holder: nn.Module = self
-        for part in path:
-            if not hasattr(holder, part):
-                holder.add_module(part, nn.Module())
-            holder = getattr(holder, part)
-        holder.register_parameter(last, made)
+        path, _, last = name.rpartition(".")
+        self.at(path).register_parameter(last, made)
 
 
 def trained(ep: int, kind: str, *, mesh_name: str, steps: int) -> tuple[Layer, torch.optim.Optimizer]:
@@ -93,18 +90,11 @@ def state_of(model: Layer, optimizer: torch.optim.Optimizer, **options: Any) -> 
     [(4, 2), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 4, marks=pytest.mark.long)],
 )
 def test_all_experts_are_saved_or_none(world_size: int, ep: int, tmp_path: Path) -> None:
-    spawn(run_all_or_none, world_size, tmp_path, tmp_path, ep)
-
-
-def run_all_or_none(rank: int, world_size: int, folder: Path, ep: int) -> None:
-    del rank, world_size
-    run_cases(
-        {
-            f"{what}, {kind}": lambda c=case, k=kind, w=what: c(folder / f"{w}{k}", ep, k)
-            for kind in KINDS
-            for what, case in {"numbered": numbered, "local names": refused}.items()
-        }
-    )
+    both = {"numbered": numbered, "local names": refused}.items()
+    cases = {
+        f"{what}, {kind}": partial(case, tmp_path / f"{what}{kind}", ep, kind) for kind in KINDS for what, case in both
+    }
+    spawn_cases(cases, world_size, tmp_path)
 
 
 def numbered(folder: Path, ep: int, kind: str) -> Iterator[str]:

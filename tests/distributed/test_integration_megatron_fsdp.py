@@ -4,7 +4,6 @@ Its models are for GPUs alone. What its optimizers ask of them is answered here 
 has nothing to do: gradients are reduced and parameters are where they belong when the step begins.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import MICRO_BATCHES, POLICY, batch, record
-from tests.distributed.launch import run_cases, spawn
+from tests.distributed.launch import spawn_cases
 from tests.distributed.models import Net, build, shard_even
 
 pytest.importorskip("megatron_fsdp")
@@ -107,11 +106,5 @@ def first_step(way: str) -> list[str]:
     return [] if offloaded and stored else [str(report)]
 
 
-def run_first_steps(rank: int, world_size: int) -> None:
-    del rank, world_size
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({way: partial(first_step, way) for way in ("before", "after")})
-
-
 def test_its_first_step_goes_through_us(tmp_path: Path) -> None:
-    spawn(run_first_steps, 2, tmp_path)
+    spawn_cases({way: partial(first_step, way) for way in ("before", "after")}, 2, tmp_path)

@@ -1,7 +1,6 @@
 """torchtitan's containers of optimizers and schedulers, and its checkpoint manager in all of its modes."""
 
 import logging
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.distributed.frameworks import (
     record,
     same_scripts,
 )
-from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn
+from tests.distributed.launch import DEVICE_TYPE, spawn_cases
 from tests.distributed.models import Net, build, shard_even
 
 pytest.importorskip("torchtitan.components.optimizer")
@@ -174,11 +173,5 @@ def built_anew() -> list[str]:
     return [] if is_offloaded(kept.optimizers[0]) else ["the first is not offloaded"]
 
 
-def run_others(rank: int, world_size: int) -> None:
-    del rank, world_size
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
-    run_cases({"own containers": refused, "options": options, "anew": built_anew})
-
-
 def test_containers_and_configs(tmp_path: Path) -> None:
-    spawn(run_others, 2, tmp_path)
+    spawn_cases({"own containers": refused, "options": options, "anew": built_anew}, 2, tmp_path)

@@ -4,7 +4,6 @@ verl asks for an older transformers than the other tests, and so is not part of 
 beside: ``pip install --no-deps -r tests/distributed/verl_requirements.txt``.
 """
 
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
 from tests.distributed.frameworks import POLICY, batch, everything
-from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, spawn_cases, this_device
 from tests.distributed.models import Net, build, shard_even
 
 verl_functions = pytest.importorskip("verl.utils.fsdp_utils")
@@ -107,16 +106,10 @@ def reported() -> list[str]:
     return [] if after.memory.other_state_bytes == before.memory.other_state_bytes else [str(after)]
 
 
-def run_phases(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")
+def test_phases(tmp_path: Path) -> None:
     cases: dict[str, Any] = {"report": reported}
     for name, policy in {"streamed": POLICY, "resident": RESIDENT}.items():
         for ours in (True, False):
             functions = "our functions" if ours else "verl's functions"
-            cases[f"{name}, {functions}"] = partial(same_as_verls, policy, folder, ours=ours)
-    run_cases(cases)
-
-
-def test_phases(tmp_path: Path) -> None:
-    spawn(run_phases, 2, tmp_path, tmp_path)
+            cases[f"{name}, {functions}"] = partial(same_as_verls, policy, tmp_path, ours=ours)
+    spawn_cases(cases, 2, tmp_path)

@@ -4,7 +4,6 @@ Their training is an axis of the conformance suite, their checkpoints are in ``t
 """
 
 import copy
-import io
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp_offload import remove_offload
 from fsdp_offload.checkpoint import set_optimizer_state_dict
 from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from tests.cpu.test_shard_tensor import pickled
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, agree, mesh, run_cases, spawn
+from tests.distributed.launch import DEVICE_TYPE, agree, mesh, spawn, spawn_cases
 from tests.distributed.models import batch, build
 from tests.distributed.test_sharded_checkpoints import TINY
 from tests.parity import MakeOptimizer, Run
@@ -83,8 +83,7 @@ def run_gathered(rank: int, world_size: int) -> None:
         for gathered in (value.full_tensor(), value.to("cpu").to(DEVICE_TYPE).detach().full_tensor()):
             assert gathered.dtype is dtype
             assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
-        copy = torch.load(io.BytesIO(saved_by_torch(value)), weights_only=False)
-        assert type(copy) is DTensor
+        assert type(pickled(value, weights_only=False)) is DTensor
 
     twins = make_twins(models.shard_even, adamw, "remainder")
     remove_offload(twins.low.optimizer)
@@ -107,12 +106,9 @@ def run_gathered(rank: int, world_size: int) -> None:
 @world_sizes(2, 4)
 def test_full_state_dicts_are_loaded(world_size: int, tmp_path: Path) -> None:
     """Each rank copies its part, uneven and empty ones and several rectangles, whatever collectives carry."""
-    spawn(run_full_loads, world_size, tmp_path)
-
-
-def run_full_loads(rank: int, world_size: int) -> None:
     shards = (models.shard_even, models.shard_columns, models.shard_tensor_parallel)
-    run_cases({f"{shard.__name__}, {kind}": partial(full_loads, shard, kind) for shard in shards for kind in KINDS})
+    cases = {f"{shard.__name__}, {kind}": partial(full_loads, shard, kind) for shard in shards for kind in KINDS}
+    spawn_cases(cases, world_size, tmp_path)
 
 
 def full_loads(shard: models.ShardNet, kind: str) -> Iterator[str]:
@@ -132,9 +128,3 @@ def full_loads(shard: models.ShardNet, kind: str) -> Iterator[str]:
 
 def local_leaves(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [local_shard(value) for value in state.values()]
-
-
-def saved_by_torch(value: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, agree, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, build, decay_groups
 from tests.distributed.test_fused_adam import fused_adam
 from tests.distributed.test_same_files import state_of
@@ -99,13 +99,8 @@ def gathered(run: Run) -> dict[str, Any]:
 # Saving --------------------------------------------------------------------------------------------------------------
 
 
-def run_save(rank: int, world_size: int, folder: Path) -> None:
-    """A checkpoint for each layout and kind and, gathered by torch, what it must contain."""
-    cases = itertools.product(layouts_of(world_size), KINDS)
-    run_cases({f"{name}, {kind}": partial(saves, name, kind, folder / kind) for name, kind in cases})
-
-
 def saves(name: str, kind: str, folder: Path) -> Iterator[str]:
+    """A checkpoint for each layout and kind and, gathered by torch, what it must contain."""
     run = run_of(name, kind)
     train(run, 0, 2)
     dcp.save(state_of(run, flat=is_flat(name)), checkpoint_id=folder / name)
@@ -123,7 +118,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"needs {max(WORLD_SIZES)} devices")
     folder = tmp_path_factory.mktemp("checkpoints")
     for world_size in WORLD_SIZES:
-        spawn(run_save, world_size, folder, folder)
+        cases = itertools.product(layouts_of(world_size), KINDS)
+        spawn_cases(
+            {f"{name}, {kind}": partial(saves, name, kind, folder / kind) for name, kind in cases}, world_size, folder
+        )
     return folder
 
 
@@ -145,18 +143,11 @@ def loads(name: str, saved_by: str, kind: str, folder: Path) -> Iterator[str]:
     yield from ()
 
 
-def run_load(rank: int, world_size: int, folder: Path, every: int) -> None:
-    del rank
-    cases = itertools.product(layouts_of(world_size), LAYOUTS, KINDS)
-    run_cases(
-        {f"{one} from {other}, {kind}": partial(loads, one, other, kind, folder / kind) for one, other, kind in cases},
-        every,
-    )
-
-
 @some_cases(dict.fromkeys(WORLD_SIZES, 9))
 def test_every_layout_is_loaded_by(world_size: int, every: int, checkpoints: Path, tmp_path: Path) -> None:
-    spawn(run_load, world_size, tmp_path, checkpoints, every)
+    every_case = itertools.product(layouts_of(world_size), LAYOUTS, KINDS)
+    cases = {f"{a} from {b}, {kind}": partial(loads, a, b, kind, checkpoints / kind) for a, b, kind in every_case}
+    spawn_cases(cases, world_size, tmp_path, every)
 
 
 # State that not every rank can tell --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, offload_report
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from tests.async_writers import read_checkpoint
+from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
 from tests.distributed.test_same_files import digests, metadata_differences, metadata_of
 from tests.parity import leaves, local, same_bits, same_value
@@ -39,12 +40,6 @@ from tests.tiers import some_cases
 pytestmark = pytest.mark.distributed
 
 VOCABULARY, WIDTH, TOKENS, MAX_NORM = 96, 32, (2, 8), 6.2  # some steps clip
-SMALL: dict[str, Any] = {"bucket_bytes": 1 << 12, "device_bytes": 1 << 15}
-POLICIES = {
-    "step": OffloadPolicy(**SMALL),
-    "iteration": OffloadPolicy(overlap="iteration", **SMALL),
-    "parameters": OffloadPolicy(overlap="iteration", parameters=True, **SMALL),
-}
 LAYOUTS: dict[str, dict[str, int]] = {
     "ep 2": {"ep": 2},
     "ep 1": {"ep": 1},

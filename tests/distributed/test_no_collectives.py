@@ -26,7 +26,7 @@ from tests.distributed import models
 from tests.distributed.launch import agree, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.distributed.test_sharded_checkpoints import TINY
-from tests.parity import attach, local
+from tests.parity import attach, local, take_step
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
@@ -180,10 +180,7 @@ def gets_along_without_the_others(shard: models.ShardNet) -> Iterator[str]:
     net = build(shard)
     with refusing() as refused:
         optimizer = attach(optim.AdamW(decay_groups(net)), model=net, policy=TINY)
-        for _ in range(2):
-            for param in net.parameters():
-                param.grad = torch.ones_like(param)
-            optimizer.step()
+        take_step(optimizer, 2)
         for name, action in ACTIONS.items():
             net.reshard()
             subject = Subject(net, optimizer)

@@ -1,5 +1,6 @@
 """Parameters of a type that is made of other tensors, with all-gather hooks of its own: FSDP2's extension point."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -7,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_offload import OffloadPolicy
-from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.launch import mesh, spawn_cases
 from tests.overlapping import POLICIES, SMALL, Loop, Net, same
 from tests.parity import attach, leaves
 from tests.tiers import some_cases
@@ -65,9 +67,11 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def compare(device_mesh: DeviceMesh, make: Callable[[Any], torch.optim.Optimizer], policy: dict[str, Any]) -> list[str]:
-    plain = Loop(device_mesh, make, None, net=TwiceNet).train(5)
-    offloaded = Loop(device_mesh, make, OffloadPolicy(**policy, **SMALL), net=TwiceNet).train(5)
+def compare(optimizer: str, policy: dict[str, Any]) -> list[str]:
+    plain, offloaded = (
+        Loop(mesh(dist.get_world_size()), MAKERS[optimizer], one, net=TwiceNet).train(5)
+        for one in (None, OffloadPolicy(**policy, **SMALL))
+    )
     offloaded.optimizer.synchronize()
     values = [v for state in offloaded.optimizer.state.values() for v in state.values() if v.dim()]
     if not isinstance(offloaded.optimizer, torch.optim.SGD):  # its momentum begins as a gradient, which is no pair
@@ -76,23 +80,11 @@ def compare(device_mesh: DeviceMesh, make: Callable[[Any], torch.optim.Optimizer
     return [] if same(plain, offloaded) else ["other bits"]
 
 
-def run_policies(rank: int, world_size: int, every: int) -> None:
-    del rank
-    device_mesh = mesh(world_size)
-    policies = {"default": {}, **POLICIES}
-    run_cases(
-        {
-            f"{optimizer}, {name}": partial(compare, device_mesh, make, policy)
-            for optimizer, make in MAKERS.items()
-            for name, policy in policies.items()
-        },
-        every,
-    )
-
-
 @some_cases({2: 5})
 def test_pairs_of_tensors_train_with_the_same_bits(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_policies, world_size, tmp_path, every)
+    every_case = itertools.product(MAKERS, {"default": {}, **POLICIES}.items())
+    cases = {f"{make}, {name}": partial(compare, make, policy) for make, (name, policy) in every_case}
+    spawn_cases(cases, world_size, tmp_path, every)
 
 
 def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> None:

@@ -5,7 +5,7 @@ then lets each side resume from the files of the other.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.distributed import models
-from tests.distributed.launch import agree, run_cases, spawn
+from tests.distributed.launch import agree, spawn_cases
 from tests.distributed.test_sharded_checkpoints import TINY, MakeOptimizer, adamw, compared, new_run, train
 from tests.parity import Run
 from tests.tiers import some_cases
@@ -132,24 +132,19 @@ LAYOUTS: dict[int, dict[str, models.ShardNet]] = {
     },
 }
 
-Case = Callable[[], Iterator[str]]
-
-
-def run_same_files(rank: int, world_size: int, folder: Path, every: int) -> None:
-    del rank
-    cases: dict[str, Case] = {}
-    for name, shard in LAYOUTS[world_size].items():
-        for form in ("nested", "flattened"):
-            at = folder / f"case{len(cases)}"
-            cases[f"{name}, {form}"] = partial(either_resumes_from_either, at, shard, flat=form == "flattened")
-    if world_size == 2:
-        cases["fused"] = partial(
-            either_resumes_from_either, folder / "fused", models.shard_even, flat=False, make_optimizer=fused_adamw
-        )
-        cases["bfloat16"] = partial(either_resumes_from_either, folder / "bf16", models.shard_bfloat16, flat=True)
-    run_cases(cases, every)
-
 
 @some_cases({1: 1, 2: 3, 3: 0, 4: 0})
 def test_files_are_those_of_a_run_without_offload(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_same_files, world_size, tmp_path, tmp_path, every)
+    cases = {
+        f"{name}, {form}": partial(
+            either_resumes_from_either, tmp_path / f"{name}, {form}", shard, flat=form == "flattened"
+        )
+        for name, shard in LAYOUTS[world_size].items()
+        for form in ("nested", "flattened")
+    }
+    if world_size == 2:
+        cases["fused"] = partial(
+            either_resumes_from_either, tmp_path / "fused", models.shard_even, flat=False, make_optimizer=fused_adamw
+        )
+        cases["bfloat16"] = partial(either_resumes_from_either, tmp_path / "bf16", models.shard_bfloat16, flat=True)
+    spawn_cases(cases, world_size, tmp_path, every)

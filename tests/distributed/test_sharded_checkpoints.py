@@ -3,7 +3,6 @@
 What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
+from tests.async_writers import copied
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, agree, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, agree, spawn_cases, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences, local, params_of
 from tests.tiers import some_cases
@@ -74,8 +74,8 @@ def never_stopped(shard: models.ShardNet, make_optimizer: MakeOptimizer, steps: 
 
 def resume_in_memory(source: Run, target: Run, folder: Path, options: StateDictOptions | None = None) -> None:
     del folder
-    saved_model = copy_of(get_model_state_dict(source.model))
-    saved = copy_of(get_optimizer_state_dict(source.model, source.optimizer, options=options))
+    saved_model = copied(get_model_state_dict(source.model))
+    saved = copied(get_optimizer_state_dict(source.model, source.optimizer, options=options))
     set_model_state_dict(target.model, saved_model)
     set_optimizer_state_dict(target.model, target.optimizer, saved, options=options)
 
@@ -106,17 +106,6 @@ def resume_state_dict(source: Run, target: Run, folder: Path) -> None:
     del folder
     target.model.load_state_dict(source.model.state_dict())
     target.optimizer.load_state_dict(source.optimizer.state_dict())
-
-
-def copy_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: copy_of(value)
-        if isinstance(value, dict)
-        else value.detach().clone()
-        if isinstance(value, Tensor)
-        else copy.deepcopy(value)
-        for key, value in state_dict.items()
-    }
 
 
 WAYS: dict[str, Resume] = {
@@ -186,14 +175,9 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
     return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
 
 
-def run_resume(rank: int, world_size: int, folder: Path, every: int) -> None:
-    del rank, world_size
-    run_cases(cases(folder), every)
-
-
 @some_cases({2: 3})
 def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn(run_resume, world_size, tmp_path, tmp_path, every)
+    spawn_cases(cases(tmp_path), world_size, tmp_path, every)
 
 
 # What users find in optimizer.state ----------------------------------------------------------------------------------
@@ -279,10 +263,5 @@ STATE_CASES = {
 }
 
 
-def run_state(rank: int, world_size: int) -> None:
-    del rank, world_size
-    run_cases(STATE_CASES)
-
-
 def test_state_is_sharded_like_the_parameters(tmp_path: Path) -> None:
-    spawn(run_state, 4, tmp_path)
+    spawn_cases(STATE_CASES, 4, tmp_path)

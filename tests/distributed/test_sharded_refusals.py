@@ -20,20 +20,11 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, offload_optimizer
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, mesh, run_cases, spawn, this_device
+from tests.distributed.launch import DEVICE_TYPE, mesh, spawn_cases, this_device, unless_refused
 from tests.distributed.models import Net, batch, build
 from tests.parity import attach
 
 pytestmark = pytest.mark.distributed
-
-
-def refused(action: Callable[[], Any], error: type[Exception], *words: str) -> Iterator[str]:
-    try:
-        action()
-    except error as raised:
-        yield from (f"{word!r} is not in: {raised}" for word in words if word not in str(raised))
-    else:
-        yield f"no {error.__name__}"
 
 
 def still_plain(optimizer: Optimizer, net: Net) -> Iterator[str]:
@@ -49,7 +40,7 @@ def cpu_offload_policy(*, with_model: bool) -> Iterator[str]:
     net = build(lambda net: models.shard_groups(net, mesh=mesh(dist.get_world_size()), offload_policy=policy))
     optimizer = optim.AdamW(net.parameters())
     model = net if with_model else None
-    yield from refused(lambda: attach(optimizer, model=model), ValueError, "CPUOffloadPolicy", "offload_policy")
+    yield from unless_refused(lambda: attach(optimizer, model=model), ValueError, "CPUOffloadPolicy", "offload_policy")
     yield from still_plain(optimizer, net)
 
 
@@ -57,7 +48,9 @@ def optimizer_built_before_sharding() -> Iterator[str]:
     net = Net().to(this_device())
     optimizer = optim.AdamW(net.parameters())
     models.shard_even(net)
-    yield from refused(lambda: attach(optimizer, model=net), ValueError, "not parameters of the model", "fully_shard")
+    yield from unless_refused(
+        lambda: attach(optimizer, model=net), ValueError, "not parameters of the model", "fully_shard"
+    )
     if isinstance(optimizer, OffloadedOptimizer):
         yield "the optimizer is offloaded nevertheless"
 
@@ -92,9 +85,9 @@ def sharded_after_attaching(shard: Callable[[Net], Any], *, with_model: bool = T
         yield f"advice {advice}"
     shard(net)
     if with_model:
-        yield from refused(lambda: net(batch(0)), RuntimeError, "no longer the model's", "fully_shard")
+        yield from unless_refused(lambda: net(batch(0)), RuntimeError, "no longer the model's", "fully_shard")
         net(batch(0)).backward()
-        yield from refused(optimizer.step, RuntimeError, "no longer the model's", "fully_shard")
+        yield from unless_refused(optimizer.step, RuntimeError, "no longer the model's", "fully_shard")
     else:
         with pytest.warns(UserWarning, match="never found one.*call fully_shard"):
             one_step(net, optimizer)
@@ -139,13 +132,15 @@ def shard_one_block(net: Net) -> None:
 def parameters_of_another_model() -> Iterator[str]:
     net, other = build(models.shard_even), build(models.shard_even)
     optimizer = optim.AdamW([*net.parameters(), *other.odd.parameters()])
-    yield from refused(lambda: attach(optimizer, model=net), ValueError, "2 of the", "not parameters of the model")
+    yield from unless_refused(
+        lambda: attach(optimizer, model=net), ValueError, "2 of the", "not parameters of the model"
+    )
 
 
 def adafactor() -> Iterator[str]:
     net = build(models.shard_even)
     optimizer = optim.Adafactor(net.parameters())
-    yield from refused(lambda: attach(optimizer, model=net), ValueError, "Adafactor", "sharded")
+    yield from unless_refused(lambda: attach(optimizer, model=net), ValueError, "Adafactor", "sharded")
     if isinstance(optimizer, OffloadedOptimizer):
         yield "the optimizer is offloaded nevertheless"
 
@@ -158,7 +153,7 @@ def replicated_gradient() -> Iterator[str]:
     before = {name: param.to_local().clone() for name, param in net.named_parameters()}
     weight = net.odd.weight
     weight.grad = weight.grad.redistribute(placements=[Replicate()])
-    yield from refused(optimizer.step, RuntimeError, "odd.weight", "redistribute")
+    yield from unless_refused(optimizer.step, RuntimeError, "odd.weight", "redistribute")
     for name, param in net.named_parameters():
         if not torch.equal(param.to_local(), before[name]):
             yield f"{name} has changed"
@@ -176,12 +171,14 @@ def state_of_another_sharding() -> Iterator[str]:
         optimizer.step()
     before = target.state[sharded.odd.weight]["exp_avg"].to_local().clone()
     saved = source.state_dict()
-    yield from refused(lambda: target.load_state_dict(saved), ValueError, "placements", "torch.distributed.checkpoint")
+    yield from unless_refused(
+        lambda: target.load_state_dict(saved), ValueError, "placements", "torch.distributed.checkpoint"
+    )
     gathered = {key: dict(state) for key, state in target.state_dict()["state"].items()}
     for state in gathered.values():
         state["exp_avg"] = torch.zeros(state["exp_avg"].shape)  # as after full_tensor()
     plain = {"state": gathered, "param_groups": target.state_dict()["param_groups"]}
-    yield from refused(
+    yield from unless_refused(
         lambda: target.load_state_dict(plain), ValueError, "fsdp_offload.checkpoint.set_optimizer_state_dict"
     )
     if not torch.equal(target.state[sharded.odd.weight]["exp_avg"].to_local(), before):
@@ -193,7 +190,7 @@ def meta_parameters() -> Iterator[str]:
         net = Net()
     models.shard_even(net)
     optimizer = optim.AdamW(net.parameters())
-    yield from refused(lambda: attach(optimizer, model=net), ValueError, "meta device", "to_empty")
+    yield from unless_refused(lambda: attach(optimizer, model=net), ValueError, "meta device", "to_empty")
 
 
 CASES = {
@@ -217,10 +214,5 @@ CASES = {
 }
 
 
-def run_refusals(rank: int, world_size: int) -> None:
-    del rank, world_size
-    run_cases(CASES)
-
-
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
-    spawn(run_refusals, 2, tmp_path)
+    spawn_cases(CASES, 2, tmp_path)

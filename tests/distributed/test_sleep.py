@@ -13,14 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import offload_model, reload_model
 from tests.distributed import models
-from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.launch import mesh, spawn_cases, unless_refused
 from tests.distributed.models import batch, build
 from tests.parity import local, same_bits
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
-
-ASLEEP = r"Call reload_model\(model\) first"
 
 
 def shards_of(net: nn.Module) -> list[Tensor]:
@@ -51,11 +49,7 @@ def all_away(*, gathered: bool) -> Iterable[str]:
         "clip": lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0),
     }
     for name, use in uses.items():
-        try:
-            with pytest.raises(RuntimeError, match=ASLEEP):
-                use()
-        except pytest.fail.Exception as failure:
-            yield f"{name}: {failure}"
+        yield from (f"{name}: {one}" for one in unless_refused(use, RuntimeError, "Call reload_model(model) first"))
     reload_model(net)
     net.reshard()
     yield from ("other bits" for one, two in zip(before, shards_of(net), strict=True) if not same_bits(one, two))
@@ -74,17 +68,11 @@ def ignored_by_fully_shard() -> Iterable[str]:
     yield from ("other bits" for one, two in zip(before, shards_of(net), strict=True) if not same_bits(one, two))
 
 
-def run_while_asleep(rank: int, world_size: int) -> None:
-    del rank, world_size
-    run_cases(
-        {
-            "before the first forward": partial(all_away, gathered=False),
-            "after generating": partial(all_away, gathered=True),
-            "ignored by fully_shard": ignored_by_fully_shard,
-        }
-    )
-
-
 @world_sizes(3, 2)
 def test_while_asleep(world_size: int, tmp_path: Path) -> None:
-    spawn(run_while_asleep, world_size, tmp_path)
+    cases = {
+        "before the first forward": partial(all_away, gathered=False),
+        "after generating": partial(all_away, gathered=True),
+        "ignored by fully_shard": ignored_by_fully_shard,
+    }
+    spawn_cases(cases, world_size, tmp_path)

@@ -6,7 +6,6 @@ whose memory is on the host.
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, offload_report
+from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
 from tests.parity import leaves, local, same_bits
 
@@ -21,12 +21,6 @@ distributed = pytest.importorskip("transformers.distributed", reason="needs tran
 pytestmark = pytest.mark.distributed
 
 VOCABULARY, STEPS = 64, 4
-SMALL: dict[str, Any] = {"bucket_bytes": 1 << 12, "device_bytes": 1 << 15}
-POLICIES = {
-    "step": OffloadPolicy(**SMALL),
-    "iteration": OffloadPolicy(overlap="iteration", **SMALL),
-    "parameters": OffloadPolicy(overlap="iteration", parameters=True, **SMALL),
-}
 
 
 def save_models(folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from tests.cpu.test_cut_table import check_entry, entries
-from tests.cpu.test_parity_optimizers import cases, model_for, plain_cases
+from tests.cpu.test_parity_optimizers import cases, model_for
 from tests.parity import Zoo, make_pair
 
 
@@ -25,7 +25,7 @@ def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("cls", "kwargs"), [case for case in plain_cases() if on_device(case)])
+@pytest.mark.parametrize(("cls", "kwargs"), [case for case in cases(each_flag=False) if on_device(case)])
 def test_same_bits_in_other_dtypes(cls: type[optim.Optimizer], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
     pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs, lr=0.02), device="cuda", dtype=dtype)
     pair.train(10)

@@ -65,6 +65,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"device_bytes": "Auto"}, TypeError, "device_bytes must be an integer number of bytes or 'auto', got 'Auto'"),
     *(({"overlap": value}, ValueError, rf"{OVERLAPS} {value!r}") for value in ("backward", None, 1)),
+    *(({"host_fraction": value}, ValueError, "host_fraction must be") for value in (-0.1, 1.5)),
+    *(({"host_fraction": value}, TypeError, "host_fraction must be") for value in ("auto", True)),
     ({"parameters": 1}, TypeError, "parameters must be a bool, got 1"),
     ({"serial": "yes"}, TypeError, "serial must be a bool, got 'yes'"),
     (
