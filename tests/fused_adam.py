@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from tests.parity import assert_at_home, attach, leaves, same_bits, same_value
+from tests.parity import assert_at_home, attach, leaves, local, same_bits, same_value
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
 
@@ -154,17 +154,13 @@ def _read(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def same_content(one: Tensor, other: Tensor) -> bool:
     """The same bits. Of fp8 tensors, of the data and their scale: the rest are caches. Ours may be gathered by bits."""
-    if hasattr(_local(one), "_scale_inv"):
-        mine, others = ([_local(t)._data, _local(t)._scale_inv] for t in (one, other))
-    elif hasattr(_local(one), "_quantizer"):  # blocks, with padding that means nothing
-        mine, others = [_local(one).dequantize()], [_local(other).dequantize()]
+    if hasattr(local(one), "_scale_inv"):
+        mine, others = ([local(t)._data, local(t)._scale_inv] for t in (one, other))
+    elif hasattr(local(one), "_quantizer"):  # blocks, with padding that means nothing
+        mine, others = [local(one).dequantize()], [local(other).dequantize()]
     else:
         mine, others = leaves(one), leaves(other)
     return isinstance(other, type(one)) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
-
-
-def _local(tensor: Tensor) -> Any:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def same_state_dicts(twins: Twins) -> dict[str, Any]:

@@ -68,12 +68,7 @@ class FusedAdam(Optimizer):
 
     def _initialize_state(self, param: Tensor, name: str) -> None:
         dtype = torch.int16 if self._has_remainder(param, name) else self.name_to_dtype_map[name]
-        value = torch.zeros_like(local(param), dtype=dtype)
-        if isinstance(param, DTensor):
-            value = DTensor.from_local(
-                value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-            )
-        self.state[param][name] = value
+        self.state[param][name] = sharded_like(param, torch.zeros_like(local(param), dtype=dtype))
         if self.name_to_dtype_map[name] is not torch.float32:
             self._scales.setdefault(param, {})[name] = torch.ones(1)
 
@@ -117,15 +112,8 @@ class FusedAdam(Optimizer):
         saved = super().state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for number, state in saved["state"].items():
-            param, converted = params[number], {}
-            for name in state:
-                value = self.get_unscaled_state(param, name)
-                if isinstance(param, DTensor):
-                    value = DTensor.from_local(
-                        value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-                    )
-                converted[name] = value
-            saved["state"][number] = converted
+            param = params[number]
+            saved["state"][number] = {n: sharded_like(param, self.get_unscaled_state(param, n)) for n in state}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,6 +186,12 @@ class FusedAdam(Optimizer):
         denominator = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
         change = first / (1 - beta1**step) / denominator + group["weight_decay"] * target
         target.sub_(change * float(group["lr"]))
+
+
+def sharded_like(param: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return value
+    return DTensor.from_local(value, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
 def join(weights: Tensor, remainder: Tensor) -> Tensor:

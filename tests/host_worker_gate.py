@@ -19,7 +19,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
-        self._open = threading.Event()
+        self.opened = threading.Event()
 
     def may_pass(self, earlier: object) -> bool:
         return False
@@ -29,17 +29,13 @@ class Gate:
 
     def update(self) -> None:
         self.reached.set()
-        assert self._open.wait(TIMEOUT_SECONDS)
+        assert self.opened.wait(TIMEOUT_SECONDS)
 
     def finish(self) -> None:
         pass
 
     def open(self) -> None:
-        self._open.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
+        self.opened.set()
 
 
 _gates: list[Gate] = []
@@ -47,7 +43,7 @@ _gates: list[Gate] = []
 
 def is_closed() -> bool:
     """Whether any gate is."""
-    return any(not gate.is_open for gate in _gates)
+    return any(not gate.opened.is_set() for gate in _gates)
 
 
 def open_all() -> None:

@@ -3,7 +3,7 @@
 import itertools
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ from fsdp_offload.torch_compat.dtensor import local_shard
 WHOLE = torch.arange(24.0).view(6, 4)
 
 
-def refused(loaded: dict[str, Any], checkpoint: Path | str | None, match: str, **kwargs: Any) -> str:
-    """The text of the error with which a load fails in planning, having changed nothing; ``.`` matches newlines."""
+def refused(
+    loaded: dict[str, Any], checkpoint: Path | str | None, match: str, on: Collection[int] = (0,), **kwargs: Any
+) -> str:
+    """The text of the error of these ranks with which a load fails in planning; it has changed nothing on this one.
+
+    ``.`` matches newlines.
+    """
     if checkpoint is not None:
         kwargs["checkpoint_id"] = checkpoint
     tensors = dict(tensors_of(loaded))
@@ -33,8 +38,9 @@ def refused(loaded: dict[str, Any], checkpoint: Path | str | None, match: str, *
     with pytest.raises(CheckpointException) as caught:
         load(loaded, **kwargs)
     assert caught.value.args[0] == "plan"
-    text = str(caught.value.failures[0][0])
-    assert re.search(match, text, re.DOTALL), text
+    assert caught.value.failures.keys() == {*on}
+    texts = [str(cause) for cause, _ in caught.value.failures.values()]
+    assert all(re.search(match, text, re.DOTALL) for text in texts), texts
     after = dict(tensors_of(loaded))
     assert after.keys() == before.keys()
     for key, (memory, content, version) in before.items():
@@ -43,7 +49,7 @@ def refused(loaded: dict[str, Any], checkpoint: Path | str | None, match: str, *
         assert memory.is_meta or torch.equal(memory, content), key
         assert memory._version == version, f"{key} was written to"
     assert repr(without_tensors(loaded)) == others
-    return text
+    return texts[0]
 
 
 def tensors_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

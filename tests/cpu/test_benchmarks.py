@@ -1,15 +1,89 @@
-"""The benchmarks read their options; where nothing can be measured they say so. Figures are drawn on the CPU too."""
+"""The benchmarks read their options; where nothing can be measured they say so. Figures are drawn on the CPU too.
+
+Iterations of any loop are recorded through hooks alone.
+"""
 
 import importlib
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import typer
 from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks import figures
+from examples.benchmarks.figures import record_iterations
+from examples.benchmarks.timeline import Lane, read_trace
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from tests.overlapping import Loop, adamw, same
+
+POLICY = OffloadPolicy(bucket_bytes=16 << 10)
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    for _ in range(micro_batches):
+        model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_offloaded_loop_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    offload_optimizer(optimizer, policy=POLICY)
+    with record_iterations(model, optimizer, tmp_path / "new") as recording:
+        for _ in range(3):
+            train(model, optimizer)
+    assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "step"]
+    lanes = {span.lane for span in recording.timeline.spans}
+    assert {Lane.COMPUTE, Lane.LOAD, Lane.UPDATE, Lane.STORE} <= lanes
+    for name in ("timeline.svg", "memory.svg"):
+        assert ElementTree.parse(tmp_path / "new" / name).getroot().tag.endswith("svg")
+    counters = [event for event in read_trace(tmp_path / "new" / "trace.json.gz")["traceEvents"] if event["ph"] == "C"]
+    samples = [event for event in counters if event["name"] == "memory by place, MB"]
+    assert len(samples) == 3 * 4  # forward, the model's output, its gradient, step
+    assert samples[0]["args"]["parameters"] == pytest.approx(3 * 65 * 64 * 4 / 1e6)
+
+
+def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp_path: Path) -> None:
+    policy = OffloadPolicy(overlap="iteration", bucket_bytes=4096, device_bytes=5 * 4096)
+    plain, offloaded = Loop(mesh, adamw, None), Loop(mesh, adamw, policy)
+    plain.train(7)
+    offloaded.train(4)
+    with record_iterations(offloaded.model, offloaded.optimizer, tmp_path) as recording:
+        offloaded.train(3, first=4)
+    assert same(plain, offloaded)
+    sharded = sum(param.to_local().numel() * 4 for param in offloaded.model.parameters())
+    assert {one.places["parameters"] for one in recording.moments} == {sharded}
+    names = [one.name for one in recording.moments]
+    assert names[0] == "forward"
+    assert names[-2:] == ["blocks.0 backward", "step"]
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
+    model, optimizer = make()
+
+    def fail() -> None:
+        with record_iterations(model, optimizer, tmp_path):
+            train(model, optimizer)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    left = (
+        *(model._forward_hooks, model._forward_pre_hooks),
+        *(optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks),
+    )
+    assert not any(left)
+
 
 OPTIONS = {
     "checkpoint": ["--params", "3000", "--tensors", "3", "--repeats", "1"],

@@ -196,10 +196,6 @@ def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None
 # Whatever the loop does ----------------------------------------------------------------------------------------------
 
 
-def tensor_lr(params: Any) -> Optimizer:
-    return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
-
-
 def linear(layers: int = 1, sizes: tuple[int, int] = (16, 16), **more: Any) -> tuple[nn.Module, Optimizer]:
     """All of it is updated on the host."""
     net = nn.Sequential(*(nn.Linear(*sizes[:: 1 if at % 2 == 0 else -1], bias=False) for at in range(layers)))
@@ -502,7 +498,10 @@ def step_while_the_host_stands(loop: Loop, waits: Waits, then: Callable[[Loop], 
 
 @pytest.mark.parametrize("how", ["forward", "state", "state_dict", "model.state_dict", "zero-in-place", "scheduler"])
 def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
-    loops = [Loop(mesh, tensor_lr, one).train(3) for one in (None, policy_of(POLICIES["forward"], host_fraction=0.5))]
+    def make(params: Any) -> Optimizer:
+        return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
+
+    loops = [Loop(mesh, make, one).train(3) for one in (None, policy_of(POLICIES["forward"], host_fraction=0.5))]
     for loop in loops:
         step_while_the_host_stands(loop, waits, partial(use, how=how))
     assert waits

@@ -1,8 +1,4 @@
-"""Megatron's own ``ChainedOptimizer``, over bf16 parameters with fp32 masters and over fp32 ones: with and without us.
-
-They run as they are, on the CPU. What they make on ``device="cuda"`` while they are built (scales of one element) is
-made on the CPU, and bf16 parameters say that their type is that of the device, by which Megatron recognises them.
-"""
+"""Megatron's own ``ChainedOptimizer``, over bf16 parameters with fp32 masters and over fp32 ones."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import offload_optimizer, offload_states, release_states, reload_states
+from tests.distributed.megatron_optimizer import as_if_on_cuda
+from tests.parity import params_of
 from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
@@ -22,42 +20,25 @@ POLICY = with_share(bucket_bytes=1 << 10, passing=1 << 12, staying=1 << 9)
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 
-class OnDevice(nn.Parameter):
-    """A bf16 parameter, to Megatron."""
-
-    def type(self, *args: Any, **kwargs: Any) -> Any:
-        return super().type(*args, **kwargs) if args or kwargs else "torch.cuda.BFloat16Tensor"
-
-
 class Run:
     """A chain of Megatron's two kinds of optimizers; gradients come from a formula."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, offload: bool) -> None:
-        torch.manual_seed(0)
-        self.dense = [OnDevice(torch.randn(6, 5).bfloat16()), OnDevice(torch.randn(7).bfloat16())]
-        self.experts = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(9))]
-        self.chain = self._built(monkeypatch)
-        self.offload = offload
-        if offload:
-            offload_optimizer(self.chain, policy=POLICY)
-
-    def _built(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def __init__(self, *, offload: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that are not installed
             from megatron.core.optimizer import OptimizerConfig
-            from megatron.core.optimizer.optimizer import (
-                ChainedOptimizer,
-                Float16OptimizerWithFloat16Params,
-                FP32Optimizer,
-            )
+            from megatron.core.optimizer import optimizer as megatron
+        torch.manual_seed(0)
+        self.dense = [nn.Parameter(torch.randn(size).bfloat16()) for size in ((6, 5), (7,))]
+        self.experts = [nn.Parameter(torch.randn(size)) for size in ((4, 3), (9,))]
         config = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True)
-        make = torch.tensor
-        with monkeypatch.context() as patched:
-            patched.setattr(torch, "tensor", lambda *args, **kwargs: make(*args, **{**kwargs, "device": "cpu"}))
-            groups = [{"params": params, **GROUP} for params in (self.dense, self.experts)]
-            inner = [torch.optim.AdamW([group], lr=0.1) for group in groups]
-            dense = Float16OptimizerWithFloat16Params(inner[0], config, None, None)
-            return ChainedOptimizer([dense, FP32Optimizer(inner[1], config, None)])
+        dense, experts = (torch.optim.AdamW([{"params": p, **GROUP}], lr=0.1) for p in (self.dense, self.experts))
+        with as_if_on_cuda():
+            masters = megatron.Float16OptimizerWithFloat16Params(dense, config, None, None)
+            self.chain = megatron.ChainedOptimizer([masters, megatron.FP32Optimizer(experts, config, None)])
+        self.offload = offload
+        if offload:
+            offload_optimizer(self.chain, policy=POLICY)
 
     def phases(self, *phases: Callable[[Any], None]) -> None:
         for phase in phases if self.offload else ():
@@ -76,15 +57,13 @@ class Run:
 
     def values(self) -> Iterator[Tensor]:
         yield from (*self.dense, *self.experts)
-        for optimizer in self.chain.chained_optimizers:
-            for group in optimizer.optimizer.param_groups:
-                for param in group["params"]:
-                    yield param
-                    yield from (optimizer.optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq", "step"))
+        for inner in (one.optimizer for one in self.chain.chained_optimizers):
+            for param in params_of(inner):
+                yield from (param, *(inner.state[param][key] for key in ("exp_avg", "exp_avg_sq", "step")))
 
 
-def test_the_same_bits_with_and_without_while_masters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, offloaded = Run(monkeypatch, offload=False), Run(monkeypatch, offload=True)
+def test_the_same_bits_with_and_without_while_masters_leave() -> None:
+    plain, offloaded = Run(offload=False), Run(offload=True)
     masters = [main for group in offloaded.chain.chained_optimizers[0].fp32_from_float16_groups for main in group]
     assert [main.dtype for main in masters] == [torch.float32, torch.float32]
     for number in range(4):

@@ -215,17 +215,6 @@ def test_a_hook_that_is_called_is_fine_and_another_one_is_watched_anew(first_cal
     assert warned(optimizer, 6) == [3]
 
 
-def test_accelerates_wrapper_is_seen_through(calls: list[object]) -> None:
-    accelerate = pytest.importorskip("accelerate.optimizer")
-    optimizer = offloaded()
-    outer = object.__new__(accelerate.AcceleratedOptimizer)  # its __init__ wants an accelerator to be set up
-    outer.optimizer = optimizer
-    wrapped = reload_before(None, outer)
-    wrapped()
-    assert calls == [optimizer]
-    assert reload_before(wrapped, optimizer) is wrapped
-
-
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,8 @@ def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
     host_bytes = optimizer.offload_report().memory.host_state_bytes
     assert offload_report(wrapper).memory.host_state_bytes == host_bytes > 0
     fsdp_offload.synchronize(wrapper)
+    hook = fsdp_offload.reload_before(None, wrapper)
+    assert fsdp_offload.reload_before(hook, optimizer) is hook
     assert get_optimizer_state_dict(model, wrapper)["param_groups"][0]["params"] == names
     assert fsdp_offload.offload_optimizer(wrapper, exist_ok=True) is wrapper
     remove_offload(wrapper)

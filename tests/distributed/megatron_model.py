@@ -10,7 +10,7 @@ Its ``state_dict()`` has keys ``module.…``, its parameters are ``module.module
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from fsdp_offload.torch_compat.dtensor import local_shard
 
@@ -84,6 +85,11 @@ class Layout:
     def rows_of(self, whole: Tensor, tp_dim: int | None) -> Tensor:
         """What this tensor-parallel rank has."""
         return whole if tp_dim is None else whole.chunk(self.tp, tp_dim)[self.tp_rank].contiguous()
+
+    def own(self, whole: Tensor, tp_dim: int | None) -> Tensor:
+        """This rank's part of it, in one dimension."""
+        rows = self.rows_of(whole, tp_dim)
+        return rows.reshape(-1)[self.slice_of(tuple(rows.shape))]
 
     def slice_of(self, shape: Shape) -> slice:
         """Of what a tensor-parallel rank has, the range of this data-parallel rank."""
@@ -172,13 +178,42 @@ def optimizer_name(name: str) -> str:
     return f"module.module.{name}"
 
 
-def fill_state(layout: Layout, state_of: Callable[[str], dict[str, Tensor]]) -> None:
+Own = Callable[[str, int], Tensor]
+"""This rank's part of the parameter of a name (0), or of one of its moments: numbers that no other has."""
+
+
+def own_of(layout: Layout) -> Own:
+    return lambda name, number: layout.own(whole_of(name, number / 4), SHAPES[name][1])
+
+
+def fill_state(names: Iterable[str], state_of: Callable[[str], dict[str, Tensor]], own: Own) -> None:
     """Write the numbers of each moment into the local tensors of a state."""
-    for name, (_, tp_dim) in SHAPES.items():
+    for name in names:
         for number, key in enumerate(MOMENTS, start=1):
-            rows = layout.rows_of(whole_of(name, number / 4), tp_dim)
             local = local_shard(state_of(name)[key])
-            local.copy_(rows.reshape(-1)[layout.slice_of(tuple(rows.shape))].view(local.shape))
+            local.copy_(own(name, number).view(local.shape))
+
+
+def begin_state(optimizer: Optimizer, params: Mapping[str, nn.Parameter], own: Own) -> None:
+    """As a first step leaves it that changes no parameter."""
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    optimizer.param_groups[0].update(lr=0.5)
+    fill_state(params, lambda name: optimizer.state[params[name]], own)
+
+
+def wrong_values(optimizer: Optimizer, params: Mapping[str, nn.Parameter], own: Own) -> Iterator[str]:
+    for name, param in params.items():
+        state = optimizer.state[param]
+        for number, value in enumerate((param, *(state[key] for key in MOMENTS))):
+            if not torch.equal(local_shard(value).detach().cpu().reshape(-1), own(name, number)):
+                yield f"{name}, {number}: {local_shard(value).reshape(-1)[:5]}, not {own(name, number)[:5]}"
+        if state["step"] != 1:
+            yield f"step of {name} is {state['step']}"
+    if optimizer.param_groups[0]["lr"] != 0.5:
+        yield f"lr is {optimizer.param_groups[0]['lr']}"
 
 
 # What a state dict says, to be compared -------------------------------------------------------------------------------

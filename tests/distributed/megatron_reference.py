@@ -33,6 +33,7 @@ from tests.distributed.megatron_model import (
     fill_state,
     model_state,
     optimizer_name,
+    own_of,
 )
 
 MESHES = [(2, 1), (4, 1), (2, 2)]
@@ -68,7 +69,7 @@ def megatron_state(layout: Layout) -> tuple[Any, dict[str, Tensor], dict[str, An
         }
         for name in SHAPES
     }
-    fill_state(layout, lambda name: state[optimizer_name(name)])
+    fill_state(SHAPES, lambda name: state[optimizer_name(name)], own_of(layout))
     meta = {optimizer_name(name): {"lr": 0.5, "wd_mult": 1.0} for name in SHAPES}
     return model, model_state(model), {"state": state, "param_to_group_meta": meta}
 

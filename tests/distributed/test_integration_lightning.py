@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import (
@@ -25,7 +24,7 @@ from tests.distributed.frameworks import (
     same_scripts,
 )
 from tests.distributed.launch import DEVICE_TYPE, spawn
-from tests.distributed.models import Net, decay_groups
+from tests.distributed.models import Net, decay_groups, shard_groups
 from tests.parity import assert_at_home
 
 pytest.importorskip("lightning")
@@ -33,9 +32,7 @@ pytestmark = pytest.mark.distributed
 
 
 def shard(net: Net, mesh: DeviceMesh) -> Net:
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh["data_parallel"])
-    fully_shard(net, mesh=mesh["data_parallel"])
+    shard_groups(net, mesh=mesh["data_parallel"])
     return net
 
 

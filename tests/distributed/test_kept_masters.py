@@ -4,13 +4,12 @@ Their training is an axis of the conformance suite, their checkpoints are in ``t
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -23,7 +22,7 @@ from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, spawn, spawn_cases
 from tests.distributed.models import batch, build
 from tests.distributed.test_sharded_checkpoints import TINY
-from tests.parity import MakeOptimizer, Run
+from tests.parity import MakeOptimizer, Run, adamw
 from tests.tiers import world_sizes
 from tests.twins import Twins, twins_of
 
@@ -57,10 +56,6 @@ def train(twins: Twins, steps: int) -> Iterator[str]:
         if problems:
             yield from problems[:4]
             return
-
-
-def adamw(params: Iterable[nn.Parameter], **options: bool) -> optim.Optimizer:
-    return optim.AdamW(params, lr=1e-2, **options)
 
 
 FULL = StateDictOptions(full_state_dict=True)

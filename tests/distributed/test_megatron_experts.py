@@ -5,7 +5,6 @@ Saved fused and split, model and state, and loaded at other sizes of all three, 
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from fsdp_offload.checkpoint import (
     set_optimizer_state_dict,
     with_parameter_chunks,
 )
-from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.distributed.launch import DEVICE_TYPE, mesh, spawn
-from tests.distributed.megatron_model import MOMENTS, Layout, Module, model_state, parameter
+from tests.distributed.megatron_model import Layout, Module, begin_state, model_state, parameter, wrong_values
 
 pytestmark = pytest.mark.distributed
 
@@ -82,7 +80,7 @@ class Model:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.5)
         offload_optimizer(self.optimizer, policy=OffloadPolicy(bucket_bytes=1024))
         if not zeros:
-            self._make_state()
+            begin_state(self.optimizer, self.params, self.own)
 
     def whole(self, name: str, number: int) -> Tensor:
         """The parameter, or a moment of it: numbers that no other has."""
@@ -94,21 +92,8 @@ class Model:
         return torch.cat([part for parts in zip(gate, up, strict=True) for part in parts])
 
     def own(self, name: str, number: int) -> Tensor:
-        """This rank's part of it, in one dimension."""
         layout, tp_dim, _ = self.layouts[name]
-        rows = layout.rows_of(self.whole(name, number), tp_dim)
-        return rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
-
-    def _make_state(self) -> None:
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param)
-        self.optimizer.param_groups[0].update(lr=0.0)
-        self.optimizer.step()
-        self.optimizer.param_groups[0].update(lr=0.5)
-        for name, param in self.params.items():
-            for number, key in enumerate(MOMENTS, start=1):
-                local = local_shard(self.optimizer.state[param][key])
-                local.copy_(self.own(name, number).view(local.shape))
+        return layout.own(self.whole(name, number), tp_dim)
 
     def state(self, *, for_load: bool = False) -> tuple[Any, Any]:
         """As Megatron has them, with more of ``module.`` in front of the optimizer's names."""
@@ -116,17 +101,6 @@ class Model:
         found = get_optimizer_state_dict(self.module, self.optimizer, **options)
         optim: Any = {part: {f"module.{name}": values for name, values in of.items()} for part, of in found.items()}
         return with_parameter_chunks(self.module, model_state(self.module), experts=self.experts), optim
-
-    def wrong(self) -> Iterator[str]:
-        for name, param in self.params.items():
-            state = self.optimizer.state[param]
-            for number, value in enumerate((param, *(state[key] for key in MOMENTS))):
-                if not torch.equal(local_shard(value).detach().cpu().reshape(-1), self.own(name, number)):
-                    yield f"{name}, {number}"
-            if state["step"] != 1:
-                yield f"step of {name} is {state['step']}"
-        if self.optimizer.param_groups[0]["lr"] != 0.5:
-            yield "lr"
 
 
 @pytest.mark.parametrize("parted", [False, True], ids=["fused", "split"])
@@ -155,7 +129,7 @@ def run_leg(folder: Path, number: int, ep: int, dp: int, tp: int, kind: str, *, 
         if parted:
             _, optim = merge_state_dict(values, optim, rules, values=sizes)
         set_optimizer_state_dict(model.module, model.optimizer, optim, experts=model.experts)
-    problems = [*model.wrong()]
+    problems = [*wrong_values(model.optimizer, model.params, model.own)]
     assert not problems, problems
     values, optim = model.state()
     assert {*optim["param_to_group_meta"]} == {f"module.module.{model.experts.global_name(n)}" for n in model.params}

@@ -32,12 +32,13 @@ from tests.distributed.megatron_model import (
     SHAPES,
     Layout,
     Module,
+    begin_state,
     build,
     described,
     different,
-    fill_state,
     model_state,
     optimizer_name,
+    own_of,
     whole_of,
 )
 from tests.distributed.megatron_reference import (
@@ -62,14 +63,12 @@ def offloaded(layout: Layout, make: Any = None, *, zeros: bool = False) -> tuple
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     offload_optimizer(optimizer, model=model, policy=POLICY)
     if not zeros:
-        params = dict(model.named_parameters())
-        for param in params.values():
-            param.grad = torch.zeros_like(param)
-        optimizer.param_groups[0].update(lr=0.0)
-        optimizer.step()
-        optimizer.param_groups[0].update(lr=0.5)
-        fill_state(layout, lambda name: optimizer.state[params[f"module.{name}"]])
+        begin_state(optimizer, params_of(model), own_of(layout))
     return model, optimizer
+
+
+def params_of(model: Module) -> dict[str, torch.nn.Parameter]:
+    return {name: model.get_parameter(f"module.{name}") for name in SHAPES}
 
 
 def live(model: Module, optimizer: torch.optim.Optimizer, *, for_load: bool = False) -> tuple[Any, Any]:
@@ -213,22 +212,6 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     optimizer.step()
     save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
     assert torch.equal(read_checkpoint(folder / "state")["state.w.exp_avg"], whole)
-
-
-def wrong_values(layout: Layout, model: Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    params = dict(model.named_parameters())
-    for name, (_, tp_dim) in SHAPES.items():
-        param = params[f"module.{name}"]
-        state = optimizer.state[param]
-        for shift, value in enumerate((param, *(state[key] for key in MOMENTS))):
-            rows = layout.rows_of(whole_of(name, shift / 4), tp_dim)
-            expected = rows.reshape(-1)[layout.slice_of(tuple(rows.shape))]
-            if not torch.equal(local_shard(value).detach().cpu().reshape(-1), expected):
-                yield f"{name}, {shift}: {local_shard(value).reshape(-1)[:5]}, expected {expected[:5]}"
-        if state["step"] != 1:
-            yield f"step of {name} is {state['step']}"
-    if optimizer.param_groups[0]["lr"] != 0.5:
-        yield f"lr is {optimizer.param_groups[0]['lr']}"
 
 
 # With the package ----------------------------------------------------------------------------------------------------

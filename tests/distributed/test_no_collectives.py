@@ -21,7 +21,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from fsdp_offload import remove_offload
-from fsdp_offload.checkpoint import chunks_of, get_optimizer_state_dict, set_optimizer_state_dict, with_chunks
+from fsdp_offload.checkpoint import (
+    ArenaStager,
+    chunks_of,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    with_chunks,
+)
 from tests.distributed import models
 from tests.distributed.launch import agree, spawn, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
@@ -69,6 +75,7 @@ ACTIONS: dict[str, Callable[[Subject], Any]] = {
     "get for a load": lambda it: it.get(for_load=True),
     "get for a load, flattened": lambda it: it.get(for_load=True, **FLAT),
     "get for a load, fresh": lambda it: it.get_fresh(for_load=True),
+    "stage": lambda it: ArenaStager(it.optimizer).stage({"model": it.net.state_dict(), "optimizer": it.get()}),
     "set": lambda it: it.set(it.get()),
     "set, flattened": lambda it: it.set(it.get(**FLAT)),
     "set, not strict": lambda it: it.set(it.get(**FLAT), strict=False),

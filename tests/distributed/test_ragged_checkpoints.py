@@ -1,7 +1,8 @@
 """Ragged and uneven shards on several ranks: saved and loaded by DCP, to and from ordinary shards, bitwise."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +29,23 @@ from fsdp_offload.checkpoint import (
     with_chunks,
 )
 from fsdp_offload.torch_compat.dtensor import local_shard
-from tests.distributed.launch import mesh, run_cases, spawn, this_device, unless_refused
+from tests.distributed.launch import mesh, spawn_cases, this_device, unless_refused
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
+
+Held = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 # Three parameters of one flat buffer: cut in mid-row, over whole parameters, and absent from some ranks.
 SHAPES = {"weight": (7, 3, 2), "bias": (5,), "head": (4, 5)}
 WHOLE = {name: torch.arange(100.0, 100 + math.prod(shape)).view(shape) for name, shape in SHAPES.items()}
 
 
-@world_sizes(3, 2)
-def test_ragged_shards(world_size: int, tmp_path: Path):
-    spawn(run_ragged_shards, world_size, tmp_path, tmp_path)
-
-
-def run_ragged_shards(rank: int, world_size: int, folder: Path) -> None:
-    cases = {
-        "ragged to plain": lambda: round_trip(folder / "1", ragged(WHOLE), plain(zeros())),
-        "plain to ragged": lambda: round_trip(folder / "2", plain(WHOLE), ragged(zeros())),
-        "ragged to ragged, other cuts": lambda: round_trip(folder / "3", ragged(WHOLE), ragged(zeros(), skew=4)),
-        "ragged to replicas": lambda: round_trip(folder / "4", ragged(WHOLE), plain(zeros(), Replicate())),
-        "interleaved rows to plain": lambda: round_trip(folder / "5", interleaved(WHOLE, world_size), plain(zeros())),
-        "plain to interleaved rows": lambda: round_trip(folder / "6", plain(WHOLE), interleaved(zeros(), world_size)),
-    }
-    run_cases(cases)
-
-
-def round_trip(folder: Path, saved: dict[str, Tensor], loaded: dict[str, Tensor]) -> Iterator[str]:
-    dcp.save(saved, checkpoint_id=folder)
-    dcp.load(loaded, checkpoint_id=folder)
-    yield from differences(loaded)
+def round_trip(folder: Path, saved: Held, loaded: Held) -> Iterator[str]:
+    dcp.save(saved(WHOLE), checkpoint_id=folder)
+    target = loaded({name: torch.zeros_like(whole) for name, whole in WHOLE.items()})
+    dcp.load(target, checkpoint_id=folder)
+    yield from differences(target)
 
 
 def differences(loaded: dict[str, Tensor]) -> Iterator[str]:
@@ -74,10 +61,6 @@ def differences(loaded: dict[str, Tensor]) -> Iterator[str]:
 
 
 # --- the same tensors, held in different ways ------------------------------------------------------------------------
-
-
-def zeros() -> dict[str, Tensor]:
-    return {name: torch.zeros_like(whole) for name, whole in WHOLE.items()}
 
 
 def plain(wholes: dict[str, Tensor], placement: Placement | None = None) -> dict[str, Tensor]:
@@ -103,9 +86,9 @@ def ragged(wholes: dict[str, Tensor], skew: int = 0) -> dict[str, Tensor]:
     return parts
 
 
-def interleaved(wholes: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    placement = _StridedShard(0, split_factor=2)
-    device_mesh = mesh(ranks)
+def interleaved(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
+    ranks = dist.get_world_size()
+    placement, device_mesh = _StridedShard(0, split_factor=2), mesh(ranks)
     parts = {}
     for name, whole in wholes.items():
         local = placement._split_tensor(whole.to(this_device()), ranks, with_padding=False)[0][dist.get_rank()]
@@ -114,6 +97,22 @@ def interleaved(wholes: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
         )
         parts[name] = with_chunks(like)
     return parts
+
+
+WAYS: dict[str, tuple[Held, Held]] = {
+    "ragged to plain": (ragged, plain),
+    "plain to ragged": (plain, ragged),
+    "ragged to ragged, other cuts": (ragged, partial(ragged, skew=4)),
+    "ragged to replicas": (ragged, partial(plain, placement=Replicate())),
+    "interleaved rows to plain": (interleaved, plain),
+    "plain to interleaved rows": (plain, interleaved),
+}
+
+
+@world_sizes(3, 2)
+def test_ragged_shards(world_size: int, tmp_path: Path):
+    cases = {name: partial(round_trip, tmp_path / name, *both) for name, both in WAYS.items()}
+    spawn_cases(cases, world_size, tmp_path)
 
 
 # --- uneven shards, of which only the local tensor says where they are, as Megatron's ``uneven_dtensor.py`` leaves them
@@ -125,17 +124,8 @@ POLICY = OffloadPolicy(bucket_bytes=1 << 10)
 
 
 def test_uneven_shards(tmp_path: Path) -> None:
-    spawn(run_uneven, 2, tmp_path, tmp_path)
-
-
-def run_uneven(rank: int, world_size: int, folder: Path) -> None:
-    device_mesh = mesh(world_size)
-    cases: dict[str, Any] = {
-        name: lambda e=ends, n=name: uneven_round_trip(folder / n, device_mesh, e[rank], e[rank + 1])
-        for name, ends in ENDS.items()
-    }
-    cases["nothing says it"] = lambda: refused(folder / "refused", device_mesh, rank)
-    run_cases(cases)
+    cases = {name: partial(uneven_round_trip, tmp_path / name, *ends) for name, ends in ENDS.items()}
+    spawn_cases({**cases, "nothing says it": partial(refused, tmp_path / "refused", *ENDS["4 and 8"])}, 2, tmp_path)
 
 
 def shard(device_mesh: DeviceMesh, whole: Tensor, begin: int, end: int, *, says: bool = True) -> nn.Parameter:
@@ -173,8 +163,9 @@ def trained(param: nn.Parameter, begin: int, end: int, steps: int) -> tuple[nn.M
     return model, optimizer
 
 
-def uneven_round_trip(folder: Path, device_mesh: DeviceMesh, begin: int, end: int) -> Iterator[str]:
+def uneven_round_trip(folder: Path, *ends: int) -> Iterator[str]:
     """State is saved as what it is, by DCP alone too, and loaded into even shards and back."""
+    device_mesh, (begin, end) = mesh(2), ends[dist.get_rank() :][:2]
     model, optimizer = trained(shard(device_mesh, ROWS, begin, end), begin, end, steps=2)
     plain = nn.Parameter(ROWS.clone().to(this_device()))
     reference = torch.optim.AdamW([plain], lr=0.1, foreach=False)
@@ -199,8 +190,8 @@ def uneven_round_trip(folder: Path, device_mesh: DeviceMesh, begin: int, end: in
         yield "not loaded as it was saved"
 
 
-def refused(folder: Path, device_mesh: DeviceMesh, rank: int) -> Iterator[str]:
-    begin, end = ENDS["4 and 8"][rank : rank + 2]
+def refused(folder: Path, *ends: int) -> Iterator[str]:
+    device_mesh, (begin, end) = mesh(2), ends[dist.get_rank() :][:2]
     model, optimizer = trained(shard(device_mesh, ROWS, begin, end, says=False), begin, end, steps=1)
     yield from unless_refused(
         lambda: get_optimizer_state_dict(model, optimizer), ValueError, "it is sharded unevenly, and nothing says how"

@@ -87,10 +87,6 @@ def metadata_differences(plain: Metadata, ours: Metadata) -> Iterator[str]:
 # Cases ---------------------------------------------------------------------------------------------------------------
 
 
-def fused_adamw(net: models.Net) -> Any:
-    return adamw(net, fused=True)
-
-
 def either_resumes_from_either(
     folder: Path, shard: models.ShardNet, *, flat: bool, make_optimizer: MakeOptimizer = adamw
 ) -> Iterator[str]:
@@ -144,7 +140,11 @@ def test_files_are_those_of_a_run_without_offload(world_size: int, every: int, t
     }
     if world_size == 2:
         cases["fused"] = partial(
-            either_resumes_from_either, tmp_path / "fused", models.shard_even, flat=False, make_optimizer=fused_adamw
+            either_resumes_from_either,
+            tmp_path / "fused",
+            models.shard_even,
+            flat=False,
+            make_optimizer=partial(adamw, fused=True),
         )
         cases["bfloat16"] = partial(either_resumes_from_either, tmp_path / "bf16", models.shard_bfloat16, flat=True)
     spawn_cases(cases, world_size, tmp_path, every)

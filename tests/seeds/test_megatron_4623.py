@@ -30,7 +30,18 @@ from tests.distributed import test_integration_megatron_fsdp as framework
 from tests.distributed import test_megatron_fsdp as megatron
 from tests.distributed.frameworks import same_scripts
 from tests.distributed.launch import mesh, run_cases, spawn
-from tests.distributed.megatron_model import ENDS, MOMENTS, SHAPES, Layout, Module, build, model_state, optimizer_name
+from tests.distributed.megatron_model import (
+    ENDS,
+    MOMENTS,
+    SHAPES,
+    Layout,
+    Module,
+    build,
+    model_state,
+    optimizer_name,
+    own_of,
+    wrong_values,
+)
 from tests.distributed.test_no_collectives import alone, refusing
 from tests.distributed.test_same_files import digests
 from tests.fused_adam_reference import FusedAdam
@@ -242,7 +253,7 @@ def run_back(rank: int, world_size: int, folder: Path) -> None:
         load({"model": parts, "optimizer": part_optim}, checkpoint_id=path)
         _, merged = megatron.merge(layout, parts, part_optim)
         set_optimizer_state_dict(model, optimizer, merged)
-        yield from megatron.wrong_values(layout, model, optimizer)
+        yield from wrong_values(optimizer, megatron.params_of(model), own_of(layout))
         for value in megatron.moments(optimizer):
             if type(value) is not Tensor or value.device.type != "cpu":
                 yield f"state is a {type(value).__name__} on {value.device}"
