@@ -22,10 +22,10 @@ LIMITS = {
     "fsdp_offload/plan": 1_460,  # on its way to 1,400
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
-    "fsdp_offload/torch_compat": 1_880,  # 90 are private names that checkpoints use, which their folder had
+    "fsdp_offload/torch_compat": 1_890,  # 10 follow parameters that come after fully_shard; 90 are private names that checkpoints use, which their folder had
     "checkpoint_tools": 7_560,  # on its way to 5,500
     "examples/benchmarks": 2_070,  # 80 are the bound of an iteration, which the plan had
-    "tests": 42_050,  # on its way to 36,000, then 22,000; 300 are the tracer, which the package had
+    "tests": 36_700,  # on its way to 36,000, then 22,000; 300 are the tracer, which the package had
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
