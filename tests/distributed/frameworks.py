@@ -20,6 +20,7 @@ POLICY: dict[str, Any] = {"bucket_bytes": 4096, "device_bytes": 4 * 4096}
 """Plain values, as configurations have them; so little that the models have many buckets."""
 
 OVERLAPPED = {**POLICY, "overlap": "forward"}
+IN_BACKWARD = {**POLICY, "overlap": "iteration"}
 SAVED_AT, STEPS = 6, 12
 MICRO_BATCHES = 2
 
