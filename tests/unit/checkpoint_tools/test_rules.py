@@ -10,8 +10,7 @@ from checkpoint_tools.fuse.live import split_state_dict
 from checkpoint_tools.fuse.rules import Rule, excluding, find_matches, load_rules, preset, preset_names
 
 GATE_UP = Rule(
-    fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",
-    parts=("{prefix}mlp.gate{suffix}", "{prefix}mlp.up{suffix}"),
+    fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}", parts=("{prefix}mlp.gate{suffix}", "{prefix}mlp.up{suffix}")
 )
 
 
