@@ -136,8 +136,7 @@ def routed_equally(fused: nn.Module, separate: Experts) -> None:
 def test_mixtral_experts(tmp_path: Path) -> None:
     fused = MixtralExperts(hf.MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
     routed_equally(
-        fused,
-        separate_experts(tmp_path, fused, "hf-gate-up", lambda g, u: fused.act_fn(g) * u, is_transposed=False),
+        fused, separate_experts(tmp_path, fused, "hf-gate-up", lambda g, u: fused.act_fn(g) * u, is_transposed=False)
     )
 
 
@@ -266,12 +265,7 @@ def test_multi_head_latent_attention(tmp_path: Path) -> None:
 
 # Gated DeltaNet ------------------------------------------------------------------------------------------------------
 
-GDN = {
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 6,
-}
+GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 
 
 def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5(tmp_path: Path) -> None:
