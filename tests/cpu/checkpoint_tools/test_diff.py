@@ -235,11 +235,7 @@ def test_keys_with_a_prefix_on_one_side_alone(tmp_path: Path) -> None:
     converted(tmp_path / "hf.safetensors", tmp_path / "dcp")
     save(tmp_path / "other", {f"module.{key}": t for key, t in {**weights, "lm_head.weight": torch.zeros(4)}.items()})
     for command, code, expected in (
-        (
-            "hf.safetensors dcp",
-            0,
-            "note: keys of the model begin with 'model.' in B alone, compared without\nthe same: 2",
-        ),
+        ("hf.safetensors dcp", 0, "begin with 'model.' in B alone, compared without\nthe same: 2"),
         ("dcp hf.safetensors --json", 0, "keys of the model begin with 'model.' in A alone, compared without"),
         ("hf.safetensors dcp --key-prefix=", 1, "different: 4 of 4 keys"),
         ("hf.safetensors other", 1, "different: 1 of 2 keys"),

@@ -14,6 +14,7 @@ from checkpoint_tools.core.regions import TensorRegion, whole_of
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
 from tests.checkpoint_tools.checkpoints import save, without_checksums
+from tests.checkpoint_tools.offline import same_bits
 
 IN_ORDER = {
     "float32": torch.arange(35.0).view(7, 5),
@@ -39,10 +40,6 @@ def chunk_of(checkpoint: Checkpoint, key: str) -> StoredChunk:
     return chunk
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.tolist() == b.tolist()
-
-
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
@@ -56,12 +53,12 @@ def test_wholes_and_regions(checkpoint: Checkpoint, key: str, monkeypatch: pytes
     layout = reader.check(chunk_of(checkpoint, key))
     assert layout is not None
     assert (layout.start_bytes is None) == (key in OTHERWISE)
-    assert same(reader.read_chunk(chunk_of(checkpoint, key), expected.dtype), expected)
-    assert same(reader.read_region(tensor, whole_of(tensor.shape)), expected)
+    assert same_bits(reader.read_chunk(chunk_of(checkpoint, key), expected.dtype), expected)
+    assert same_bits(reader.read_region(tensor, whole_of(tensor.shape)), expected)
     if expected.dim():
         for start, stop in [(0, 0), (len(expected) // 2, len(expected))]:
             region = TensorRegion((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
-            assert same(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
+            assert same_bits(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +87,7 @@ def test_what_torch_saved_by_itself(tmp_path: Path, tensor: Tensor, way: str) ->
     (folder / "__0_0.distcp").write_bytes(b"before" + content + b"after")
     checkpoint = open_checkpoint(folder)
     chunk = chunk_of(checkpoint, "x")._replace(offset_bytes=6, length_bytes=len(content))
-    assert same(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
+    assert same_bits(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
 
 
 # Damaged -------------------------------------------------------------------------------------------------------------
