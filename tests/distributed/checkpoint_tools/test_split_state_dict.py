@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import verify
 from fsdp_offload.checkpoint import check_storage_writer
 from fsdp_offload.checkpoint.names import flattened
@@ -84,17 +83,6 @@ def test_parts_of_a_plain_tensor(layout: Any) -> None:
     merged, _ = merge_state_dict(parts, None, [chosen])
     assert merged[FUSED] is whole
     assert torch.equal(whole.flatten(), torch.arange(12.0).index_fill(0, expected.flatten(), 0))
-
-
-def test_parts_can_be_merged_into_something_else_than_they_come_from() -> None:
-    """Of q, k, v and z in one tensor, only q, k and v are together elsewhere."""
-    whole = torch.arange(8.0)[:, None]
-    four = Rule(fused="qkvz", parts=("q", "k", "v", "z"))
-    three = Rule(fused="qkv", parts=("q", "k", "v"))
-    parts, _ = split_state_dict({"qkvz": whole}, None, [four])
-    merged, _ = merge_state_dict(parts, None, [three])
-    assert list(merged) == ["qkv", "z"]
-    assert torch.equal(merged["qkv"], whole[:6])
 
 
 def test_stacked_weights_of_torchtitan() -> None:

@@ -14,14 +14,6 @@ GATE_UP = Rule(
 )
 
 
-def test_a_rule_reads_in_both_directions() -> None:
-    (match,) = find_matches("split", ["a.0.mlp.gate_up.weight", "a.0.mlp.down.weight"], [GATE_UP])
-    assert match.fused == "a.0.mlp.gate_up.weight"
-    assert match.parts == ("a.0.mlp.gate.weight", "a.0.mlp.up.weight")
-    (match,) = find_matches("merge", ["mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"], [GATE_UP])
-    assert match.fused == "mlp.gate_up.bias"
-
-
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
     rules = [Rule(fused=f"{name}.ab", parts=(f"{name}.a", f"{name}.b"), optional=True) for name in ("dense", "experts")]
     assert [match.fused for match in find_matches("split", ["dense.ab"], rules)] == ["dense.ab"]
