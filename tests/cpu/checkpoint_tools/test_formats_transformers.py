@@ -79,32 +79,6 @@ def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
 # Experts -------------------------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Gate and up with their own weights; one expert at a time."""
-
-    def __init__(self, fused: nn.Module, glu: Callable[[Tensor, Tensor], Tensor], *, is_transposed: bool) -> None:
-        super().__init__()
-        count, hidden, size = len(fused.down_proj), SMALL["hidden_size"], SMALL["intermediate_size"]
-        for name in ("gate_proj", "up_proj"):
-            shape = (count, hidden, size) if is_transposed else (count, size, hidden)
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-            if hasattr(fused, "gate_up_proj_bias"):
-                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count, size)))
-        for name in ("down_proj", "down_proj_bias"):
-            if hasattr(fused, name):
-                self.register_parameter(name, nn.Parameter(torch.empty_like(getattr(fused, name))))
-        self.glu, self.is_transposed = glu, is_transposed
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        gate, up = (self._times(x, name, expert) for name in ("gate_proj", "up_proj"))
-        return self._times(self.glu(gate, up), "down_proj", expert)
-
-    def _times(self, x: Tensor, name: str, expert: int) -> Tensor:
-        weight, bias = getattr(self, name)[expert], getattr(self, f"{name}_bias", None)
-        y = x @ weight if self.is_transposed else nn.functional.linear(x, weight)
-        return y if bias is None else y + bias[expert]
-
-
 class Holder(nn.Module):
     """Experts under the name that they have in a model."""
 
@@ -113,50 +87,54 @@ class Holder(nn.Module):
         self.experts = experts
 
 
-def separate_experts(tmp_path: Path, fused: nn.Module, name: str, glu: Any, *, is_transposed: bool) -> Experts:
-    """Split by that preset, and loaded."""
-    separate = Experts(fused, glu, is_transposed=is_transposed)
+def parts_of(fused: nn.Module, name: str) -> dict[str, Tensor]:
+    """Gate and up with their own weights, by that preset."""
     random_weights(fused)
-    exact(fused, inputs_of=[type(fused)])
-    through_files(tmp_path / "c", Holder(fused), None, Holder(separate.double()), preset(name))
-    exact(separate, inputs_of=[Experts])
-    return separate
+    exact(fused)
+    parts, _ = split_state_dict(Holder(fused).state_dict(), None, preset(name))
+    return {key.removeprefix("experts."): part.contiguous() for key, part in parts.items()}
 
 
-def routed_equally(fused: nn.Module, separate: Experts) -> None:
-    """Every token goes to one expert, with weight 1."""
-    x = torch.randn(7, SMALL["hidden_size"], dtype=torch.float64)
+def routed_equally(fused: nn.Module, parts: dict[str, Tensor], glu: Any, *, is_transposed: bool) -> None:
+    """Every token goes to one expert, with weight 1; of the parts, one expert at a time."""
+
+    def times(x: Tensor, name: str, expert: int) -> Tensor:
+        weight, bias = parts[name][expert], parts.get(f"{name}_bias")
+        y = x @ weight if is_transposed else nn.functional.linear(x, weight)
+        return y if bias is None else y + bias[expert]
+
+    x = torch.randn(7, SMALL["hidden_size"]).bfloat16().double()
     experts = torch.arange(7) % 3
     with torch.no_grad():
         output = fused(x, experts[:, None], torch.ones(7, 1, dtype=torch.float64))
         for expert in range(3):
-            assert torch.equal(separate(x[experts == expert], expert), output[experts == expert])
+            gate, up = (times(x[experts == expert], name, expert) for name in ("gate_proj", "up_proj"))
+            assert torch.equal(times(glu(gate, up), "down_proj", expert), output[experts == expert])
 
 
-def test_mixtral_experts(tmp_path: Path) -> None:
+def test_mixtral_experts() -> None:
     fused = MixtralExperts(hf.MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
-    routed_equally(
-        fused, separate_experts(tmp_path, fused, "hf-gate-up", lambda g, u: fused.act_fn(g) * u, is_transposed=False)
-    )
+    parts = parts_of(fused, "hf-gate-up")
+    routed_equally(fused, parts, lambda gate, up: fused.act_fn(gate) * up, is_transposed=False)
 
 
-def test_gpt_oss_experts_interleaved_with_their_bias(tmp_path: Path) -> None:
+def test_gpt_oss_experts_interleaved_with_their_bias() -> None:
     fused = GptOssExperts(hf.GptOssConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
 
     def glu(gate: Tensor, up: Tensor) -> Tensor:
         return fused._apply_gate(torch.stack((gate, up), -1).flatten(-2))  # its sigmoid sees the same strides
 
-    routed_equally(fused, separate_experts(tmp_path, fused, "gpt-oss", glu, is_transposed=True))
+    routed_equally(fused, parts_of(fused, "gpt-oss"), glu, is_transposed=True)
 
 
-def test_llama4_experts_transposed(tmp_path: Path) -> None:
+def test_llama4_experts_transposed() -> None:
     fused = Llama4TextExperts(hf.Llama4TextConfig(**SMALL, head_dim=6, num_local_experts=3))
-    separate = separate_experts(tmp_path, fused, "hf-experts-transposed", None, is_transposed=True)
+    parts = parts_of(fused, "hf-experts-transposed")
     x = torch.randn(3, 4, SMALL["hidden_size"]).bfloat16().double()
     with torch.no_grad():
         output = fused(x.view(12, -1)).view_as(x)
-        gate, up = torch.bmm(x, separate.gate_proj), torch.bmm(x, separate.up_proj)
-        assert torch.equal(torch.bmm(up * fused.act_fn(gate), separate.down_proj), output)
+        gate, up = torch.bmm(x, parts["gate_proj"]), torch.bmm(x, parts["up_proj"])
+        assert torch.equal(torch.bmm(up * fused.act_fn(gate), parts["down_proj"]), output)
 
 
 def test_the_layouts_of_experts_are_told_apart() -> None:
