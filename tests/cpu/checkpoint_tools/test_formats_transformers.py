@@ -1,17 +1,20 @@
-"""Fused modules of transformers, split, written, and loaded into modules of separate weights: bitwise the same output.
+"""Fused modules of transformers, split and loaded into modules of separate weights: bitwise the same output.
 
 The modules are the real ones, of tiny configurations. Where transformers has the same module with separate weights,
 that is the twin; else the fused Linear is exchanged in a copy.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers as hf
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -23,7 +26,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from tests.checkpoint_tools.formats import exact, separated, stepped, through_files
+from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.formats import exact, separated, stepped
 
 TOKENS = torch.tensor([[1, 7, 3, 11, 2, 30, 5], [4, 4, 9, 0, 21, 8, 17]])
 SMALL: dict[str, Any] = {
@@ -49,7 +53,7 @@ def random_weights(module: nn.Module) -> None:
         param.detach().normal_()
 
 
-def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
+def test_phi3_becomes_llama_with_its_optimizer_through_files(tmp_path: Path) -> None:
     phi = hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL, attn_implementation="eager"))
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager"))
     random_weights(phi)
@@ -58,7 +62,16 @@ def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
     optimizer = stepped(phi)
     exact(phi)  # rounded again after the steps
     rules = (*preset("hf-gate-up"), *preset("hf-qkv"))
-    other = through_files(tmp_path / "c", phi, optimizer, llama, rules, HEADS)
+    optim_state = get_optimizer_state_dict(phi, optimizer)
+    model, optim = split_state_dict(phi.state_dict(), optim_state, rules, values=HEADS)
+    save(tmp_path / "checkpoint", {"model": model, "optim": optim})
+    for param in llama.parameters():
+        param.detach().fill_(float("nan"))
+    other = torch.optim.AdamW(llama.parameters(), lr=1.0)
+    target = {"model": llama.state_dict(), "optim": get_optimizer_state_dict(llama, other)}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    set_optimizer_state_dict(llama, other, target["optim"])
     exact(llama)
     with torch.no_grad():
         assert torch.equal(phi(TOKENS).logits, llama(TOKENS).logits)
@@ -166,11 +179,12 @@ def linears(**sizes: int) -> Callable[[nn.Module], dict[str, nn.Module]]:
 
 
 def outputs_are_equal(
-    tmp_path: Path, fused: nn.Module, twin: nn.Module, rules: Any, values: Any, run: Callable[[nn.Module], Tensor]
+    fused: nn.Module, twin: nn.Module, rules: Any, values: Any, run: Callable[[nn.Module], Tensor]
 ) -> None:
     random_weights(fused)
     exact(fused, inputs_of=[nn.Linear, Conv1D])
-    through_files(tmp_path / "c", fused, None, twin.double(), rules, values)
+    parts, _ = split_state_dict(fused.state_dict(), None, rules, values=values)
+    twin.double().load_state_dict(parts)
     exact(twin, inputs_of=[nn.Linear, Conv1D])
     with torch.no_grad():
         assert torch.equal(run(twin), run(fused))
@@ -181,7 +195,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
-def test_falcon(kv_heads: int, tmp_path: Path) -> None:
+def test_falcon(kv_heads: int) -> None:
     options = {"new_decoder_architecture": True, "num_kv_heads": kv_heads} if kv_heads > 1 else {"multi_query": True}
     config = hf.FalconConfig(vocab_size=32, hidden_size=24, num_hidden_layers=1, num_attention_heads=4, **options)
     config._attn_implementation = "eager"
@@ -189,10 +203,10 @@ def test_falcon(kv_heads: int, tmp_path: Path) -> None:
     sizes = linears(q_proj=24, k_proj=6 * kv_heads, v_proj=6 * kv_heads)
     twin = separated(model, "query_key_value", sizes, per_head(kv_heads))
     values = HEADS | {"num_key_value_heads": kv_heads}
-    outputs_are_equal(tmp_path, model, twin, preset("hf-query-key-value"), values, logits)
+    outputs_are_equal(model, twin, preset("hf-query-key-value"), values, logits)
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2() -> None:
     config = hf.GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
     config._attn_implementation = "eager"
     model = hf.GPT2LMHeadModel(config).eval()
@@ -202,10 +216,10 @@ def test_gpt2(tmp_path: Path) -> None:
         lambda fused: {name: Conv1D(24, fused.nx) for name in ("q_attn", "k_attn", "v_attn")},
         one_after_the_other,
     )
-    outputs_are_equal(tmp_path, model, twin, preset("hf-gpt2"), None, logits)
+    outputs_are_equal(model, twin, preset("hf-gpt2"), None, logits)
 
 
-def test_a_vision_tower(tmp_path: Path) -> None:
+def test_a_vision_tower() -> None:
     config = Qwen2VLVisionConfig(embed_dim=24, num_heads=4, depth=1)
     config._attn_implementation = "eager"
     model = nn.ModuleDict({"attn": VisionAttention(config)})
@@ -213,7 +227,6 @@ def test_a_vision_tower(tmp_path: Path) -> None:
     x = torch.randn(5, 24, dtype=torch.float64)
     cos_sin = (torch.randn(5, 6), torch.randn(5, 6))
     outputs_are_equal(
-        tmp_path,
         model,
         twin,
         preset("hf-vision-qkv"),
@@ -222,7 +235,7 @@ def test_a_vision_tower(tmp_path: Path) -> None:
     )
 
 
-def test_multi_head_latent_attention(tmp_path: Path) -> None:
+def test_multi_head_latent_attention() -> None:
     values = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
     config = hf.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **values, q_lora_rank=12)
     config._attn_implementation = "eager"
@@ -232,7 +245,6 @@ def test_multi_head_latent_attention(tmp_path: Path) -> None:
     x = torch.randn(2, 7, 24, dtype=torch.float64)
     angles = torch.randn(1, 7, 4, dtype=torch.float64)
     outputs_are_equal(
-        tmp_path,
         model,
         twin,
         preset("hf-mla"),
@@ -246,7 +258,7 @@ def test_multi_head_latent_attention(tmp_path: Path) -> None:
 GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 
 
-def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5(tmp_path: Path) -> None:
+def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5() -> None:
     """The parts of one layout, merged into the other: q, k and v stay together in Qwen3.5, in another order."""
     small = {**SMALL, **GDN, "linear_conv_kernel_dim": 3, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
     fused = nn.ModuleDict({"linear_attn": Qwen3NextGatedDeltaNet(hf.Qwen3NextConfig(**small), 0)})
