@@ -22,7 +22,6 @@ from .core.guesses import Guesses
 from .torch_compat.watched_gradient import bare
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float,
@@ -58,8 +57,20 @@ def clip_grad_norm_(
     """
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     inner = list(dict.fromkeys(one for each in several for one in optimizers_in(each)))
-    params = list(_in_order_of_model(inner))
-    engines = [attachment.engine for one in inner if (attachment := attachment_of(one)) is not None]
+    return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def clip_in_order(
+    optimizers: Iterable[Optimizer],
+    params: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """As :func:`clip_grad_norm_`, for the parameters of ``optimizers`` in the order that a framework clips them in."""
+    engines = [attachment.engine for one in optimizers if (attachment := attachment_of(one)) is not None]
     guesses = [engine.guesses for engine in engines]
     for one in guesses:
         one.announce()

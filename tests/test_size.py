@@ -10,22 +10,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 19_450,  # on its way to 12,000; 230 are masters without offload, which the policy had not
+    "fsdp_offload": 19_500,  # on its way to 12,000; 230 are masters without offload, which the policy had not
     "fsdp_offload/api": 1_670,  # 97 are add_masters, which refuses steps captured before it
     "fsdp_offload/checkpoint": 2_510,
     "fsdp_offload/core": 5_050,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 1_045,
     "fsdp_offload/device": 780,
-    "fsdp_offload/integrations": 420,  # torchtitan 0.3 wants a config class
+    "fsdp_offload/integrations": 450,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
     "fsdp_offload/model": 605,
     "fsdp_offload/optimizers": 2_360,  # 280 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_460,  # on its way to 1,400
     "fsdp_offload/planning": 290,
     "fsdp_offload/state": 610,
-    "fsdp_offload/torch_compat": 1_880,  # 90 are private names that checkpoints use, which their folder had
+    "fsdp_offload/torch_compat": 1_890,  # 90 are names that checkpoints use; 10 follow parameters made late
     "checkpoint_tools": 7_560,  # on its way to 5,500
-    "examples/benchmarks": 2_070,  # 80 are the bound of an iteration, which the plan had
-    "tests": 42_050,  # on its way to 36,000, then 22,000; 300 are the tracer, which the package had
+    "examples/benchmarks": 2_000,
+    "tests": 36_700,  # on its way to 36,000, then 22,000; 300 are the tracer, which the package had
 }
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""

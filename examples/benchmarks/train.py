@@ -2,9 +2,6 @@
 
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m examples.benchmarks train``.
 
-The bound of a policy is what an iteration takes at least, from times of the same run, each part alone: the formulas are
-in ``examples/benchmarks/bound.py``.
-
 ``--only`` takes, beside the names of policies, names with an ending that says how often the loop clips by a norm that
 binds: ``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and so on for all of them. Each
 is compared with ``plain`` of the same ending. Without an ending the norm never binds, and ``iteration`` does not clip.
@@ -18,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +31,6 @@ from fsdp_offload.device.link import device_link
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 
-from .bound import Times, bound, staged_share
 from .link import Link
 from .record import bench_device, median, print_record, run, wall_ms
 from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
@@ -130,7 +125,7 @@ def measure(
         bool, typer.Option(help="Measure fully_shard(offload_policy=CPUOffloadPolicy()) as well: torch's own.")
     ] = False,
 ) -> None:
-    """Iteration time, memory and the bound of each policy, interleaved in one run."""
+    """Iteration time and memory of each policy, interleaved in one run."""
     common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction}
     policies = chosen_policies(only, common, device_mib * _MIB)
     if traces is not None:
@@ -138,7 +133,7 @@ def measure(
         traces.mkdir(parents=True, exist_ok=True)
     with _process_group() as device:
         bench = Bench(device, layers, width, sequences, length, clip=clip)
-        times = Times(**bench.parts(), **_copy_times(device, bench.state_bytes))
+        parts = bench.parts() | _copy_times(device, bench.state_bytes)  # on all ranks
         is_first_rank = dist.get_rank() == 0
         if is_first_rank:
             print_record(
@@ -147,7 +142,7 @@ def measure(
                 params=bench.params,
                 tokens=sequences * length,
                 state_bytes=bench.state_bytes,
-                **asdict(times),
+                **parts,
             )
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
         for number in range(rounds):
@@ -157,7 +152,7 @@ def measure(
                 clipped = CLIPPED.get(name.rpartition("_")[2])
                 found[name].append(bench.measure(policy, iterations, trace, clipped))
                 if is_first_rank and is_last:  # at once: who has only so much time keeps what there is
-                    _print(name, policy, found[name], found[f"plain{_ending_of(name)}"], times, bench.state_bytes)
+                    _print(name, found[name], found[f"plain{_ending_of(name)}"], bench.state_bytes)
         if is_first_rank and traces is not None:
             draw_all(traces, list(policies))
         if cpu_offload_policy:
@@ -211,44 +206,15 @@ def _copy_times(device: torch.device, state_bytes: int) -> dict[str, float]:
     return {"load_ms": megabytes / load, "store_ms": megabytes / store, "two_way_ms": 2 * megabytes / both}
 
 
-def _print(
-    name: str,
-    policy: OffloadPolicy | None,
-    found: list[dict[str, Any]],
-    plain: list[dict[str, Any]],
-    times: Times,
-    state_bytes: int,
-) -> None:
+def _print(name: str, found: list[dict[str, Any]], plain: list[dict[str, Any]], state_bytes: int) -> None:
     ms, plain_ms = (median([one["ms"] for one in some]) for some in (found, plain))
     memory = {key: [median([one[key] for one in some]) for some in (found, plain)] for key in _MEMORY}
     settled = found[-1]
-    # What the host updates does not pass through; how long that takes, this bound does not know.
-    moving_bytes = settled["host_state_bytes"] - settled["host_updated_bytes"]
-    clips = policy is not None and policy.updates_in_backward and _ending_of(name) != ""
-    if policy is not None and clips and name.endswith("_always"):
-        policy, clips = replace(policy, overlap="forward"), False  # updates wait for step()
-    if clips:  # the old parameters go down as well, of half the bytes of their state
-        times = replace(times, two_way_ms=max(times.two_way_ms, 1.5 * times.store_ms))
-    if policy is not None and policy.parameters:
-        # In fp32, beside 8 bytes of state for each: 4 + 4 + 8 go up, 12 come down.
-        load_ms, store_ms = 2 * times.load_ms, 1.5 * times.store_ms
-        two_way_ms = max(load_ms, 1.75 * times.two_way_ms)  # 28 bytes both ways, where the state is 16
-        times = replace(times, load_ms=load_ms, store_ms=store_ms, two_way_ms=two_way_ms)
-    formula, bound_ms = bound(
-        policy,
-        times,
-        offloaded=moving_bytes / state_bytes,
-        staged=staged_share(settled["ring_bytes"], moving_bytes),
-        clips=clips,
-    )
     print_record(
         "train",
         policy=name,
         ms=ms,
         over_plain_ms=ms - plain_ms,
-        bound=formula,
-        bound_ms=bound_ms,
-        over_bound=ms / bound_ms,
         loss=found[0]["loss"],
         same_loss_as_plain=found[0]["loss"] == plain[0]["loss"],
         resident_state_bytes=settled["resident_state_bytes"],

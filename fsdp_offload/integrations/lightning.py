@@ -8,9 +8,12 @@
     optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))
 
 Automatic and manual optimization, closures, clipping, ``ModelCheckpoint`` and ``fit(ckpt_path=...)`` stay as they are.
+``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` clip an offloaded optimizer by this package's
+function, so that ``overlap="iteration"`` updates in the backward.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -18,6 +21,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from ..api.offload import is_offloaded
+from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, offload, policy_from
 
@@ -38,6 +43,7 @@ class OffloadCallback(Callback):
         """Called by ``Trainer`` behind ``configure_optimizers``."""
         for optimizer in trainer.optimizers:
             offload(optimizer, pl_module, self._policy)
+        _clip_in_place_of(trainer.precision_plugin, "clip_grad_by_norm", _clip)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Called by ``Trainer``."""
@@ -56,4 +62,29 @@ def setup_optimizers(
     module = getattr(model, "module", model)
     for optimizer in optimizers:
         offload(optimizer, module, policy)
+
+    def clip(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True) -> Any:
+        fabric.strategy.precision.unscale_gradients(optimizer)
+        return _clip(optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    _clip_in_place_of(fabric.strategy, "clip_gradients_norm", clip)
     return fabric.setup_optimizers(*optimizers)
+
+
+def _clip(optimizer: Optimizer, clip_val: float, *options: Any) -> Any:
+    """In the order of the param groups, as Lightning does: the last bit of a norm depends on it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return clip_in_order([optimizer], params, clip_val, *options)
+
+
+def _clip_in_place_of(owner: Any, name: str, clip: Callable[..., Any]) -> None:
+    """Let a method of Lightning's clip an offloaded optimizer, its first or second argument, by ``clip``."""
+    theirs = getattr(owner, name)
+
+    @functools.wraps(theirs)
+    def clipping(*args: Any, **options: Any) -> Any:
+        given = args[1:] if isinstance(args[0], nn.Module) else args
+        return clip(*given, **options) if is_offloaded(given[0]) else theirs(*args, **options)
+
+    if not hasattr(theirs, "__wrapped__"):  # once for each owner
+        setattr(owner, name, clipping)

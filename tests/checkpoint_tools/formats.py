@@ -1,22 +1,15 @@
-"""What the tests of real formats share: from fused to separate weights through files, and exact matrix products."""
+"""What the tests of real formats share: models with separate weights, and exact matrix products."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-
-from checkpoint_tools import Rule, split_state_dict
-from tests.checkpoint_tools.checkpoints import save
 
 
 def exact(*modules: nn.Module, inputs_of: Sequence[type[nn.Module]] = (nn.Linear,)) -> None:
@@ -101,28 +94,3 @@ def stepped(module: nn.Module) -> Optimizer:
         optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def through_files(
-    folder: Path,
-    fused: nn.Module,
-    optimizer: Optimizer | None,
-    separate: nn.Module,
-    rules: Iterable[Rule],
-    values: Mapping[str, float] | None = None,
-) -> Optimizer | None:
-    """Split, write with DCP, and load into ``separate`` with DCP; its optimizer if there is one."""
-    optim_state = None if optimizer is None else get_optimizer_state_dict(fused, optimizer)
-    model, optim = split_state_dict(fused.state_dict(), optim_state, tuple(rules), values=values)
-    save(folder, {"model": model, "optim": optim})
-    for param in separate.parameters():
-        param.detach().fill_(float("nan"))
-    other = None if optimizer is None else torch.optim.AdamW(separate.parameters(), lr=1.0)
-    target: dict[str, Any] = {"model": separate.state_dict()}
-    if other is not None:
-        target["optim"] = get_optimizer_state_dict(separate, other)
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(target, checkpoint_id=folder, no_dist=True)
-    if other is not None:
-        set_optimizer_state_dict(separate, other, target["optim"])
-    return other

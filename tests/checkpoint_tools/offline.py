@@ -1,4 +1,4 @@
-"""Checkpoints that are rewritten without a process group: made, rewritten in this process, and looked into."""
+"""Checkpoints that are rewritten or converted without a process group: made, in this process, and looked into."""
 
 import io
 import math
@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.core.regions import Comb, whole_of
+from checkpoint_tools.convert import convert
+from checkpoint_tools.convert.convert import Wanted
+from checkpoint_tools.core.regions import whole_of
 from checkpoint_tools.fuse.config_values import with_told
 from checkpoint_tools.fuse.request import Request, Way, complete
 from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
+from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import Checkpoint
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
@@ -71,14 +74,47 @@ def rewritten(
         sidecars=sidecars.files,
         record=rewrite.record_after(checkpoint, way, asked, planned),
     )
-    made = open_checkpoint(destination)
-    assert made.manifest is not None
-    problems, files = check_structure(made, 1)
-    assert not problems
-    assert not files.notes
+    made = made_whole(destination, is_sealed=True)
     for file, entries in made.items_by_file().items():  # one after the other
         ranges = {(item.offset_bytes, item.length_bytes) for _, item in entries}
         assert sum(length for _, length in ranges) == made.folder.size_bytes(file)
+    return made
+
+
+def converted(
+    source: Path | str,
+    destination: Path | str,
+    *,
+    shard_bytes: int = 5_000_000_000,
+    key_prefix: str | None = None,
+    what: str = "all",
+    excluded: tuple[str, ...] = (),
+    dtype: torch.dtype | None = None,
+    threads: int = 2,
+    max_memory_bytes: int = 1 << 20,
+) -> Checkpoint:
+    """The new one; it is whole, and sealed if it is one of DCP."""
+    rewrite.check_destination(str(source), str(destination))
+    wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
+    planned = convert.plan(str(source), wanted, threads=1)
+    rewrite.write(
+        planned.checkpoint,
+        planned.rewrite,
+        str(destination),
+        threads=threads,
+        max_memory_bytes=max_memory_bytes,
+        beside=planned.beside,
+        sidecars=planned.sidecars,
+    )
+    return made_whole(destination, is_sealed=not planned.rewrite.heads)
+
+
+def made_whole(destination: Path | str, *, is_sealed: bool) -> Checkpoint:
+    made = open_checkpoint(destination)
+    assert (made.manifest is not None) == is_sealed
+    problems, files = check_structure(made, 1)
+    assert not problems
+    assert not files.notes
     return made
 
 
@@ -101,16 +137,16 @@ def tiled(whole: Tensor, rectangles: Iterable[Rectangle]) -> ShardTensor:
     return ShardTensor(memory, ShardChunks(tuple(whole.shape), tuple(memory.shape), tuple(chunks)))
 
 
-def part_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
-    """A part, by indices: another way than the tools have."""
-    if comb.is_dropped:
-        return whole.select(dim, comb.start)
-    index = [comb.start + block * comb.distance + at for block in range(comb.blocks) for at in range(comb.length)]
-    numbers = torch.arange(whole.numel()).view(whole.shape).index_select(dim, torch.tensor(index, dtype=torch.long))
-    if not numbers.numel():
-        return whole.new_empty(numbers.shape)
-    elements = whole.reshape(-1).view(torch.uint8).view(-1, whole.itemsize)  # not all dtypes can be indexed
-    return elements[numbers.flatten()].view(-1).view(whole.dtype).view(numbers.shape)
+def part_of(rule: Rule, whole: Tensor, number: int) -> Tensor:
+    """A part, by indexing: another way than the tools have."""
+    count, dim = len(rule.parts), rule.dim % whole.dim()
+    if rule.layout == "stacked":
+        return whole.unbind(dim)[number]
+    if rule.layout == "interleaved":
+        return whole.unflatten(dim, (-1, count)).select(dim + 1, number)
+    groups = whole.unflatten(dim, (rule.groups, -1))
+    sizes: Any = [whole.shape[dim] // count] * count if rule.sizes == "equal" else rule.sizes
+    return groups.split([each // rule.groups for each in sizes], dim + 1)[number].flatten(dim, dim + 1)
 
 
 def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

@@ -50,7 +50,8 @@ def test_exit_code_one_where_nothing_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_gb", "checkpointing", "changes"), [("2", "full", 0), ("20", "full", 1), ("50", "none", 2)]
+    ("device_gb", "checkpointing", "changes"),
+    [("2", "full", 0), *(pytest.param(*one, marks=pytest.mark.long) for one in (("20", "full", 1), ("50", "none", 2)))],
 )
 def test_options_are_named_that_fit(device_gb: str, checkpointing: str, changes: int) -> None:
     asked = ["Qwen3-14B", "--tokens-per-step", "4096", "--no-clip", "--device-gb", device_gb]

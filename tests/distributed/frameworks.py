@@ -27,6 +27,7 @@ POLICIES = {
     "parameters": OffloadPolicy(overlap="iteration", parameters=True, **WITH_ROOM),
 }
 OVERLAPPED = {**POLICY, "overlap": "forward"}
+IN_BACKWARD = {**POLICY, "overlap": "iteration"}
 SAVED_AT, STEPS = 6, 12
 MICRO_BATCHES = 2
 

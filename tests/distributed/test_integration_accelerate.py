@@ -10,6 +10,7 @@ from torch import optim
 
 from fsdp_offload import is_offloaded, offload_report
 from tests.distributed.frameworks import (
+    IN_BACKWARD,
     MICRO_BATCHES,
     OVERLAPPED,
     POLICY,
@@ -27,7 +28,6 @@ from tests.parity import assert_at_home, attach
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.distributed
 
-IN_BACKWARD = {**POLICY, "overlap": "iteration"}
 SEEN_PER_STEP = MICRO_BATCHES + 1  # losses and the norm
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import is_offloaded, offload_optimizer, offload_report
 from tests.distributed.frameworks import (
+    IN_BACKWARD,
     MICRO_BATCHES,
     OVERLAPPED,
     POLICY,
@@ -148,6 +149,7 @@ def script(
     if policy is not None:
         report = offload_report(optimizer)
         assert_at_home(optimizer)
+        assert ("the loop clips" in str(report)) == (policy == IN_BACKWARD)
         assert trainer.callback_metrics["offload/memory/host_bytes"] == report.memory.host_bytes
     record(folder, name, rank, module.seen, module.net, [optimizer])
 
@@ -160,7 +162,7 @@ def test_fit(tmp_path: Path, kind: str) -> None:
     offloaded: dict[str, Any] = {**options, "policy": POLICY}
     first = {"plain": plain, "offloaded": offloaded}
     if kind == "automatic":
-        first["overlapped"] = {**options, "policy": OVERLAPPED}
+        first |= {"overlapped": {**options, "policy": OVERLAPPED}, "clipped": {**options, "policy": IN_BACKWARD}}
         twice = {"plain twice": {**plain, "again": True}, "offloaded twice": {**offloaded, "again": True}}
         same_scripts(script, tmp_path, 2, twice)
     same_scripts(script, tmp_path, 2, first)
@@ -249,11 +251,13 @@ def fabric_script(
         if load is None and step == SAVED_AT - 1:
             fabric.save(folder / name, state)
     assert is_offloaded(optimizer) == (policy is not None)
+    assert ("the loop clips" in str(offload_report(optimizer) if policy else "")) == (policy == IN_BACKWARD)
     record(folder, name, rank, seen, model, [optimizer.optimizer])
 
 
 def test_fabric(tmp_path: Path) -> None:
-    same_scripts(fabric_script, tmp_path, 2, {"plain": {"policy": None}, "offloaded": {"policy": POLICY}})
+    policies = {"plain": None, "offloaded": POLICY, "clipped": IN_BACKWARD}
+    same_scripts(fabric_script, tmp_path, 2, {name: {"policy": policy} for name, policy in policies.items()})
     for ranks in (2, 1):
         later: dict[str, dict[str, Any]] = {
             f"plain from plain, {ranks}": {"policy": None, "load": tmp_path / "plain"},

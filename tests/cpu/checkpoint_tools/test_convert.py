@@ -16,19 +16,13 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from checkpoint_tools.stored.safetensors_folder import DTYPES
-from tests.checkpoint_tools.checkpoints import (
-    STATE,
-    assert_one_line,
-    run_here,
-    save,
-    without_checksums,
-)
-from tests.checkpoint_tools.converted import converted
+from tests.checkpoint_tools.checkpoints import STATE, assert_one_line, run_here, save, without_checksums
 from tests.checkpoint_tools.offline import (
     FUSED,
     assert_same,
     check_zip_files,
     content,
+    converted,
     rewritten,
     rule,
     same_bits,
@@ -80,10 +74,7 @@ def test_there_and_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFa
 
 
 STATES: dict[str, tuple[dict[str, Any], set[str]]] = {  # and the names in the files
-    "nested": (
-        {"model": {"model.a": torch.ones(1), "head": torch.ones(1)}},
-        {"model.a", "head"},
-    ),
+    "nested": ({"model": {"model.a": torch.ones(1), "head": torch.ones(1)}}, {"model.a", "head"}),
     "flat": ({"model.a": torch.ones(1), "head": torch.ones(1)}, {"model.a", "head"}),
     "flat, all with a prefix": ({"model.a": torch.ones(1), "model.b": torch.ones(1)}, {"model.a", "model.b"}),
     "nested twice": ({"model": {"module": {"a": torch.ones(1)}}}, {"module.a"}),

@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from checkpoint_tools import Rule, merge_state_dict, split_state_dict
+from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
 from fsdp_offload.checkpoint.names import flattened
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.checkpoint_tools.formats import megatron_parameter
+from tests.checkpoint_tools.offline import part_of
+from tests.cpu.checkpoint_tools.test_offline_round_trip import fused
 
 pytestmark = pytest.mark.distributed
 FUSED, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
@@ -48,17 +50,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     count = draw(st.integers(2, 3))
-    layout = draw(st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]))
-    groups = draw(st.integers(1, 3)) if layout == "grouped" else 1
-    sizes: Any = "equal"
-    if layout in ("concatenated", "grouped") and draw(st.booleans()):
-        sizes = tuple(draw(st.integers(1, 4)) * groups for _ in range(count))
-    size = (
-        count if layout == "stacked" else draw(st.integers(1, 4)) * count * groups if sizes == "equal" else sum(sizes)
-    )
-    others = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
-    dim = draw(st.integers(0, len(others)))
-    shape = (*others[:dim], size, *others[dim:])
+    fields, shape = draw(fused(count=count, least=1, most_dims=3))
+    dim = fields["dim"] % len(shape)
     sharding = draw(st.sampled_from(["sharded", "hybrid", "tensor parallel", "strided", "megatron"]))
     mesh = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     dims = draw(st.tuples(*[st.integers(0, len(shape) - 1)] * 2))
@@ -68,14 +61,7 @@ def cases(draw: st.DrawFn) -> Case:
         if dim == 0 and shape[0] % rows:
             sharding = "sharded"
     bounds = draw(st.lists(st.integers(0, math.prod(shape)), min_size=mesh[0] - 1, max_size=mesh[0] - 1))
-    rule = Rule(
-        fused="{p}fused",
-        parts=tuple(f"{{p}}{name[-1]}" for name in PARTS[:count]),
-        dim=dim - draw(st.sampled_from([0, len(shape)])),
-        layout=layout,
-        groups=groups,
-        sizes=sizes,
-    )
+    rule = Rule(fused="{p}fused", parts=tuple(f"{{p}}{name[-1]}" for name in PARTS[:count]), **fields)
     return Case(rule, shape, sharding, mesh, dims, tuple(sorted(bounds)), draw(st.booleans()))
 
 
@@ -146,20 +132,6 @@ def moments(case: Case, param: Tensor, local: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def part_of(case: Case, whole: Tensor, number: int) -> Tensor:
-    """By indexing."""
-    rule, count = case.rule, len(case.rule.parts)
-    dim = rule.dim % whole.dim()
-    if rule.layout == "stacked":
-        return whole.unbind(dim)[number]
-    if rule.layout == "interleaved":
-        return whole.unflatten(dim, (-1, count)).select(dim + 1, number)
-    groups = whole.unflatten(dim, (rule.groups, -1))
-    size = whole.shape[dim]
-    sizes = [size // count] * count if rule.sizes == "equal" else rule.sizes
-    return groups.split([each // rule.groups for each in sizes], dim + 1)[number].flatten(dim, dim + 1)
-
-
 def views(part: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """What DCP writes from and loads into, and where in the whole part that is."""
     assert isinstance(part, DTensor)
@@ -175,7 +147,7 @@ def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> N
     count = len(case.rule.parts)
     names = list(SHIFTS) if case.sharding == "megatron" else list(SHIFTS)[:-1]
     shifts = {name: SHIFTS[name] for name in names}
-    expected = {(name, n): part_of(case, whole + shift, n) for name, shift in shifts.items() for n in range(count)}
+    expected = {(name, n): part_of(case.rule, whole + shift, n) for name, shift in shifts.items() for n in range(count)}
     found = {key: torch.full_like(part, -1.0) for key, part in expected.items()}
     for rank in range(math.prod(case.mesh)):
         with simulated(rank, math.prod(case.mesh)):
@@ -206,3 +178,40 @@ def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> N
                     shifted = sharded(case, whole + shifts[name], rank)[1]
                     assert torch.equal(local_shard(value), -shifted), name
     assert all(torch.equal(found[key], part) for key, part in expected.items())
+
+
+FC1, EXPERT = "decoder.layers.0.mlp.linear_fc1.weight", "mlp.experts.linear_fc1.weight0"
+
+
+@pytest.mark.parametrize(("dense", "expert"), [*itertools.permutations([(2, 2), (4, 1), (1, 4)], 2)])
+def test_experts_are_divided_by_their_own_mesh(dense: tuple[int, int], expert: tuple[int, int]) -> None:
+    """Megatron-FSDP's: over another number of tensor-parallel ranks; the optimizer keeps flat local tensors."""
+    meshes, rules, tp = {FC1: dense, EXPERT: expert}, preset("megatron-swiglu"), dense[1]
+    wholes = {FC1: torch.arange(80.0).view(16, 5), EXPERT: 100 + torch.arange(80.0).view(16, 5)}
+    found: dict[str, Any] = {}
+    for rank in range(4):
+        with simulated(rank, 4):
+            state, model = {}, {key.replace("fc1", "fc2"): torch.zeros(5, 8) for key in wholes}
+            for key, sizes in meshes.items():
+                device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+                model[key], local = megatron_parameter(wholes[key], device_mesh, (7, 31, 40)[: sizes[0] - 1])
+                state[key] = {"exp_avg": local + 0.5}
+            with pytest.raises(ValueError, match=f"{EXPERT}: expected etp_size={expert[1]}"):
+                split_state_dict(model, None, rules, values={"tp_size": tp, "etp_size": tp})
+            for values in ({"tp_size": tp}, {}):
+                optim = {"state": state, "param_groups": [{"params": [*state], "lr": 0.5}]}
+                parts, part_optim = split_state_dict(model, optim, rules, values=values)
+                merged, merged_optim = merge_state_dict(parts, part_optim, rules, values=values)
+                assert all(merged[key] is model[key] for key in model)
+                assert all(merged_optim["state"][key]["exp_avg"] is state[key]["exp_avg"] for key in state)
+            for key, moment in part_optim["state"].items():
+                for name, part in ((key, parts[key]), (f"{key} moment", moment["exp_avg"])):
+                    for where, view in views(part):
+                        found.setdefault(name, torch.full((8, 5), -1.0))[where] = view
+    for key, whole in wholes.items():
+        halves = [part.chunk(2) for part in whole.chunk(meshes[key][1])]  # [gate0; up0; gate1; up1]
+        for number, suffix in enumerate(("_w", "_v")):
+            expected = torch.cat([half[number] for half in halves])
+            assert torch.equal(found.pop(f"{key}{suffix}"), expected)
+            assert torch.equal(found.pop(f"{key}{suffix} moment"), expected + 0.5)
+    assert not found

@@ -1,17 +1,20 @@
-"""Fused modules of transformers, split, written, and loaded into modules of separate weights: bitwise the same output.
+"""Fused modules of transformers, split and loaded into modules of separate weights: bitwise the same output.
 
 The modules are the real ones, of tiny configurations. Where transformers has the same module with separate weights,
 that is the twin; else the fused Linear is exchanged in a copy.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers as hf
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
@@ -23,7 +26,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from tests.checkpoint_tools.formats import exact, separated, stepped, through_files
+from tests.checkpoint_tools.checkpoints import save
+from tests.checkpoint_tools.formats import exact, separated, stepped
 
 TOKENS = torch.tensor([[1, 7, 3, 11, 2, 30, 5], [4, 4, 9, 0, 21, 8, 17]])
 SMALL: dict[str, Any] = {
@@ -49,7 +53,7 @@ def random_weights(module: nn.Module) -> None:
         param.detach().normal_()
 
 
-def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
+def test_phi3_becomes_llama_with_its_optimizer_through_files(tmp_path: Path) -> None:
     phi = hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL, attn_implementation="eager"))
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager"))
     random_weights(phi)
@@ -58,7 +62,16 @@ def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
     optimizer = stepped(phi)
     exact(phi)  # rounded again after the steps
     rules = (*preset("hf-gate-up"), *preset("hf-qkv"))
-    other = through_files(tmp_path / "c", phi, optimizer, llama, rules, HEADS)
+    optim_state = get_optimizer_state_dict(phi, optimizer)
+    model, optim = split_state_dict(phi.state_dict(), optim_state, rules, values=HEADS)
+    save(tmp_path / "checkpoint", {"model": model, "optim": optim})
+    for param in llama.parameters():
+        param.detach().fill_(float("nan"))
+    other = torch.optim.AdamW(llama.parameters(), lr=1.0)
+    target = {"model": llama.state_dict(), "optim": get_optimizer_state_dict(llama, other)}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    set_optimizer_state_dict(llama, other, target["optim"])
     exact(llama)
     with torch.no_grad():
         assert torch.equal(phi(TOKENS).logits, llama(TOKENS).logits)
@@ -79,32 +92,6 @@ def test_phi3_becomes_llama_with_its_optimizer(tmp_path: Path) -> None:
 # Experts -------------------------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Gate and up with their own weights; one expert at a time."""
-
-    def __init__(self, fused: nn.Module, glu: Callable[[Tensor, Tensor], Tensor], *, is_transposed: bool) -> None:
-        super().__init__()
-        count, hidden, size = len(fused.down_proj), SMALL["hidden_size"], SMALL["intermediate_size"]
-        for name in ("gate_proj", "up_proj"):
-            shape = (count, hidden, size) if is_transposed else (count, size, hidden)
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-            if hasattr(fused, "gate_up_proj_bias"):
-                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count, size)))
-        for name in ("down_proj", "down_proj_bias"):
-            if hasattr(fused, name):
-                self.register_parameter(name, nn.Parameter(torch.empty_like(getattr(fused, name))))
-        self.glu, self.is_transposed = glu, is_transposed
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        gate, up = (self._times(x, name, expert) for name in ("gate_proj", "up_proj"))
-        return self._times(self.glu(gate, up), "down_proj", expert)
-
-    def _times(self, x: Tensor, name: str, expert: int) -> Tensor:
-        weight, bias = getattr(self, name)[expert], getattr(self, f"{name}_bias", None)
-        y = x @ weight if self.is_transposed else nn.functional.linear(x, weight)
-        return y if bias is None else y + bias[expert]
-
-
 class Holder(nn.Module):
     """Experts under the name that they have in a model."""
 
@@ -113,51 +100,54 @@ class Holder(nn.Module):
         self.experts = experts
 
 
-def separate_experts(tmp_path: Path, fused: nn.Module, name: str, glu: Any, *, is_transposed: bool) -> Experts:
-    """Split by that preset, and loaded."""
-    separate = Experts(fused, glu, is_transposed=is_transposed)
+def parts_of(fused: nn.Module, name: str) -> dict[str, Tensor]:
+    """Gate and up with their own weights, by that preset."""
     random_weights(fused)
-    exact(fused, inputs_of=[type(fused)])
-    through_files(tmp_path / "c", Holder(fused), None, Holder(separate.double()), preset(name))
-    exact(separate, inputs_of=[Experts])
-    return separate
+    exact(fused)
+    parts, _ = split_state_dict(Holder(fused).state_dict(), None, preset(name))
+    return {key.removeprefix("experts."): part.contiguous() for key, part in parts.items()}
 
 
-def routed_equally(fused: nn.Module, separate: Experts) -> None:
-    """Every token goes to one expert, with weight 1."""
-    x = torch.randn(7, SMALL["hidden_size"], dtype=torch.float64)
+def routed_equally(fused: nn.Module, parts: dict[str, Tensor], glu: Any, *, is_transposed: bool) -> None:
+    """Every token goes to one expert, with weight 1; of the parts, one expert at a time."""
+
+    def times(x: Tensor, name: str, expert: int) -> Tensor:
+        weight, bias = parts[name][expert], parts.get(f"{name}_bias")
+        y = x @ weight if is_transposed else nn.functional.linear(x, weight)
+        return y if bias is None else y + bias[expert]
+
+    x = torch.randn(7, SMALL["hidden_size"]).bfloat16().double()
     experts = torch.arange(7) % 3
     with torch.no_grad():
         output = fused(x, experts[:, None], torch.ones(7, 1, dtype=torch.float64))
         for expert in range(3):
-            assert torch.equal(separate(x[experts == expert], expert), output[experts == expert])
+            gate, up = (times(x[experts == expert], name, expert) for name in ("gate_proj", "up_proj"))
+            assert torch.equal(times(glu(gate, up), "down_proj", expert), output[experts == expert])
 
 
-def test_mixtral_experts(tmp_path: Path) -> None:
+def test_mixtral_experts() -> None:
     fused = MixtralExperts(hf.MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
-    routed_equally(
-        fused,
-        separate_experts(tmp_path, fused, "hf-gate-up", lambda g, u: fused.act_fn(g) * u, is_transposed=False),
-    )
+    parts = parts_of(fused, "hf-gate-up")
+    routed_equally(fused, parts, lambda gate, up: fused.act_fn(gate) * up, is_transposed=False)
 
 
-def test_gpt_oss_experts_interleaved_with_their_bias(tmp_path: Path) -> None:
+def test_gpt_oss_experts_interleaved_with_their_bias() -> None:
     fused = GptOssExperts(hf.GptOssConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
 
     def glu(gate: Tensor, up: Tensor) -> Tensor:
         return fused._apply_gate(torch.stack((gate, up), -1).flatten(-2))  # its sigmoid sees the same strides
 
-    routed_equally(fused, separate_experts(tmp_path, fused, "gpt-oss", glu, is_transposed=True))
+    routed_equally(fused, parts_of(fused, "gpt-oss"), glu, is_transposed=True)
 
 
-def test_llama4_experts_transposed(tmp_path: Path) -> None:
+def test_llama4_experts_transposed() -> None:
     fused = Llama4TextExperts(hf.Llama4TextConfig(**SMALL, head_dim=6, num_local_experts=3))
-    separate = separate_experts(tmp_path, fused, "hf-experts-transposed", None, is_transposed=True)
+    parts = parts_of(fused, "hf-experts-transposed")
     x = torch.randn(3, 4, SMALL["hidden_size"]).bfloat16().double()
     with torch.no_grad():
         output = fused(x.view(12, -1)).view_as(x)
-        gate, up = torch.bmm(x, separate.gate_proj), torch.bmm(x, separate.up_proj)
-        assert torch.equal(torch.bmm(up * fused.act_fn(gate), separate.down_proj), output)
+        gate, up = torch.bmm(x, parts["gate_proj"]), torch.bmm(x, parts["up_proj"])
+        assert torch.equal(torch.bmm(up * fused.act_fn(gate), parts["down_proj"]), output)
 
 
 def test_the_layouts_of_experts_are_told_apart() -> None:
@@ -189,11 +179,12 @@ def linears(**sizes: int) -> Callable[[nn.Module], dict[str, nn.Module]]:
 
 
 def outputs_are_equal(
-    tmp_path: Path, fused: nn.Module, twin: nn.Module, rules: Any, values: Any, run: Callable[[nn.Module], Tensor]
+    fused: nn.Module, twin: nn.Module, rules: Any, values: Any, run: Callable[[nn.Module], Tensor]
 ) -> None:
     random_weights(fused)
     exact(fused, inputs_of=[nn.Linear, Conv1D])
-    through_files(tmp_path / "c", fused, None, twin.double(), rules, values)
+    parts, _ = split_state_dict(fused.state_dict(), None, rules, values=values)
+    twin.double().load_state_dict(parts)
     exact(twin, inputs_of=[nn.Linear, Conv1D])
     with torch.no_grad():
         assert torch.equal(run(twin), run(fused))
@@ -204,7 +195,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
-def test_falcon(kv_heads: int, tmp_path: Path) -> None:
+def test_falcon(kv_heads: int) -> None:
     options = {"new_decoder_architecture": True, "num_kv_heads": kv_heads} if kv_heads > 1 else {"multi_query": True}
     config = hf.FalconConfig(vocab_size=32, hidden_size=24, num_hidden_layers=1, num_attention_heads=4, **options)
     config._attn_implementation = "eager"
@@ -212,10 +203,10 @@ def test_falcon(kv_heads: int, tmp_path: Path) -> None:
     sizes = linears(q_proj=24, k_proj=6 * kv_heads, v_proj=6 * kv_heads)
     twin = separated(model, "query_key_value", sizes, per_head(kv_heads))
     values = HEADS | {"num_key_value_heads": kv_heads}
-    outputs_are_equal(tmp_path, model, twin, preset("hf-query-key-value"), values, logits)
+    outputs_are_equal(model, twin, preset("hf-query-key-value"), values, logits)
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2() -> None:
     config = hf.GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
     config._attn_implementation = "eager"
     model = hf.GPT2LMHeadModel(config).eval()
@@ -225,10 +216,10 @@ def test_gpt2(tmp_path: Path) -> None:
         lambda fused: {name: Conv1D(24, fused.nx) for name in ("q_attn", "k_attn", "v_attn")},
         one_after_the_other,
     )
-    outputs_are_equal(tmp_path, model, twin, preset("hf-gpt2"), None, logits)
+    outputs_are_equal(model, twin, preset("hf-gpt2"), None, logits)
 
 
-def test_a_vision_tower(tmp_path: Path) -> None:
+def test_a_vision_tower() -> None:
     config = Qwen2VLVisionConfig(embed_dim=24, num_heads=4, depth=1)
     config._attn_implementation = "eager"
     model = nn.ModuleDict({"attn": VisionAttention(config)})
@@ -236,7 +227,6 @@ def test_a_vision_tower(tmp_path: Path) -> None:
     x = torch.randn(5, 24, dtype=torch.float64)
     cos_sin = (torch.randn(5, 6), torch.randn(5, 6))
     outputs_are_equal(
-        tmp_path,
         model,
         twin,
         preset("hf-vision-qkv"),
@@ -245,7 +235,7 @@ def test_a_vision_tower(tmp_path: Path) -> None:
     )
 
 
-def test_multi_head_latent_attention(tmp_path: Path) -> None:
+def test_multi_head_latent_attention() -> None:
     values = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
     config = hf.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **values, q_lora_rank=12)
     config._attn_implementation = "eager"
@@ -255,7 +245,6 @@ def test_multi_head_latent_attention(tmp_path: Path) -> None:
     x = torch.randn(2, 7, 24, dtype=torch.float64)
     angles = torch.randn(1, 7, 4, dtype=torch.float64)
     outputs_are_equal(
-        tmp_path,
         model,
         twin,
         preset("hf-mla"),
@@ -266,15 +255,10 @@ def test_multi_head_latent_attention(tmp_path: Path) -> None:
 
 # Gated DeltaNet ------------------------------------------------------------------------------------------------------
 
-GDN = {
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 6,
-}
+GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 
 
-def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5(tmp_path: Path) -> None:
+def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5() -> None:
     """The parts of one layout, merged into the other: q, k and v stay together in Qwen3.5, in another order."""
     small = {**SMALL, **GDN, "linear_conv_kernel_dim": 3, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
     fused = nn.ModuleDict({"linear_attn": Qwen3NextGatedDeltaNet(hf.Qwen3NextConfig(**small), 0)})

@@ -4,7 +4,6 @@ import contextlib
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.regions import TensorRegion, whole_of
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
-from tests.checkpoint_tools.checkpoints import Opaque, save, without_checksums
+from tests.checkpoint_tools.checkpoints import save, without_checksums
+from tests.checkpoint_tools.offline import same_bits
 
 IN_ORDER = {
     "float32": torch.arange(35.0).view(7, 5),
@@ -40,10 +40,6 @@ def chunk_of(checkpoint: Checkpoint, key: str) -> StoredChunk:
     return chunk
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.tolist() == b.tolist()
-
-
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
@@ -57,33 +53,12 @@ def test_wholes_and_regions(checkpoint: Checkpoint, key: str, monkeypatch: pytes
     layout = reader.check(chunk_of(checkpoint, key))
     assert layout is not None
     assert (layout.start_bytes is None) == (key in OTHERWISE)
-    assert same(reader.read_chunk(chunk_of(checkpoint, key), expected.dtype), expected)
-    assert same(reader.read_region(tensor, whole_of(tensor.shape)), expected)
+    assert same_bits(reader.read_chunk(chunk_of(checkpoint, key), expected.dtype), expected)
+    assert same_bits(reader.read_region(tensor, whole_of(tensor.shape)), expected)
     if expected.dim():
         for start, stop in [(0, 0), (len(expected) // 2, len(expected))]:
             region = TensorRegion((start, *(0 for _ in tensor.shape[1:])), (stop - start, *tensor.shape[1:]))
-            assert same(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
-
-
-def test_what_is_too_large_to_be_loaded_as_a_whole(checkpoint: Checkpoint) -> None:
-    chunk = chunk_of(checkpoint, "transposed")
-    ItemReader(checkpoint, max_whole_bytes=chunk.length_bytes).bits(chunk, torch.float32)
-    reader = ItemReader(checkpoint, max_whole_bytes=chunk.length_bytes - 1)
-    reader.bits(chunk_of(checkpoint, "float32"), torch.float32)
-    with pytest.raises(CheckpointError, match="can only be read as a whole"):
-        reader.bits(chunk, torch.float32)
-
-
-def test_small_items_of_one_shape_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state: dict[str, Any] = {f"{n}": torch.full((3,), n * 1.0) for n in range(5)}
-    checkpoint = open_checkpoint(save(tmp_path / "checkpoint", {**state, "custom": Opaque()}))
-    reader = ItemReader(checkpoint)
-    reader.check(checkpoint.objects["custom"])
-    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
-        reader.read_object(checkpoint.objects["custom"])
-    reader.read_chunk(chunk_of(checkpoint, "0"), torch.float32)
-    monkeypatch.delattr("checkpoint_tools.stored.items.Archive")
-    assert same(reader.read_chunk(chunk_of(checkpoint, "4"), torch.float32), torch.full((3,), 4.0))
+            assert same_bits(reader.read_region(tensor, region), expected[start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize(
@@ -112,47 +87,27 @@ def test_what_torch_saved_by_itself(tmp_path: Path, tensor: Tensor, way: str) ->
     (folder / "__0_0.distcp").write_bytes(b"before" + content + b"after")
     checkpoint = open_checkpoint(folder)
     chunk = chunk_of(checkpoint, "x")._replace(offset_bytes=6, length_bytes=len(content))
-    assert same(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
+    assert same_bits(ItemReader(checkpoint).read_chunk(chunk, tensor.dtype), tensor.detach().resolve_conj())
 
 
 # Damaged -------------------------------------------------------------------------------------------------------------
 
 
-def refused(checkpoint: Checkpoint, chunk: StoredChunk, match: str) -> None:
-    with pytest.raises(CheckpointError, match=match) as caught:
-        ItemReader(checkpoint).check(chunk)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "after", "old", "new", "match"),
-    [
+def test_a_pickle_that_is_overwritten(tmp_path: Path) -> None:
+    """Where checksums say nothing."""
+    for key, after, old, new, match in (
         ("float32", b"", b"torch._utils", b"\xff\xff\xffch._utils", "data.pkl is no pickle"),
         ("int64", b"cpu", b"K\x07", b"K\x09", "56 bytes where 72 are expected"),  # more elements than there are
-    ],
-    ids=["no pickle", "another size"],
-)
-def test_a_pickle_that_is_overwritten(
-    checkpoint: Checkpoint, tmp_path: Path, key: str, after: bytes, old: bytes, new: bytes, match: str
-) -> None:
-    """Where checksums say nothing."""
-    with without_checksums():
-        saved = save(tmp_path / "checkpoint", {**IN_ORDER, **OTHERWISE})
-    chunk = chunk_of(checkpoint, key)
-    content = bytearray((saved / "__0_0.distcp").read_bytes())
-    at = content.index(old, content.index(after, chunk.offset_bytes))
-    content[at : at + len(new)] = new
-    (saved / "__0_0.distcp").write_bytes(content)
-    refused(open_checkpoint(saved), chunk, match)
-
-
-def test_another_byte_range_and_shape(checkpoint: Checkpoint) -> None:
-    chunk = chunk_of(checkpoint, "float32")
-    for begin, end in ((0, -1), (-1, 0), (100, 0), (0, -100)):
-        offset, length = chunk.offset_bytes + begin, chunk.length_bytes - begin + end
-        other = chunk._replace(offset_bytes=offset, length_bytes=length)
-        refused(checkpoint, other, "not what torch.save writes|cannot be read")
-    refused(checkpoint, chunk._replace(sizes=(5, 7)), r"shape \(7, 5\) where one of \(5, 7\)")
+    ):
+        with without_checksums():
+            saved = save(tmp_path / key, {**IN_ORDER, **OTHERWISE})
+        chunk = chunk_of(open_checkpoint(saved), key)
+        content = bytearray((saved / chunk.file).read_bytes())
+        at = content.index(old, content.index(after, chunk.offset_bytes))
+        content[at : at + len(new)] = new
+        (saved / chunk.file).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"\A.*{match}.*\Z"):  # in one line
+            ItemReader(open_checkpoint(saved)).check(chunk)
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
@@ -164,12 +119,4 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     with (folder / "__0_0.distcp").open("r+b") as stream:
         stream.truncate(100_000)
     with pytest.raises(CheckpointError, match="is cut short"):
-        reader.read_chunk(chunk, torch.float32)
-
-
-def test_extensions(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    chunk = chunk_of(checkpoint, "float32")._replace(transforms=("stream.zstd/1",))
-    reader = ItemReader(checkpoint)
-    assert reader.check(chunk) is None
-    with pytest.raises(CheckpointError, match=r"written through stream.zstd/1"):
         reader.read_chunk(chunk, torch.float32)

@@ -20,9 +20,8 @@ from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
-from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
-from tests.checkpoint_tools.offline import assert_same, rewritten, rule
+from tests.checkpoint_tools.offline import assert_same, converted, rewritten, rule
 from tests.cpu.checkpoint_tools.test_formats_transformers import GDN
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL as LARGER
 

@@ -1,11 +1,11 @@
-"""Rectangles: stretches of memory, and joining."""
+"""Rectangles: stretches of memory."""
 
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.core.regions import TensorRegion, joined, stretches
+from checkpoint_tools.core.regions import TensorRegion, stretches
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -36,12 +36,3 @@ def test_stretches_are_few() -> None:
     assert len(list(stretches(TensorRegion((0, 0), (4, 6)), 4))) == 8
     assert len(list(stretches(TensorRegion((0, 0), (1, 10**9)), 10**8))) == 10
     assert list(stretches(TensorRegion((0, 7), (0, 3)), 5)) == [TensorRegion((0, 7), (0, 3))]
-
-
-def test_joined() -> None:
-    rows = [TensorRegion((row, 0), (1, 3)) for row in (2, 0, 1, 5)]
-    assert joined(rows, 0) == [TensorRegion((0, 0), (3, 3)), TensorRegion((5, 0), (1, 3))]
-    assert joined([TensorRegion((0, 0), (1, 2)), TensorRegion((1, 0), (1, 3))], 0) == [
-        TensorRegion((0, 0), (1, 2)),
-        TensorRegion((1, 0), (1, 3)),
-    ]

@@ -63,28 +63,24 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Rectangle]:
 
 
 @st.composite
-def fused(draw: st.DrawFn) -> dict[str, Any]:
-    """A rule, and a shape that it fits."""
+def fused(
+    draw: st.DrawFn, *, count: int = 2, least: int = 0, most_dims: int = 4
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What a rule of so many parts says, and a shape that it fits; parts have at least ``least`` rows."""
     layout = draw(st.sampled_from(["concatenated", "interleaved", "grouped", "stacked"]))
-    ndim = draw(st.integers(2 if layout == "stacked" else 1, 4))
-    dim = draw(st.integers(0, ndim - 1))
-    groups = draw(st.integers(1, 3))
-    size = draw(st.integers(0, 4))
-    if layout == "stacked":
-        fields: dict[str, Any] = {}
-        total = 2
-    elif layout == "grouped":
-        sizes = (size * groups, draw(st.integers(0 if size else 1, 3)) * groups)
-        fields, total = {"sizes": sizes, "groups": groups}, sum(sizes)
-    elif layout == "interleaved":
-        fields, total = {}, 2 * size
-    else:
-        sizes = (size, draw(st.integers(0, 4)))
-        fields, total = {"sizes": sizes}, sum(sizes)
-    shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
-    shape[dim] = total
-    negative = draw(st.booleans())
-    return {"rule": rule(layout=layout, dim=dim - ndim * negative, **fields), "shape": tuple(shape), "dim": dim}
+    groups = draw(st.integers(1, 3)) if layout == "grouped" else 1
+    sizes: Any = "equal"
+    total = count if layout == "stacked" else draw(st.integers(least, 4)) * count
+    if layout == "grouped" or (layout == "concatenated" and draw(st.booleans())):
+        each = st.lists(st.integers(least, 4), min_size=count, max_size=count)
+        sizes = tuple(size * groups for size in draw(each.filter(any)))
+        total = sum(sizes)
+        sizes = "equal" if len(set(sizes)) == 1 else sizes
+    others = draw(st.lists(st.integers(1, 4), min_size=layout == "stacked", max_size=most_dims - 1))
+    dim = draw(st.integers(0, len(others)))
+    shape = (*others[:dim], total, *others[dim:])
+    fields = {"layout": layout, "groups": groups, "sizes": sizes}
+    return {**fields, "dim": dim - len(shape) * draw(st.booleans())}, shape
 
 
 @SETTINGS
@@ -93,8 +89,8 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("case")
-    chosen = data.draw(fused())
-    shape, dim, the_rule = chosen["shape"], chosen["dim"], chosen["rule"]
+    fields, shape = data.draw(fused())
+    the_rule = rule(**fields)
     dtype = data.draw(st.sampled_from(DTYPES))
     wholes = {"weight": content(shape, dtype, 0), "exp_avg": content(shape, torch.float32, 1)}
     saved = {name: tiled(whole, data.draw(tilings(shape))) for name, whole in wholes.items()}
@@ -112,10 +108,9 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
     split = rewritten("split", source, tmp_path / "split", the_rule, **work)
     check_zip_files(split)
     values = values_of(split)
-    combs = the_rule.combs(shape[dim], {}, FUSED)
-    for part, comb in zip((GATE, UP), combs, strict=True):
-        assert same_bits(values[f"model.{part}"], part_of(wholes["weight"], dim, comb))
-        assert same_bits(values[f"optim.state.{part}.exp_avg"], part_of(wholes["exp_avg"], dim, comb))
+    for number, part in enumerate((GATE, UP)):
+        assert same_bits(values[f"model.{part}"], part_of(the_rule, wholes["weight"], number))
+        assert same_bits(values[f"optim.state.{part}.exp_avg"], part_of(the_rule, wholes["exp_avg"], number))
         assert same_bits(values[f"optim.state.{part}.step"], torch.tensor(2.0))
     assert values["optim.param_groups.0.params"] == ["other", GATE, UP]
     merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", the_rule, **work)
@@ -128,12 +123,10 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
 def test_parts_in_whatever_chunks_are_merged(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Those that others have saved, who do not divide all parts in the same way."""
     tmp_path = tmp_path_factory.mktemp("case")
-    chosen = data.draw(fused())
-    shape, dim, the_rule = chosen["shape"], chosen["dim"], chosen["rule"]
+    fields, shape = data.draw(fused())
+    the_rule = rule(**fields)
     whole = content(shape, torch.int32, 0)
-    parts = {
-        key: part_of(whole, dim, comb) for key, comb in zip((GATE, UP), the_rule.combs(shape[dim], {}, ""), strict=True)
-    }
+    parts = {key: part_of(the_rule, whole, number) for number, key in enumerate((GATE, UP))}
     saved = {key: tiled(part, data.draw(tilings(tuple(part.shape)))) for key, part in parts.items()}
     source = save(tmp_path / "source", {"model": saved}, thread_count=data.draw(st.integers(1, 3)))
     memory = data.draw(st.sampled_from([128, 200, 4000]))

@@ -21,8 +21,7 @@ from checkpoint_tools.look.inspect import as_json, summarize
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.stored.opening import open_checkpoint
 from tests.checkpoint_tools.checkpoints import FUSED, save
-from tests.checkpoint_tools.converted import converted
-from tests.checkpoint_tools.offline import values_of
+from tests.checkpoint_tools.offline import converted, values_of
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
 from tests.distributed.launch import mesh, spawn
 
@@ -44,23 +43,11 @@ def test_what_transformers_has_saved(tmp_path: Path) -> None:
 # torch's own writer --------------------------------------------------------------------------------------------------
 
 
-def save_hf(folder: Path, state: dict[str, Any], mapping: dict[str, int], **options: Any) -> None:
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), mapping, **options), no_dist=True)
-
-
-def test_what_torchs_writer_has_written(tmp_path: Path) -> None:
-    state = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4).bfloat16()}
-    save_hf(tmp_path / "source", state, {"a.weight": 1, "b.weight": 2})
-    values = values_of(converted(tmp_path / "source", tmp_path / "made"))
-    assert values.keys() == state.keys()
-    assert all(torch.equal(values[key], value) for key, value in state.items())
-
-
 def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
     device_mesh = mesh(world_size)
     for name, dim in (("rows", 0), ("columns", 1)):
         state = {"fused": distribute_tensor(FUSED.clone(), device_mesh, [Shard(dim)]), "all": torch.ones(3)}
+        state["tiny"] = distribute_tensor(torch.arange(4.0).view(2, 2), device_mesh, [Shard(0)])
         writer = HuggingFaceStorageWriter(str(tmp_path / name), save_distributed=True)
         dcp.save(state, storage_writer=writer)
     whole = HuggingFaceStorageWriter(str(tmp_path / "whole"), save_distributed=True, enable_consolidation=True)
@@ -70,47 +57,32 @@ def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
-    spawn(save_sharded, 2, tmp_path, tmp_path)
+    """An empty part tells where a tensor ends; what nobody can know is noted."""
+    spawn(save_sharded, 3, tmp_path, tmp_path)
     for name in ("rows", "columns"):
         made = converted(tmp_path / name, tmp_path / f"{name}-made", max_memory_bytes=128)
-        assert len(made.tensors["fused"].chunks) == 2
+        assert len(made.tensors["fused"].chunks) == 3
         assert torch.equal(values_of(made)["fused"], FUSED)
     whole = converted(tmp_path / "whole", tmp_path / "whole-made", key_prefix="")
     assert diff(made, whole, all_keys(made, whole)) == []
     # The first rank's file is missing: of the columns' tensor, it had the beginning.
     (tmp_path / "columns" / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"fused: 21 of 42 elements are in no chunk"):
+    with pytest.raises(CheckpointError, match=r"fused: 14 of 42 elements are in no chunk"):
         converted(tmp_path / "columns", tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.distributed
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    """An empty part tells where a tensor ends; what nobody can know is noted."""
-    spawn(save_rows, 3, tmp_path, tmp_path / "source")
-    (tmp_path / "source" / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    checkpoint = open_checkpoint(tmp_path / "source")
+    (tmp_path / "rows" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    checkpoint = open_checkpoint(tmp_path / "rows")
     problems, files = check_structure(checkpoint)
     assert ("tiny", "2 of 4 elements are in no chunk") in problems
     missing = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
     assert files.notes[1:] == (missing,)
     assert as_json(summarize(checkpoint))["notes"] == list(files.notes)
-    save_hf(
-        tmp_path / "mapped",
-        {"a": torch.ones(2), "b": torch.ones(3)},
-        {"a": 1, "b": 3, "other": 5},
-        save_distributed=True,
-    )
+    state, mapping = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": 1, "b": 3, "other": 5}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "mapped"), mapping, save_distributed=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
     notes = check_structure(open_checkpoint(tmp_path / "mapped"))[1].notes
     assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")
-
-
-def save_rows(rank: int, world_size: int, folder: Path) -> None:
-    del rank
-    whole = {"rows": torch.arange(18.0).view(6, 3), "tiny": torch.arange(4.0).view(2, 2)}
-    state = {key: distribute_tensor(tensor, mesh(world_size), [Shard(0)]) for key, tensor in whole.items()}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    dist.barrier()
 
 
 def test_the_index_is_that_of_hugging_face_and_elements_are_aligned(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """accelerate with FSDP2: what its ``save_state`` writes is read, and split through its own loads and saves."""
 
 import os
+import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from checkpoint_tools import preset, split_state_dict
 from checkpoint_tools.look import verify
 from checkpoint_tools.look.inspect import summarize
 from checkpoint_tools.stored.reading import open_checkpoint
-from tests.distributed.launch import run_cases, spawn
+from tests.distributed.launch import spawn
 
 pytestmark = pytest.mark.distributed
 
@@ -62,11 +63,14 @@ def accelerated(rank: int, world_size: int, *, fused: bool) -> tuple[Accelerator
     return accelerator, model, optimizer
 
 
+def wholes_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = get_model_state_dict(model)
+    for name, state in get_optimizer_state_dict(model, optimizer)["state"].items():
+        found |= {f"{name} {key}": value for key, value in state.items()}
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
+
+
 def run_accelerate(rank: int, world_size: int, folder: Path) -> None:
-    run_cases({"fused to separate": lambda: fused_to_separate(rank, world_size, folder)})
-
-
-def fused_to_separate(rank: int, world_size: int, folder: Path) -> Iterator[str]:
     accelerator, model, optimizer = accelerated(rank, world_size, fused=True)
     for _ in range(2):
         for param in model.parameters():
@@ -80,23 +84,17 @@ def fused_to_separate(rank: int, world_size: int, folder: Path) -> Iterator[str]
     )
     dcp.save({"model": parts}, checkpoint_id=folder / "split" / "pytorch_model_fsdp_0")
     dcp.save({"optimizer": part_optim}, checkpoint_id=folder / "split" / "optimizer_0")
-    fused = {key: value.full_tensor() for key, value in get_model_state_dict(model).items()}
-    accelerator, other, other_optimizer = accelerated(rank, world_size, fused=False)
-    for name in ("random_states_0.pkl", "random_states_1.pkl"):
-        if (folder / "fused" / name).exists() and rank == 0:
-            (folder / "split" / name).write_bytes((folder / "fused" / name).read_bytes())
-    torch.distributed.barrier()
+    expected = wholes_of(model, optimizer)
+    accelerator, model, optimizer = accelerated(rank, world_size, fused=False)
+    random_states = f"random_states_{rank}.pkl"
+    shutil.copy(folder / "fused" / random_states, folder / "split" / random_states)
     accelerator.load_state(folder / "split")
-    separate = {key: value.full_tensor() for key, value in get_model_state_dict(other).items()}
-    for kind in ("weight", "bias"):
-        gate_up = torch.cat([separate[f"mlp.{name}_proj.{kind}"] for name in ("gate", "up")])
-        if not torch.equal(gate_up, fused[f"mlp.gate_up_proj.{kind}"]):
-            yield f"gate and up are other ones: {kind}"
-    loaded = get_optimizer_state_dict(other, other_optimizer)["state"]
-    for name, state in part_optim["state"].items():
-        whole = {key: torch.zeros(value.shape) for key, value in state.items()}
-        dcp.load({"optimizer": {"state": {name: whole}}}, checkpoint_id=folder / "split" / "optimizer_0")
-        for key, value in whole.items():
-            found = loaded[name][key]
-            if not torch.equal(found.full_tensor() if value.dim() else found, value):
-                yield f"{key} of {name} is another one"
+    found = wholes_of(model, optimizer)
+    for key, whole in expected.items():
+        names = [key.replace("gate_up", name) for name in ("gate", "up")] if "gate_up" in key else [key]
+        halves = [found.pop(name) for name in names]
+        if whole.dim():
+            assert torch.equal(torch.cat(halves), whole), key
+        else:
+            assert all(torch.equal(half, whole) for half in halves), key
+    assert not found

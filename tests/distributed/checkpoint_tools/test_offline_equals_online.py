@@ -1,7 +1,7 @@
 """A checkpoint that is split afterwards equals one that was split before it was saved: values, chunks, who has them."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
 from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
 from fsdp_offload.checkpoint.names import flattened
 from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same, chunks_of_keys, rewritten, rule
-from tests.distributed.launch import mesh, run_cases, spawn
+from tests.distributed.launch import mesh, spawn
 from tests.tiers import world_sizes
 
 BIAS = "mlp.gate_up.bias"
@@ -43,7 +43,7 @@ def wholes() -> dict[str, Tensor]:
     }
 
 
-def saved_twice(folder: Path, rules: list[Rule], tensors: dict[str, Any], *, flat: bool = False) -> Iterator[str]:
+def saved_twice(folder: Path, rules: list[Rule], tensors: dict[str, Any], *, flat: bool) -> None:
     """As it is, and split by its ranks."""
     state = {
         key: {"step": torch.tensor(2.0), "exp_avg": value + 0.5, "exp_avg_sq": value * 2}
@@ -55,7 +55,6 @@ def saved_twice(folder: Path, rules: list[Rule], tensors: dict[str, Any], *, fla
     dcp.save({"model": tensors, "optim": optim}, checkpoint_id=folder / "fused")
     model, split = split_state_dict(tensors, optim, rules)
     dcp.save({"model": model, "optim": split}, checkpoint_id=folder / "online")
-    yield from ()
 
 
 def run_on_ranks(rank: int, world_size: int, folder: Path) -> None:
@@ -73,14 +72,8 @@ def run_on_ranks(rank: int, world_size: int, folder: Path) -> None:
         tensors = {key: strided(whole, two_dim, rank) for key, whole in wholes().items()}
         cases = {"strided-rows": ([LAYOUTS["grouped"]], tensors)}
     (folder / "cases.json").write_text(json.dumps(cases_of(cases)))
-    run_cases(
-        {
-            f"{name}-{form}": lambda name=name, form=form: saved_twice(
-                folder / f"{name}-{form}", *cases[name], flat=form == "flat"
-            )
-            for name, form in cases_of(cases)
-        }
-    )
+    for name, form in cases_of(cases):
+        saved_twice(folder / f"{name}-{form}", *cases[name], flat=form == "flat")
 
 
 def cases_of(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -17,10 +17,9 @@ from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.stored.opening import open_checkpoint
 from checkpoint_tools.stored.reading import Checkpoint
 from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
-from tests.checkpoint_tools.converted import converted
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import same_bits, values_of
+from tests.checkpoint_tools.offline import converted, same_bits, values_of
 from tests.cpu.checkpoint_tools.test_merge_inverts import SMALL
 from tests.distributed.launch import spawn
 

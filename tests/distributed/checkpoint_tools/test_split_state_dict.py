@@ -1,6 +1,5 @@
 """Splitting and merging state dicts in memory: views, both forms of optimizer state, and through DCP."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import verify
 from fsdp_offload.checkpoint import check_storage_writer
-from tests.checkpoint_tools.formats import megatron_parameter
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, rule
-from tests.distributed.launch import mesh, run_cases, spawn
+from fsdp_offload.checkpoint.names import flattened
+from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, UP, part_of, rule
+from tests.distributed.launch import mesh, spawn
 
 
 class Quantized(Tensor):
@@ -75,12 +73,7 @@ def test_parts_of_a_plain_tensor(layout: Any) -> None:
     whole = torch.arange(12.0).view(2, 6) if layout == "stacked" else torch.arange(12.0)[:, None]
     index = torch.arange(12).view(whole.shape)
     chosen = rule(layout=layout, groups=3 if layout == "grouped" else 1)
-    expected = {
-        "concatenated": index[6:],
-        "interleaved": index[1::2],
-        "grouped": index[[2, 3, 6, 7, 10, 11]] if layout == "grouped" else index,
-        "stacked": index[1],
-    }[layout]
+    expected = part_of(chosen, index, 1)
     parts, _ = split_state_dict({FUSED: whole}, None, [chosen])
     assert torch.equal(parts[UP], expected.float())
     assert (parts[UP].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == (layout != "grouped")
@@ -92,15 +85,21 @@ def test_parts_of_a_plain_tensor(layout: Any) -> None:
     assert torch.equal(whole.flatten(), torch.arange(12.0).index_fill(0, expected.flatten(), 0))
 
 
-def test_parts_can_be_merged_into_something_else_than_they_come_from() -> None:
-    """Of q, k, v and z in one tensor, only q, k and v are together elsewhere."""
-    whole = torch.arange(8.0)[:, None]
-    four = Rule(fused="qkvz", parts=("q", "k", "v", "z"))
-    three = Rule(fused="qkv", parts=("q", "k", "v"))
-    parts, _ = split_state_dict({"qkvz": whole}, None, [four])
-    merged, _ = merge_state_dict(parts, None, [three])
-    assert list(merged) == ["qkv", "z"]
-    assert torch.equal(merged["qkv"], whole[:6])
+def test_stacked_weights_of_torchtitan() -> None:
+    """As its ``overrides/fused_swiglu.py`` has them, whose forward takes ``w13.unbind(-2)`` for gate and up."""
+    dense, experts = "feed_forward.", "routed_experts.inner_experts."
+    model = {f"{dense}w13": torch.randn(7, 2, 5), f"{experts}w13": torch.randn(3, 7, 2, 5)}
+    state = {key: {"exp_avg": weight * 2} for key, weight in model.items()}
+    optim = flattened({"state": state, "param_groups": [{"params": [*model], "lr": 1.0}]})
+    parts, part_optim = split_state_dict(model, optim, preset("torchtitan-w13"))
+    separate = [f"{dense}w1.weight", f"{dense}w3.weight", f"{experts}w1_EFD", f"{experts}w3_EFD"]
+    assert list(parts) == separate
+    assert part_optim.keys() == {
+        name for key in separate for name in (f"state.{key}.exp_avg", f"param_groups.{key}.lr")
+    }
+    for key, half in zip(separate, (half for weight in model.values() for half in weight.unbind(-2)), strict=True):
+        assert torch.equal(parts[key], half)
+        assert torch.equal(part_optim[f"state.{key}.exp_avg"], half * 2)
 
 
 @pytest.mark.parametrize(
@@ -195,71 +194,3 @@ def run_state_beside(rank: int, world_size: int) -> None:
     optim["state"][FUSED] = {"column_sums": torch.zeros(24 // world_size * 2)}  # as many elements as the shard
     with pytest.raises(ValueError, match=r"column_sums has shape \(24,\), its parameter \(12, 4\)"):
         split_state_dict({FUSED: sharded(whole, 0)}, optim, [rule()])
-
-
-FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
-
-
-def halves(whole: Tensor, tp: int, half: int) -> Tensor:
-    """Gate or up of every tensor-parallel rank, by indexing: ``[gate0; up0; gate1; up1]``."""
-    return torch.cat([part.chunk(2, 0)[half] for part in whole.chunk(tp, 0)])
-
-
-# Megatron-FSDP: experts over another number of tensor-parallel ranks; the optimizer keeps flat local tensors ---------
-
-EXPERT = "mlp.experts.linear_fc1.weight0"
-
-
-@pytest.mark.distributed
-def test_experts_are_divided_by_their_own_mesh(tmp_path: Path) -> None:
-    spawn(run_experts, 4, tmp_path, tmp_path)
-
-
-def run_experts(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
-    meshes = {(dp, tp): mesh(dp, tp, names=("dp", "tp")) for dp, tp in ((2, 2), (4, 1), (1, 4))}
-    for dense, expert in itertools.permutations(meshes, 2):
-        run_cases(
-            {f"{dense}, {expert}": lambda d=dense, e=expert: experts_of(folder / f"{d}{e}", meshes[d], meshes[e])}
-        )
-
-
-def experts_of(folder: Path, dense: DeviceMesh, expert: DeviceMesh) -> Iterator[str]:
-    wholes = {FC1: torch.arange(80.0).view(16, 5), EXPERT: 100 + torch.arange(80.0).view(16, 5)}
-    meshes = {FC1: dense, EXPERT: expert}
-    made = {key: megatron_parameter(wholes[key], on, (7, 31, 40)[: on.size(0) - 1]) for key, on in meshes.items()}
-    model: dict[str, Any] = {key: param for key, (param, _) in made.items()}
-    downs = {key.replace("fc1", "fc2"): torch.zeros(5, 8) for key in made}
-    rules, tp = preset("megatron-swiglu"), dense.size(1)
-    try:
-        split_state_dict({**model, **downs}, None, rules, values={"tp_size": tp, "etp_size": tp})
-        yield "the dense layers' number was taken for experts"
-    except ValueError as error:
-        if f"{EXPERT}: expected etp_size={expert.size(1)}" not in str(error):
-            yield str(error)
-    optim = {
-        "state": {key: {"exp_avg": local + 0.5} for key, (_, local) in made.items()},
-        "param_groups": [{"params": list(made), "lr": 0.5}],
-    }
-    for values in ({"tp_size": tp}, {}):
-        parts, part_optim = split_state_dict({**model, **downs}, optim, rules, values=values)
-        merged, merged_optim = merge_state_dict(parts, part_optim, rules, values=values)
-        for key in made:
-            if (
-                merged[key] is not model[key]
-                or merged_optim["state"][key]["exp_avg"] is not optim["state"][key]["exp_avg"]
-            ):
-                yield f"{key} was not merged with {values}"
-    fused = {key: part for key, part in parts.items() if key not in downs}
-    dcp.save({"model": fused, "optimizer": part_optim}, checkpoint_id=folder)
-    for key, whole in wholes.items():
-        for half, suffix in enumerate(("_w", "_v")):
-            expected = halves(whole, (expert if key == EXPERT else dense).size(1), half)
-            loaded: Any = {
-                "model": {key + suffix: torch.zeros_like(expected)},
-                "optimizer": {"state": {key + suffix: {"exp_avg": torch.zeros_like(expected)}}},
-            }
-            dcp.load(loaded, checkpoint_id=folder)
-            moment = loaded["optimizer"]["state"][key + suffix]["exp_avg"]
-            if not torch.equal(loaded["model"][key + suffix], expected) or not torch.equal(moment, expected + 0.5):
-                yield f"{key}{suffix} was saved wrongly"

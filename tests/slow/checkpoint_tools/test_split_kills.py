@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,16 +38,6 @@ app(sys.argv[2:])
 """
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 80 MB."""
-    folder = tmp_path_factory.mktemp("large")
-    (folder / "rules.toml").write_text(RULES)
-    state = {FUSED: torch.randn(5000, 1000), DOWN: torch.randn(2500, 1000), f"x.{FUSED}": torch.randn(5000, 1000)}
-    save(folder / "source", {"model": state, "optim": {"state": {FUSED: {"exp_avg": torch.randn(5000, 1000)}}}})
-    return folder
-
-
 @pytest.mark.parametrize("command", [("split", "--rules", "rules.toml"), ("convert",)])
 def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "rules.toml").write_text(RULES)
@@ -76,21 +65,19 @@ def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tu
     assert outcomes.count((-signal.SIGKILL, False)) > 3
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", folder], check=False)
-    if mounted.returncode:
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(RULES)
+    source = save(tmp_path / "source", {FUSED: torch.randn(5000, 1000), DOWN: torch.randn(2500, 1000)})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], check=False).returncode:
         pytest.skip("this user cannot mount")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_found_before_anything_is_written(large: Path, small_disk: Path) -> None:
-    run = run_here("split", large / "source", small_disk / "new", "--rules", large / "rules.toml")
-    assert_one_line(run, "are needed, and 20.0 MiB are free; make room")
-    assert list(small_disk.iterdir()) == []
+    try:
+        run = run_here("split", source, disk / "new", "--rules", tmp_path / "rules.toml")
+        assert_one_line(run, "are needed, and 20.0 MiB are free; make room")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 MEASURED = """

@@ -10,17 +10,8 @@ from checkpoint_tools.fuse.live import split_state_dict
 from checkpoint_tools.fuse.rules import Rule, excluding, find_matches, load_rules, preset, preset_names
 
 GATE_UP = Rule(
-    fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}",
-    parts=("{prefix}mlp.gate{suffix}", "{prefix}mlp.up{suffix}"),
+    fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}", parts=("{prefix}mlp.gate{suffix}", "{prefix}mlp.up{suffix}")
 )
-
-
-def test_a_rule_reads_in_both_directions() -> None:
-    (match,) = find_matches("split", ["a.0.mlp.gate_up.weight", "a.0.mlp.down.weight"], [GATE_UP])
-    assert match.fused == "a.0.mlp.gate_up.weight"
-    assert match.parts == ("a.0.mlp.gate.weight", "a.0.mlp.up.weight")
-    (match,) = find_matches("merge", ["mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"], [GATE_UP])
-    assert match.fused == "mlp.gate_up.bias"
 
 
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
