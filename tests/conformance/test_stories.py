@@ -276,6 +276,18 @@ def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, 
     assert same(train(None), train(policy_of(fields)))
 
 
+@pytest.mark.parametrize("make_policy", [policy_of, on_host])
+def test_parameters_that_come_after_fully_shard(mesh: DeviceMesh, make_policy: Callable[..., OffloadPolicy]) -> None:
+    """``fully_shard`` would notice them in the first forward, and the optimizer is attached before."""
+
+    def assign(model: nn.Module) -> None:
+        others = {name: value.detach().clone().mul_(0.5) for name, value in model.state_dict().items()}
+        model.load_state_dict(others, assign=True)
+
+    plain, offloaded = pair(mesh, make_policy({"overlap": "iteration"}), prepare=assign)
+    assert same(plain.train(4), offloaded.train(4))
+
+
 @EVERY_POLICY
 def test_a_part_of_the_model_saved_by_itself(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """The state dict of one block, behind updates."""
