@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
