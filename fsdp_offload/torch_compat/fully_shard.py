@@ -31,7 +31,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def _follow_modules(group: Any) -> None:
     """Take up parameters that modules got since ``fully_shard``, as the first forward does, which may be yet to come.
 
-    ``load_state_dict(assign=True)`` puts others there, and transformers' ``from_pretrained(distributed_config=...)``.
+    transformers' ``from_pretrained(distributed_config=...)`` puts others there.
     """
     if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
         for one in group.fsdp_params:
