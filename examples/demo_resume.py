@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
 
@@ -27,11 +29,19 @@ TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
 Metrics = list[dict[str, str]]
 
 
+class Training(NamedTuple):
+    """What a training has left."""
+
+    metrics: Metrics
+    places: str  # where the optimizer state of one rank was at the end
+
+
 class TrainingError(Exception):
     """A training that did not end well, with all it printed."""
 
 
-def train(ranks: int, flags: Sequence[str]) -> None:
+def train(ranks: int, flags: Sequence[str]) -> str:
+    """Run `train_gpt.py`; returns where the optimizer state of a rank is."""
     # Standalone: torchrun chooses a free port, so several demos can run at a time.
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(TRAIN_GPT), *flags]
@@ -42,6 +52,11 @@ def train(ranks: int, flags: Sequence[str]) -> None:
     )
     if result.returncode:
         raise TrainingError(f"{result.stdout}\nfailed with exit code {result.returncode}: {shlex.join(command)}")
+    # Without a GPU, all of it is host memory: what would be on the GPU is what lies beside the model.
+    offloaded = re.findall(r"state on the host +(\S+ \S+)|device memory for that +(\S+ \S+)", result.stdout)
+    if offloaded:
+        return f"{offloaded[0][0]} on the host, {offloaded[1][1]} beside the model"
+    return f"{sum(map(float, re.findall(r'([0-9.]+) MiB on', result.stdout)[-2:])):.2f} MiB beside the model"
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -49,19 +64,18 @@ def read_metrics(path: Path) -> Metrics:
     return [{name: value for name, value in record.items() if name.endswith("_hex")} for record in records]
 
 
-def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]]) -> Metrics:
+def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]]) -> Training:
     """One or more `train_gpt.py` in sequence that make one training between them."""
     print(f"{name} ...", flush=True)
     started_s = time.perf_counter()
-    for flags in runs:
-        train(ranks, [*flags, "--metrics", str(metrics)])
+    places = [train(ranks, [*flags, "--metrics", str(metrics)]) for flags in runs]
     print(f"    {time.perf_counter() - started_s:.0f} s", flush=True)
-    return read_metrics(metrics)
+    return Training(read_metrics(metrics), places[-1])
 
 
-def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Metrics]:
+def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Training]:
     # Small buckets, so that even this little state comes in several.
-    common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--device-mib", "4", *flags]
+    common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--device-mib", "2", *flags]
     saving = [*common, "--offload", "--save-dir", str(folder / "checkpoints")]
     halves = [[*saving, "--stop-at", str(steps // 2)], [*saving, "--resume"]]
     plans = {
@@ -86,16 +100,19 @@ def first_difference(reference: Metrics, other: Metrics) -> str:
     return ""
 
 
-def compare(trainings: dict[str, Metrics], steps: int) -> bool:
-    reference = trainings["plain"]
-    print(f"\n{'':30}{'loss, step 1':>22}{f'loss, step {steps}':>22}{'validation loss':>22}   compared with plain")
-    equal = True
-    for name, metrics in trainings.items():
-        difference = first_difference(reference, metrics)
-        equal = equal and not difference
-        cells = metrics[0]["loss_hex"], metrics[-2]["loss_hex"], metrics[-1]["validation_loss_hex"]
-        print(f"{name:30}" + "".join(f"{cell:>22}" for cell in cells) + f"   {difference or 'equal'}")
-    return equal
+def compare(trainings: dict[str, Training], steps: int) -> bool:
+    print(f"\n{'':30}{'loss, step 1':>14}{f'step {steps}':>12}{'validation':>12}   same bits   state of a rank")
+    differences = {}
+    for name, (metrics, places) in trainings.items():
+        differences[name] = first_difference(trainings["plain"].metrics, metrics)
+        exact = metrics[0]["loss_hex"], metrics[-2]["loss_hex"], metrics[-1]["validation_loss_hex"]
+        first, *others = (f"{float.fromhex(value):.8f}" for value in exact)
+        same = "no" if differences[name] else "yes"
+        print(f"{name:30}{first:>14}" + "".join(f"{other:>12}" for other in others) + f"   {same:11} {places}")
+    for name, difference in differences.items():
+        if difference:
+            print(f"{name}: {difference}")
+    return not any(differences.values())
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
