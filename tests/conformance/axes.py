@@ -342,6 +342,12 @@ RULES: tuple[Rule, ...] = (
     rule(lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}),
     # Micro-batches without a reduction are fully_shard's.
     rule(lambda c: c.layout == "unsharded", habits="unreduced keep-gathered"),
+    # Early updates learn the number of reductions in the first steps, of new objects anew: it must not grow later.
+    rule(
+        lambda c: c.overlap == "iteration" and (c.save in ("sync", "async") or "reattach" in c.program),
+        {"overlap": "forward"},
+        habits="unreduced",
+    ),
     # A sleep takes what fully_shard has sharded, and streamed parameters are on the host already.
     rule(
         lambda case: case.sleep and (case.layout == "unsharded" or case.parameters),
@@ -378,6 +384,8 @@ RULES: tuple[Rule, ...] = (
     rule(lambda case: case.dtype == "bf16", {"dtype": "mixed", "masters": "none"}, habits="scaler"),
     # Transformer Engine's FusedAdam calls closures without gradients.
     rule(lambda c: c.optimizer == "fused-adam", habits="closure"),
+    # torch's fused SGD, which the CPU runs, wants a momentum of all of its parameters or of none.
+    rule(lambda c: c.optimizer == "sgd-momentum" and c.host > 0, {"host": 0.0}, habits="replace-state"),
     # A written weight moves its master in a way of its own, which is a story.
     rule(lambda case: case.masters != "none", {"masters": "none"}, habits="write-parameters write-between"),
     # A load by torch's planner asks for state of every parameter, also of one that was never used.
