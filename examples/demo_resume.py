@@ -30,7 +30,7 @@ Metrics = list[dict[str, str]]
 
 
 class Training(NamedTuple):
-    """What a training has left."""
+    """Numbers of a training, and the place of its state."""
 
     metrics: Metrics
     places: str  # where the optimizer state of one rank was at the end

@@ -69,8 +69,9 @@ def clip_in_order(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As :func:`clip_grad_norm_`, for the parameters of ``optimizers`` in the order that a framework clips them in."""
-    engines = [attachment.engine for one in optimizers if (attachment := attachment_of(one)) is not None]
+    """Clip as :func:`clip_grad_norm_`, in the order that a framework has: ``params`` are those of ``optimizers``."""
+    inner = (one for each in optimizers for one in optimizers_in(each))
+    engines = [attachment.engine for one in inner if (attachment := attachment_of(one)) is not None]
     guesses = [engine.guesses for engine in engines]
     for one in guesses:
         one.announce()

@@ -22,6 +22,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.arena import Region
 from ..device.host_flag import HostFlag
+from ..device.lanes import Copy
 from ..optimizers import Capabilities
 from ..planning.buckets import aligned
 from ..policy import OffloadPolicy
@@ -33,7 +34,6 @@ from ..torch_compat.watched_gradient import is_watched, unwatch, watch
 from .buckets import Bucket
 from .homes import Plan
 from .items import BytesAtHome, Item
-from .lanes import Pair
 from .loop import Core
 from .updates import BucketUpdates
 from .weights import Weights
@@ -69,7 +69,7 @@ class WayBack:
         takes: whether the update of a bucket may be a guess now.
     """
 
-    def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Pair]], takes: Callable[[Bucket], bool]):
+    def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Copy]], takes: Callable[[Bucket], bool]):
         self.core, self.pairs_of, self.takes = core, pairs_of, takes
         self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
         self._stored: dict[Bucket, object] = {}  # versions of the old parameters that are on the host, or on their way
@@ -200,7 +200,7 @@ class Guesses:
         self._takeable: frozenset[int] = frozenset()  # numbers of buckets whose updates can be taken back
         self._region: Region | None = None  # old parameters
         self._begins: dict[int, int] = {}
-        self._pairs: dict[int, tuple[list[int], list[Pair]]] = {}
+        self._pairs: dict[int, tuple[list[int], list[Copy]]] = {}
 
     @property
     def _engine(self) -> Owner:
@@ -476,7 +476,7 @@ class Guesses:
                 flat = local_shard(shard.param).detach().view(-1)
                 yield flat[piece.start : piece.stop].view(torch.uint8)
 
-    def _pairs_of(self, bucket: Bucket) -> Sequence[Pair]:
+    def _pairs_of(self, bucket: Bucket) -> Sequence[Copy]:
         addresses = [local_shard(param).data_ptr() for param in bucket.params]
         known, pairs = self._pairs.get(bucket.number, ([], []))
         if known != addresses:

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..device.lanes import Copy, EventMark, Lane, Mark
+from ..device.lanes import EventMark, Lane, Mark
 from ..device.link import DeviceLink
 
-__all__ = ["Lane", "Lanes", "Mark", "Pair"]
-
-Pair = Copy
+__all__ = ["Lane", "Lanes", "Mark"]
 
 
 class Lanes:

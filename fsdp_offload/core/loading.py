@@ -134,7 +134,7 @@ def _of_whole(engine: Engine, param: Tensor, saved: UserState) -> UserState:
 
 
 def _cast(param: Tensor, key: object, value: Any) -> Any:
-    """What ``Optimizer.load_state_dict`` makes of a value beside its device: tensors get the dtype of the parameter."""
+    """Cast a value as ``Optimizer.load_state_dict`` does: its tensors get the dtype of the parameter."""
     if isinstance(value, Tensor):
         return value.to(param.dtype) if key != "step" and param.is_floating_point() else value
     if isinstance(value, dict):

@@ -193,7 +193,7 @@ class Room:
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return False
         before = self.extra
-        # Of two readings the better one: a machine that others share halts once, and no block would have helped.
+        # The better of two readings counts: a shared machine halts once, and no block would have helped.
         late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
         tolerated_ms = TOLERATED * reading.iteration_ms
         if late_ms > tolerated_ms:

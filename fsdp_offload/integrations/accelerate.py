@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded
-from ..clipping import clip_grad_norm_
+from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
 from .plain_values import offload, policy_from
 
@@ -62,7 +62,7 @@ def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
         if set(parameters) != own or len(meshes) > 1 or not is_offloaded(optimizer):
             return theirs(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
-        return clip_grad_norm_(optimizer, max_norm, norm_type)
+        return clip_in_order([optimizer], parameters, max_norm, norm_type)
 
     if not is_offloaded(optimizer) or getattr(theirs, "_clips", None) == own:
         return

@@ -72,7 +72,7 @@ def setup_optimizers(
 
 
 def _clip(optimizer: Optimizer, clip_val: float, *options: Any) -> Any:
-    """In the order of the param groups, as Lightning does: the last bit of a norm depends on it."""
+    """Clip in the order of the param groups, as Lightning does: the last bit of a norm depends on it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return clip_in_order([optimizer], params, clip_val, *options)
 
