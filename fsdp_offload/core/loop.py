@@ -138,13 +138,13 @@ class Core:
     def _wait_ready(self, item: Item, lane: Lane) -> None:
         """R3: an update, a load, or what comes up from the CPU may still write them. This *is* overlap="forward"."""
         if lane.name not in item.known_to and (item.ready is not None or item.beside):
-            # A stream that gathers ahead may wait while compute goes on: only compute is timed.
-            with self._timed_wait() if lane is self.lanes.compute else contextlib.nullcontext():
+            with self._timed_wait(lane):
                 lane.wait(item.ready, *item.beside.values())
             item.known_to.add(lane.name)
 
-    def _timed_wait(self, *, in_step: bool = False) -> contextlib.AbstractContextManager[None]:
-        watch = self.cache.stopwatch
+    def _timed_wait(self, lane: Lane, *, in_step: bool = False) -> contextlib.AbstractContextManager[None]:
+        # A stream that gathers ahead may wait while compute goes on: only compute is timed.
+        watch = self.cache.stopwatch if lane is self.lanes.compute else None
         return contextlib.nullcontext() if watch is None else watch.waiting(in_step=in_step)
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
@@ -177,7 +177,7 @@ class Core:
             if bucket.number in self._gradients and bucket not in self.done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
-                    with self._timed_wait():
+                    with self._timed_wait(self.lanes.compute):
                         self.lanes.compute.wait(*late)
                 del self._gradients[bucket.number]
         item = self.weights.get(number)
@@ -214,7 +214,7 @@ class Core:
         while len(self._used_by) > REDUCTIONS_BEHIND:
             mark, numbers = self._used_by.popleft()
             if numbers:
-                with self._timed_wait():
+                with self._timed_wait(self.lanes.compute):
                     self.lanes.compute.wait(mark)
             for number in numbers:
                 self._gradients.pop(number, None)
@@ -291,7 +291,7 @@ class Core:
             guess.guard(bucket)
         lane.wait(*ready)
         items = (state, *bucket.weights)
-        with self._timed_wait(in_step=True) if lane is self.lanes.compute else contextlib.nullcontext():
+        with self._timed_wait(lane, in_step=True):
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:
