@@ -63,7 +63,7 @@ def eager() -> Iterator[None]:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """What is gone without it was kept by nobody, nor by a cycle."""
+    """Without it, only an object that nobody keeps, in no cycle, is gone."""
     torch.optim.AdamW([torch.ones(1)])  # the first one imports modules whose frames keep it in a cycle
     gc.collect()
     gc.disable()

@@ -128,7 +128,7 @@ class HostMark:
         """Return at once."""
 
     def passed(self) -> bool:
-        """It has."""
+        """Return ``True``."""
         return True
 
     def elapsed_ms_since(self, earlier: "HostMark") -> float:

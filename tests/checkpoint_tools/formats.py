@@ -1,4 +1,4 @@
-"""What the tests of real formats share: models with separate weights, and exact matrix products."""
+"""Models with separate weights and exact matrix products, for the tests of real formats."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

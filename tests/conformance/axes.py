@@ -297,7 +297,7 @@ def build(case: Case, device: torch.device) -> Net:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is no legal training, or not what the library promises, and what may be changed about it."""
+    """A condition under which a case is no legal training or not promised, and the changes that mend it."""
 
     when: Callable[[Case], bool]
     ways: tuple[Mapping[str, Any], ...] = ()

@@ -78,7 +78,7 @@ def two_forwards(loop: Loop, step: int) -> None:
 
 @pytest.mark.parametrize("behind", [("extra",), ("extra", "extra")], ids=["two forwards", "one that uses it twice"])
 def test_reentrant_checkpoints_that_run_twice_before_one_backward(mesh: DeviceMesh, behind: tuple[str, ...]) -> None:
-    """What is computed again must be what it was: it is, or is refused. Others are an axis."""
+    """Recomputation sees the parameters of the forward, or is refused. Others are an axis."""
 
     def train(loop: Loop) -> Loop:
         return loop.train(6).train(1, two_forwards, 6).train(3, first=7)
