@@ -15,6 +15,10 @@ LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
 PASSING = 3
 """Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored."""
 
+SMALL_BLOCKS, MOST_BUCKETS = 16, 256
+"""With a limit, updates in the backward get small blocks: fewer bytes are in transit, and more state stays for the next
+forward. More buckets than ``MOST_BUCKETS`` would cost the host more than that gains."""
+
 ELSEWHERE = -1
 """The group of parameters that ``fully_shard`` does not gather: in ``step()``, compute waits for their updates."""
 
@@ -54,17 +58,20 @@ class Bucket:
         self.use = Use(self.number, self.streamed)
 
 
-def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None) -> int:
+def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, small: bool = False) -> int:
     """Choose bytes of state per bucket: one bucket for each group, but bounded.
 
     Args:
         group_bytes: state of each group of ``fully_shard``.
         device_bytes: what is allowed on the device; ``None``: not limited by a number.
+        small: divide ``device_bytes`` into ``SMALL_BLOCKS``.
     """
     sizes = sorted(size for size in group_bytes if size)
     most = max(LARGEST_BYTES, sum(sizes) // 64)
     if device_bytes is not None:
         most = min(most, device_bytes // (PASSING + 1))
+        if small:
+            most = min(most, max(device_bytes // SMALL_BLOCKS, sum(sizes) // MOST_BUCKETS))
     # Blocks have one size, so one group size is chosen for all: the largest such that groups of at least that size have
     # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and an eighth
     # more, for padding and so that no small rest is cut off.
@@ -90,7 +97,8 @@ def bucketing(
         limit = max(limit // 4, limit - (PASSING + 1) * usual)
     bucket_bytes = policy.bucket_bytes
     if bucket_bytes == "auto":
-        bucket_bytes = bucket_bytes_for(group_bytes.values(), limit)
+        small = policy.updates_in_backward and not policy.parameters
+        bucket_bytes = bucket_bytes_for(group_bytes.values(), limit, small=small)
     if policy.updates_in_backward and (policy.parameters or not elementwise):
         # Groups are not joined. Gradients that must be freed would wait for those of a neighbour, which may get none in
         # this step. And what is joined depends on sizes, which differ between ranks; but all ranks have to run the

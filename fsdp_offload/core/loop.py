@@ -341,19 +341,22 @@ class Core:
         return all(one in self.done for one in self._of_weights[weights])
 
     def prefetch(self) -> None:
-        """Load what is used next, nearest first, until something that is needed sooner would have to leave."""
+        """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""
         if self.away:
             return
         gathers = loads = 0
+        full = []
         for distance, use in self.timeline.upcoming(AHEAD):
             gathers += use.gathers
             if gathers > GATHERS_AHEAD:
                 return
             for item in use.items:
-                if item.block is None and item.exists:
+                if item.block is None and item.exists and item.pool not in full:
                     loads += use.gathers
-                    if loads > LOADS_FOR_GATHERS or not self.cache.fetch(item, must=False, distance=distance):
+                    if loads > LOADS_FOR_GATHERS:
                         return
+                    if not self.cache.fetch(item, must=False, distance=distance):
+                        full.append(item.pool)
 
     # Those who look ---------------------------------------------------------------------------------------------------
 

@@ -139,18 +139,21 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
 
 
 @pytest.mark.parametrize(
-    ("groups_mib", "device_mib", "expected_mib"),
+    ("groups_mib", "device_mib", "small", "expected_mib"),
     [
-        ([1072, *[384] * 24], None, 216),  # two buckets for each usual group, larger ones cut to their size
-        ([1072, *[384] * 24], 640, 144),  # three equal parts
-        ([4096, *[1600] * 32], None, 864),  # a 64th of all is more than 256 MiB
-        ([3] * 10, None, 3.375),
-        ([], None, 256),
+        ([1072, *[384] * 24], None, False, 216),  # two buckets for each usual group, larger ones cut to their size
+        ([1072, *[384] * 24], 640, False, 144),  # three equal parts
+        ([1072, *[384] * 24], 1280, True, 80),  # a 16th: five parts
+        ([1072, *[384] * 24], 160, True, 40),  # a quarter, as 256 buckets are larger
+        ([1072, *[384] * 24], 320, True, 40.1875),  # as many as 256 buckets
+        ([4096, *[1600] * 32], None, False, 864),  # a 64th of all is more than 256 MiB
+        ([3] * 10, None, False, 3.375),
+        ([], None, False, 256),
     ],
 )
-def test_bucket_bytes(groups_mib: list[int], device_mib: int | None, expected_mib: float) -> None:
+def test_bucket_bytes(groups_mib: list[int], device_mib: int | None, small: bool, expected_mib: float) -> None:
     limit = None if device_mib is None else device_mib * MIB
-    assert bucket_bytes_for([size * MIB for size in groups_mib], limit) == int(expected_mib * MIB)
+    assert bucket_bytes_for([size * MIB for size in groups_mib], limit, small=small) == int(expected_mib * MIB)
 
 
 def test_small_groups_are_joined_with_their_neighbours() -> None:

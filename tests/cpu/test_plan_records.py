@@ -24,18 +24,23 @@ RECORDS = Path(__file__).resolve().parents[2] / "examples/benchmark_results"
 
 # Offload --------------------------------------------------------------------------------------------------------------
 
-CORE, LEARNT = (
-    (RECORDS / f"{name}.txt").read_text(encoding="utf-8") for name in ("2026-11-25-h100-core", "2026-11-26-h100-one")
+CORE, LEARNT, BLOCKS = (
+    (RECORDS / f"{name}.txt").read_text(encoding="utf-8")
+    for name in ("2026-11-25-h100-core", "2026-11-26-h100-one", "2026-11-26-h100-blocks")
 )
 ITERATION, PARAMETERS = {"overlap": "iteration"}, {"overlap": "iteration", "parameters": True}
 KINDS = {
     "plain": (None, False),
     "plainclip": (None, True),
-    "iter640": (OffloadPolicy(**ITERATION, device_bytes=640 * MIB), False),
     "par1536": (OffloadPolicy(**PARAMETERS, device_bytes=1536 * MIB), False),
-    "clip1280": (OffloadPolicy(**ITERATION, device_bytes=1280 * MIB), True),
 }
 """What the record's program trains with, and whether it clips."""
+
+SMALL = {
+    "i640b40": (OffloadPolicy(**ITERATION, device_bytes=640 * MIB, bucket_bytes=40 * MIB), False),
+    "c1280b80": (OffloadPolicy(**ITERATION, device_bytes=1280 * MIB, bucket_bytes=80 * MIB), True),
+}
+"""About the sizes of buckets that ``"auto"`` chooses since."""
 
 AUTO = {"iter": OffloadPolicy(**ITERATION), "par": OffloadPolicy(**PARAMETERS)}
 """Policies whose blocks are learnt: they are in the later record, since buckets became smaller."""
@@ -47,7 +52,7 @@ def forecasts(
 ) -> dict[OffloadPolicy | None, Forecast]:
     with torch.device("meta"):
         model = GPT(24, 2048, 32_768)
-    policies = [policy for policy, _ in KINDS.values() if policy is not None] + list(AUTO.values())
+    policies = [policy for policy, _ in (KINDS | SMALL).values() if policy is not None] + list(AUTO.values())
     training = {"tokens_per_step": ranks * tokens, "sequence_length": 2048, "other_device_bytes": other}
     made = plan(model, machine=machine, ranks=ranks, clip=clip, policies=policies, **training)
     return {one.policy: one for one in made.forecasts}
@@ -69,6 +74,15 @@ def test_the_core_as_measured(line: dict) -> None:
     assert one.iteration_ms == pytest.approx(line["median_ms"], rel=0.085)
     for host_gb in line["host_gb"]:
         assert one.host_bytes / 1e9 == pytest.approx(float(host_gb), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_blocks_as_measured(name: str) -> None:
+    policy, clip = SMALL[name]
+    lines = {line["name"]: line for line in map(json.loads, re.findall(r"^(\{.*\})$", BLOCKS, re.M))}
+    made, line, plain = forecasts(clip, "H100", 1, 12 * 2048), lines[name], lines["plainclip" if clip else "plain"]
+    assert made[policy].device.peak_bytes / 1e9 == pytest.approx(line["peak"], rel=0.0005)
+    assert made[policy].iteration_ms / made[None].iteration_ms == pytest.approx(line["ms"] / plain["ms"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", AUTO)
