@@ -450,7 +450,8 @@ def clip_by(
         return whole(nn.utils.clip_grad_norm_(params, limit, norm_type, **options)).item()
     grads = [[param.grad for param in one if param.grad is not None] for one in of_mesh.values()]
     norms = [whole(nn.utils.get_total_norm(one, norm_type, **options)) for one in grads if one]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    parts = torch.stack(norms)
+    norm = parts.amax() if norm_type == float("inf") else (parts**norm_type).sum() ** (1.0 / norm_type)
     options.pop("error_if_nonfinite", None)
     for one in of_mesh.values():
         nn.utils.clip_grads_with_norm_(one, limit, norm, **options)
