@@ -1,9 +1,8 @@
 """What training will cost in memory and time, before it runs, and which policy to choose."""
 
-from .forecast import Forecast, Plan, plan
+from .forecast import Forecast, Plan, candidates, plan
 from .machine import Machine, builtin_machines, machine_of
 from .model import Model, builtin_models, model_of
-from .policies import candidates
 from .training import Training
 
 __all__ = [

@@ -88,9 +88,8 @@ class Blocks:
             read: estimates an iteration with the blocks that there are now.
             free_bytes: what the device would have left at the peak, with these.
         """
-        room = Room.beside(self.pools) if self.learns else None
-        reading = read()
-        for _ in range(MOST_READINGS):
+        room, reading = Room.beside(self.pools), read()
+        for _ in range(MOST_READINGS if self.learns else 0):
             if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:
                 return
             if room.end(reading, steady=True, free_bytes=free_bytes):

@@ -1,22 +1,23 @@
 """Put together what each policy costs in memory and in time, and choose."""
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
 
-from ..policy import OffloadPolicy, OverlapKind
+from ..core.buckets import JOINED_BYTES, LARGEST_BYTES, PASSING
+from ..policy import MIB, OffloadPolicy, OverlapKind
 from .blocks import Blocks
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
 from .model import Model, model_of
-from .policies import candidates, lines_to_write, name_of
 from .timing import Parts, estimate, parts_of
 from .trace import Trace
-from .training import DTYPES, Training
+from .training import DTYPES, Masters, Training
 
 # Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
 # records of an H200 have 5 % with 78 % of the device in use, and up to 15 % with a third in use.
@@ -46,7 +47,10 @@ class Forecast:
     @property
     def name(self) -> str:
         """Name in tables."""
-        return name_of(self.policy)
+        if self.policy is None:
+            return "no offload"
+        size = [] if self.policy.device_bytes == "auto" else [f"{self.policy.device_bytes // MIB} MiB"]
+        return ", ".join([self.policy.overlap, *["parameters"] * self.policy.parameters, *size])
 
     @property
     def fits(self) -> bool:
@@ -220,3 +224,38 @@ def _memory(blocks: Blocks | None, sizes: Sizes, trace: Trace, training: Trainin
     # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
     first = device_memory(sizes, trace, training, resident | {"blocks": blocks.least_bytes})
     return first if settled.peak_bytes < first.peak_bytes <= room_bytes else settled
+
+
+def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:
+    """List the policies to compare for so much state, and for so many bytes of parameters in a usual group.
+
+    Each with the least ``device_bytes`` that moves state in few operations, and with "auto".
+    """
+    bucket_bytes = min(LARGEST_BYTES, max(JOINED_BYTES, state_bytes // 64 // MIB * MIB))
+    state, both = ((PASSING + 1) * nbytes for nbytes in (bucket_bytes, bucket_bytes + -(-group_bytes // MIB) * MIB))
+    return (
+        OffloadPolicy(),
+        OffloadPolicy(overlap="forward", device_bytes=state),
+        OffloadPolicy(overlap="forward"),
+        OffloadPolicy(overlap="iteration", device_bytes=state),
+        OffloadPolicy(overlap="iteration"),
+        OffloadPolicy(parameters=True, device_bytes=both),
+        OffloadPolicy(parameters=True),
+        OffloadPolicy(parameters=True, overlap="iteration", device_bytes=both),
+        OffloadPolicy(parameters=True, overlap="iteration"),
+    )
+
+
+def lines_to_write(policy: OffloadPolicy | None, masters: Masters = "none") -> str:
+    """The code of a policy; no offload needs none, unless masters are wanted."""
+    lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
+    if policy is not None:
+        texts = []
+        for name, value in ((one.name, getattr(policy, one.name)) for one in fields(policy)):
+            in_mib = name.endswith("bytes") and isinstance(value, int) and value % MIB == 0
+            text = f"{value // MIB} << 20" if in_mib else json.dumps(value) if isinstance(value, str) else str(value)
+            if value != getattr(OffloadPolicy, name):
+                texts.append(f"{name}={text}")
+        said = f", policy=OffloadPolicy({', '.join(texts)})" if texts else ""
+        lines.append(f"offload_optimizer(optimizer, model=model{said})")
+    return "\n".join(lines)

@@ -78,28 +78,23 @@ def device_memory(
         resident: bytes that are there all the time, by name.
         frees: a gradient is freed in the backward, ``GRADIENTS_BEHIND`` groups later, rather than in ``step()``.
     """
-    root = len(sizes.params) - 1
-    reduced = [one.group for one in trace if one.phase == "backward" and one.group != root]  # the root at the very end
-    last = {*reduced[-GRADIENTS_BEHIND:], root} if frees else range(root + 1)
-    moments = [_moment(sizes, trace, training, number, frees=frees) for number in range(len(trace))]
+    root, shared, moments, done = len(sizes.params) - 1, training.shards > 1, [], list[int]()
+    for number, segment in enumerate(trace):
+        gathered = sum(sizes.gathered[group] for group in {segment.group, root})
+        gradients = sum(sizes.params) if training.micro_batches > 1 else 0  # of the micro-batches before
+        if segment.phase == "backward":
+            if number + 1 < len(trace) and shared:
+                gathered += sizes.gathered[trace[number + 1].group]  # prefetched
+            gradients = gradients or sum(sizes.params[group] for group in done[-GRADIENTS_BEHIND if frees else 0 :])
+            gradients += sizes.gathered[done[-1]] if done else 0  # on its way into the reduction
+            if segment.group != root:  # which is reduced at the very end
+                done.append(segment.group)
+        elif shared:
+            gathered += sizes.gathered[segment.group]  # the flat buffer
+        terms = {"gathered": gathered, "gradients": gradients, "activations": segment.peak_bytes}
+        moments.append(DeviceMemory(terms, f"{segment.phase} of group {segment.group}"))
+    last = {*done[-GRADIENTS_BEHIND:], root} if frees else range(root + 1)
     moments.append(DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step"))
     highest = max(moments, key=lambda one: one.peak_bytes)
     terms = {**resident, "workspace": WORKSPACE_BYTES, "other": training.other_device_bytes, **highest.terms}
     return DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, highest.when)
-
-
-def _moment(sizes: Sizes, trace: Trace, training: Training, number: int, *, frees: bool) -> DeviceMemory:
-    segment, root = trace[number], len(sizes.gathered) - 1
-    gathered = sum(sizes.gathered[group] for group in {segment.group, root})
-    gradients = sum(sizes.params) if training.micro_batches > 1 else 0  # of the micro-batches before
-    if segment.phase == "backward":
-        if number + 1 < len(trace) and training.shards > 1:
-            gathered += sizes.gathered[trace[number + 1].group]  # prefetched
-        done = [one.group for one in trace[:number] if one.phase == "backward" and one.group != root]
-        there = done[-GRADIENTS_BEHIND:] if frees else done
-        gradients = gradients or sum(sizes.params[group] for group in there)
-        gradients += sizes.gathered[done[-1]] if done else 0  # on its way into the reduction
-    elif training.shards > 1:
-        gathered += sizes.gathered[segment.group]  # the flat buffer
-    terms = {"gathered": gathered, "gradients": gradients, "activations": segment.peak_bytes}
-    return DeviceMemory(terms, f"{segment.phase} of group {segment.group}")

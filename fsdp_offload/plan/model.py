@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from .trace import Checkpointing, Trace, trace
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
-"""Takes the module and ``(sequences, length + 1)`` token numbers, and returns the loss."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -27,7 +24,7 @@ class Model:
     name: str
     module: nn.Module  # usually on the meta device; its values are never read
     groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
-    loss: Loss
+    loss: Callable[[nn.Module, Tensor], Tensor]  # of the module, for (sequences, length + 1) token numbers
 
     @property
     def numel(self) -> int:
@@ -190,11 +187,13 @@ class _Layer(nn.Module):
         self.query, self.key, self.value = (nn.Linear(hidden, size, bias=bias) for size in (wide, narrow, narrow))
         self.head_norms = nn.ModuleList(nn.RMSNorm(self.head_dim) for _ in range(2 * (config["model_type"] == "qwen3")))
         self.out = nn.Linear(wide, hidden, bias=False)
-        self.mlp = _MLP(hidden, config["intermediate_size"])
+        self.gate, self.up = (nn.Linear(hidden, config["intermediate_size"], bias=False) for _ in range(2))
+        self.down = nn.Linear(config["intermediate_size"], hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.norms[0](x))
-        out: Tensor = x + self.mlp(self.norms[1](x))
+        normed = self.norms[1](x)
+        out: Tensor = x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
         return out
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -217,14 +216,3 @@ class _Layer(nn.Module):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-class _MLP(nn.Module):
-    def __init__(self, outer: int, inner: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(outer, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, outer, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return out

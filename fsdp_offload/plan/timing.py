@@ -76,16 +76,20 @@ class Estimate(NamedTuple):
 
 def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
     """Estimate an iteration with these blocks on the device; ``None``: without offload."""
+    host_ms = parts.launch_ms
     if blocks is None:
-        ms = parts.passes_ms + parts.clip_ms + parts.update_ms
-        return _launched(Estimate(Reading(0.0, ms), parts.limit), parts.launch_ms)
-    state = sum(group.state_bytes for group in parts.groups) - blocks.kept_state
-    params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params
-    params *= blocks.policy.parameters
-    host_ms = parts.launch_ms + parts.issue_ms * blocks.uses
-    if not blocks.policy.runs_on_into_forward:
-        return _in_step(blocks, parts, state, params, host_ms)
-    return _launched(_beside_passes(blocks, parts, state, params), host_ms)
+        found = Estimate(Reading(0.0, parts.passes_ms + parts.clip_ms + parts.update_ms), parts.limit)
+    else:
+        state = sum(group.state_bytes for group in parts.groups) - blocks.kept_state
+        params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params
+        params *= blocks.policy.parameters
+        host_ms += parts.issue_ms * blocks.uses
+        if not blocks.policy.runs_on_into_forward:
+            return _in_step(blocks, parts, state, params, host_ms)
+        found = _beside_passes(blocks, parts, state, params)
+    if host_ms <= found.reading.iteration_ms:  # while the device waits for state, the host goes on
+        return found
+    return Estimate(found.reading._replace(iteration_ms=host_ms), "launches")
 
 
 def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: float) -> Estimate:
@@ -117,27 +121,15 @@ def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Est
     else:
         late_ms = stalled_ms = parts.late_ms(blocks, min(block_ms, parts.backward_ms))
     excess_ms = beside_ms = 0.0
-    if policy.parameters:
-        excess_ms, beside_ms = _excess_ms(state, params, parts), parts.contention * min(copies_ms, passes)
+    if policy.parameters:  # their loads, in the backward beside all that is stored, may take longer than the passes
+        beside_ms, slower, count = parts.contention * min(copies_ms, passes), 1 + parts.contention, parts.micro_batches
+        forward_ms = slower * parts.copy_ms(params, 0) - parts.forward_ms
+        backward_ms = slower * parts.copy_ms(count * params + state, params + state) - count * parts.backward_ms
+        excess_ms = count * max(0.0, forward_ms) + max(0.0, backward_ms - parts.update_ms)
     in_wait = min(1.0, late_ms / copies_ms) if copies_ms else 0.0
     ms = passes + beside_ms + parts.clip_ms + late_ms + excess_ms + (1 - in_wait) * parts.update_ms
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
-
-
-def _excess_ms(state: int, params: int, parts: Parts) -> float:
-    """By how much loads of parameters, in a backward beside all that is stored, take longer than their passes."""
-    slower, count = 1 + parts.contention, parts.micro_batches
-    forward_ms = slower * parts.copy_ms(params, 0) - parts.forward_ms
-    backward_ms = slower * parts.copy_ms(count * params + state, params + state) - count * parts.backward_ms
-    return count * max(0.0, forward_ms) + max(0.0, backward_ms - parts.update_ms)
-
-
-def _launched(found: Estimate, host_ms: float) -> Estimate:
-    """A host that is late makes the device wait; while the device waits for state, the host goes on."""
-    if host_ms <= found.reading.iteration_ms:
-        return found
-    return Estimate(found.reading._replace(iteration_ms=host_ms), "launches")
 
 
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45
@@ -149,11 +141,9 @@ of a ``fully_shard`` group; for moving and updating a bucket. The first two from
 
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:
     """Compute the parts of an iteration."""
-    forward, forward_link_ms = _turns(sizes, trace, training, machine, "forward")
-    backward, backward_link_ms = _turns(sizes, trace, training, machine, "backward")
-    wanted_ms, forward_ms = _clock(forward)
-    early_ms, backward_ms = _clock(backward[::-1])
-    early_ms[forward[0][0]] = 0.0  # the root is reduced at the very end
+    wanted_ms, forward_ms, forward_link_ms = _pass(sizes, trace, training, machine, "forward")
+    early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
+    early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
     by_memory = 1 / (reached.HBM * machine.hbm_gb_per_s * 1e6)  # ms for each byte
     host_rate = machine.host_gb_per_s / min(training.ranks, machine.devices_per_host)  # its ranks share its memory
@@ -180,20 +170,10 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     )
 
 
-def _clock(turns: list[tuple[int, float]]) -> tuple[dict[int, float], float]:
-    """When the first turn of each group begins, and when the last turn ends."""
-    begins: dict[int, float] = {}
-    now_ms = 0.0
-    for group, ms in turns:
-        begins.setdefault(group, now_ms)
-        now_ms += ms
-    return begins, now_ms
-
-
-def _turns(
+def _pass(
     sizes: Sizes, trace: Trace, training: Training, machine: Machine, phase: Phase
-) -> tuple[list[tuple[int, float]], float]:
-    """Groups and milliseconds of the turns of a pass, and those of its gathers and reductions, which it waits for."""
+) -> tuple[dict[int, float], float, float]:
+    """When each group's first turn begins (of a backward: ms before its end), the length, and that of its transfers."""
     gathered, shards = sum(sizes.gathered), training.shards
     link_bytes = (1 if phase == "forward" else 2) * (shards - 1) / shards * gathered  # the gather, and the reduction
     if phase == "backward" and training.replicas > 1:
@@ -202,7 +182,12 @@ def _turns(
     link_ms = link_bytes / (machine.network_gb_per_s if crosses_hosts else machine.peer_gb_per_s) / 1e6
     turns = [(one.group, _turn_ms(one, sizes, training, machine)) for one in trace if one.phase == phase]
     longer = max(1.0, link_ms / sum(ms for _, ms in turns))
-    return [(group, longer * ms) for group, ms in turns], link_ms
+    begins: dict[int, float] = {}
+    now_ms = 0.0
+    for group, ms in turns if phase == "forward" else turns[::-1]:
+        begins.setdefault(group, now_ms)
+        now_ms += longer * ms
+    return begins, now_ms, link_ms
 
 
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:

@@ -60,10 +60,12 @@ def trace(
     The last of ``groups`` is the root, which has the parameters that are left. ``loss_of`` makes its inputs on the meta
     device. ``"full"`` recomputes each group but the root in the backward.
     """
-    names = {module: name for name, module in model.named_modules()}
-    clone = _on_meta(model, compute_dtype).train()
-    modules = dict(clone.named_modules())
-    units = [modules[names[group]] for group in groups]
+    memo: dict[int, Any] = {}  # copies of tensors, which have no data
+    for leaf in (*model.parameters(), *model.buffers()):
+        meta = torch.empty_like(leaf, device="meta", dtype=compute_dtype if leaf.is_floating_point() else None)
+        memo[id(leaf)] = nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else meta
+    clone = copy.deepcopy(model, memo).train()
+    units = [memo[id(group)] for group in groups]
     if checkpointing == "full":
         for unit in units[:-1]:
             unit.forward = functools.partial(_recomputed, unit.forward)
@@ -72,17 +74,8 @@ def trace(
         loss = loss_of(clone)
         recorder.phase = "backward"
         loss.backward()
-    recorder.close()
+    recorder.turn_to(None)
     return tuple(recorder.segments)
-
-
-def _on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy the modules, with tensors that have no data."""
-    memo: dict[int, Any] = {}
-    for leaf in (*model.parameters(), *model.buffers()):
-        meta = torch.empty_like(leaf, device="meta", dtype=dtype if leaf.is_floating_point() else None)
-        memo[id(leaf)] = nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else meta
-    return copy.deepcopy(model, memo)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,22 +107,19 @@ class _Recorder(TorchDispatchMode):
 
     def _forward_begins(self, number: int, module: nn.Module, args: object) -> None:
         if self.phase == "forward":  # else it is a recomputation, in the group's backward
-            self._begin(number)
+            self.turn_to(number)
 
     def _forward_ends(self, number: int, module: nn.Module, args: object, output: object) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if self.phase == "forward" and tensors:
-            tensors[0].register_hook(lambda grad: self._begin(number))  # the group's backward begins
+            tensors[0].register_hook(lambda grad: self.turn_to(number))  # the group's backward begins
 
-    def _begin(self, number: int) -> None:
-        self.close()
-        self._turn = (self.phase, number)
-
-    def close(self) -> None:
-        """Close the turn in progress."""
+    def turn_to(self, number: int | None) -> None:
+        """End the turn in progress, and begin that of a group."""
         if self._turn is not None:
             self.segments.append(Segment(*self._turn, self._peak_bytes, self._work))
             self._work = {}
+        self._turn = None if number is None else (self.phase, number)
         self._peak_bytes = self._live_bytes
 
     def _add(self, nbytes: int) -> None:

@@ -1,5 +1,6 @@
 """The training that a plan is for: the side of it that the user says, checked when it is made."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -38,12 +39,9 @@ class Training:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name, values in {
-            **dict.fromkeys(("dtype", "compute_dtype"), tuple(DTYPES)),
-            "optimizer": tuple(OPTIMIZERS),
-            "masters": get_args(Masters),
-            "checkpointing": get_args(Checkpointing),
-        }.items():
+        choices: dict[str, Collection[str]] = {"dtype": DTYPES, "compute_dtype": DTYPES, "optimizer": OPTIMIZERS}
+        choices |= {"masters": get_args(Masters), "checkpointing": get_args(Checkpointing)}
+        for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r}")
         if self.ranks % self.replicas:

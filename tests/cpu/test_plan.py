@@ -17,10 +17,10 @@ from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.plan import Forecast, Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
+from fsdp_offload.plan.forecast import lines_to_write
 from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Sizes
 from fsdp_offload.plan.model import FAMILIES, builtin_models
-from fsdp_offload.plan.policies import lines_to_write
 from fsdp_offload.plan.training import DTYPES, Masters, Training
 from fsdp_offload.policy import MIB
 from tests.parity import attach
