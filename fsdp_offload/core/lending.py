@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ..optimizers import Conventions
-from ..state.adopt import adopt, is_exchanged
-from ..state.layout import Reader
-from ..state.shard import Home, StateShard
-from ..state.store import StateStore
+from ..state.shard import Home, Reader, StateShard
+from ..state.store import StateStore, adopt, is_exchanged
 from ..torch_compat.dtensor import version_of
 from .buckets import Bucket
 from .homes import Plan

@@ -4,14 +4,28 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..torch_compat.dtensor import local_shard, over_local
-from .layout import LeafLayout, Reader, StateLayout
+from .layout import LeafLayout, StateLayout
+
+
+class Reader(Protocol):
+    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
+
+    def is_reading(self) -> bool:
+        """Return whether it may still look at what it was given."""
+
+    def wait(self) -> None:
+        """Block until it no longer does."""
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called when it no longer does, before anybody may write."""
 
 
 @dataclass(eq=False)
