@@ -49,8 +49,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ..optimizers.masters import MASTER, can_rebuild
 from ..state.mapping import LEFT_OUT
 from ..torch_compat.checkpoint import storage_reader_for
-from ..torch_compat.dtensor import is_dtensor, local_shard
-from .chunks import Shape, is_placed_as_dcp_reads
+from ..torch_compat.dtensor import local_shard
+from .chunks import Shape, why_misread
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -449,22 +449,6 @@ def _root(path: Sequence[object]) -> str:
 
 
 # --- what DCP's plan does --------------------------------------------------------------------------------------------
-
-
-def why_misread(value: object) -> str | None:
-    """Why DCP would take a DTensor for other elements than it has, or ``None``.
-
-    It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
-    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
-    of Megatron-FSDP, mesh dimensions in another order) it would read and fill wrongly.
-    """
-    if not isinstance(value, Tensor) or not is_dtensor(value) or hasattr(local_shard(value), "__create_chunk_list__"):
-        return None
-    try:
-        is_right = is_placed_as_dcp_reads(value)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None if is_right else "its local tensor is not the rectangle that its placements, left to right, name"
 
 
 class ReadPart(NamedTuple):

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ..torch_compat.dtensor import local_shard
-from .loading import listed, why_misread
+from .chunks import why_misread
+from .loading import listed
 from .shard_tensor import ShardTensor
 
 
