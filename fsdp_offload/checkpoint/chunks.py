@@ -185,13 +185,11 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
     for chunk in part.chunks:
         if not chunk.numel:
             continue
-        # One stretch, if no dimension behind the first that is longer than one index is cut.
-        first = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
-        starts_at = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
-        is_stretch = chunk.sizes[first + 1 :] == part.global_shape[first + 1 :]
-        if not is_stretch or chunk.local_start != end - begin or (end and starts_at != end):
+        first = sum(map(int.__mul__, chunk.offsets, strides))
+        length = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
+        if length != chunk.numel or chunk.local_start != end - begin or (end and first != end):
             return None
-        begin, end = (begin if end else starts_at), starts_at + chunk.numel
+        begin, end = (begin if end else first), first + length
     return begin, end
 
 
@@ -267,9 +265,7 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
             "each lies in it; wrap it with fsdp_offload.checkpoint.with_chunks"
         )
     at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
-    offsets, sizes = at_end, (0, *global_shape[1:])
-    for chunk in said:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    offsets, sizes = (tuple(said[0].offsets), tuple(said[0].sizes)) if said else (at_end, (0, *global_shape[1:]))
     inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, global_shape, strict=True))
     if math.prod(sizes) != local.numel() or not inside:
         raise ValueError(
@@ -378,7 +374,7 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
         )
     chunks = []
     local_start = 0
-    for within, chunk_sizes in _flat_rectangles(sizes, begin, end) if begin < end else ():
+    for within, chunk_sizes in _flat_rectangles(sizes, begin, end):
         shifted = tuple(map(int.__add__, offsets, within))
         chunks.append(Chunk(shifted, chunk_sizes, local_start, contiguous_strides(chunk_sizes)))
         local_start += math.prod(chunk_sizes)
@@ -390,24 +386,20 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
 
 def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
     """A head in the first row, whole rows, and a tail in the last; head and tail are ranges of one dimension less."""
+    if begin == end:
+        return
     if not sizes:
         yield (), ()
         return
     row_numel = math.prod(sizes[1:])
-    first, skipped = divmod(begin, row_numel)
-    last, kept = divmod(end, row_numel)
-    if first == last:
-        yield from _in_row(first, sizes, skipped, kept)
-        return
-    if skipped:
-        yield from _in_row(first, sizes, skipped, row_numel)
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in sizes[1:])), (last - first, *sizes[1:])
-    if kept:
-        yield from _in_row(last, sizes, 0, kept)
-
-
-def _in_row(row: int, sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
-    for offsets, inner_sizes in _flat_rectangles(sizes[1:], begin, end):
-        yield (row, *offsets), (1, *inner_sizes)
+    while begin < end:
+        row, skipped = divmod(begin, row_numel)
+        rows = 0 if skipped else (end - begin) // row_numel
+        if rows:
+            yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            begin += rows * row_numel
+        else:
+            kept = min(row_numel, skipped + end - begin)
+            for offsets, inner_sizes in _flat_rectangles(sizes[1:], skipped, kept):
+                yield (row, *offsets), (1, *inner_sizes)
+            begin += kept - skipped

@@ -30,7 +30,9 @@ import math
 import os
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -73,37 +75,31 @@ HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "t
 
 
 class Problem(Enum):
-    """Mistakes in keys, and ways to mend them."""
+    """Mistakes, in the plural, and ways to mend them."""
 
     MISSING = (
-        "requested, but not in the checkpoint",
-        (
-            "Is it of another model, or saved with another flatten_optimizer_state_dict? allow_missing=[patterns] "
-            "leaves such keys as they are. That parameters had no state when they were saved in the nested layout, "
-            "load() alone finds out."
-        ),
+        "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
+        "flatten_optimizer_state_dict? allow_missing=[patterns] leaves such keys as they are. That parameters had no "
+        "state when they were saved in the nested layout, load() alone finds out."
     )
     EXTRA = (
-        "in the checkpoint, but not requested",
-        (
-            "Request them too (get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet), "
-            "or leave them in the checkpoint with allow_extra=[patterns]."
-        ),
+        "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
+        "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
     )
-    KIND = ("a tensor, where an object was saved", "Put a value of the saved kind into the state dict.")
+    KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
     DTYPE = (
-        "of another dtype than in the checkpoint, and would be cast",
-        "Load into tensors of the saved dtype, or cast on purpose with allow_cast=[patterns].",
+        "of another dtype than in the checkpoint, and would be cast: {}. Load into tensors of the saved dtype, or cast "
+        "on purpose with allow_cast=[patterns]."
     )
     DESTINATION = (
-        "that DCP cannot load into correctly",
-        "Redistribute them, or give their local tensors chunks with fsdp_offload.checkpoint.with_chunks.",
+        "that DCP cannot load into correctly: {}. Redistribute them, or give their local tensors chunks with "
+        "fsdp_offload.checkpoint.with_chunks."
     )
-    OVERLAP = ("stored twice in part", "Which of the two is loaded would depend on the order of reading.")
-    HOLE = ("only partly in the checkpoint", "What is not there would keep its old values.")
+    OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
+    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
     FILE = (
-        "files that this rank needs, which are not as they were saved",
-        "Was the checkpoint copied in part, or did its save not end?",
+        "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part, or did "
+        "its save not end?"
     )
 
 
@@ -241,9 +237,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _listed_parameters(self, stored: Mapping[str, Any]) -> dict[str, set[str]]:
         """Root of optimizer state (``…state.``) → the FQNs that the param groups beside it list."""
-        entries = [(key, root, entry) for key in stored for root, entry in _beside_groups(key)]
-        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
+        entries = [(key, *found) for key in stored if (found := _beside_groups(key)) is not None]
         lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
+        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
         for _, root, entry in entries:
             if root not in lists.values():
                 listed[root].add(entry.rpartition(".")[0])
@@ -264,7 +260,7 @@ class LoadPlanner(DefaultLoadPlanner):
         ``param_groups``, also where none of it is requested.
         """
         roots = {_root(self.mappings[key]) for key in self.state_dict}
-        roots |= {root.removesuffix(".") for key in self.state_dict for root, _ in _beside_groups(key)}
+        roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
         parameters = {key.rpartition(".")[0] for key in self.state_dict}
         return [
             (Problem.EXTRA, key, "")
@@ -281,17 +277,16 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
-        is_flat = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)
-        if not is_flat or value.dim() == 1 or tuple(entry.size) != (value.numel(),):  # type: ignore[attr-defined]
+        if not (isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)):
             return value
-        try:
+        if value.dim() == 1 or tuple(entry.size) != (value.numel(),):
+            return value
+        with suppress(TypeError, ValueError):  # what is wrong with it is told below
             flat = in_one_dimension(value)
-        except (TypeError, ValueError):  # what is wrong with it is told below
-            return value
-        if flat is None:
-            return value
-        self._shaped[key] = value
-        return flat
+            if flat is not None:
+                self._shaped[key] = value
+                return flat
+        return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):
@@ -310,12 +305,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check_metadata(self) -> None:
         """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
-        reader = self.reader
-        if reader is None or getattr(reader, "use_collectives", True):
-            return
-        path = reader.fs.concat_path(reader.path, ".metadata")
-        if reader.fs.exists(path):
-            raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
+        if self.reader is not None and not getattr(self.reader, "use_collectives", True):
+            path = self.reader.fs.concat_path(self.reader.path, ".metadata")
+            if self.reader.fs.exists(path):
+                raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
 
     def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
         """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
@@ -421,12 +414,11 @@ def _dtype_of(value: object) -> torch.dtype | None:
     return local_shard(value).dtype if isinstance(value, Tensor) else None
 
 
-def _beside_groups(key: str) -> Iterator[tuple[str, str]]:
+def _beside_groups(key: str) -> tuple[str, str] | None:
     """Of a key below some ``param_groups``, the root of the state beside it, and the key below that."""
     dotted = f".{key}"
     groups = _GROUPS.search(dotted)
-    if groups is not None:
-        yield f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :]
+    return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
 
 
 def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
@@ -461,32 +453,26 @@ class ReadPart(NamedTuple):
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
     """Elements of this rank that DCP's plan writes never or twice."""
-    parts: dict[str, dict[Shape, list[ReadPart]]] = {}  # by key and offset of the destination's chunk
+    chunks: dict[str, dict[object, list[ReadPart]]] = defaultdict(lambda: defaultdict(list))  # of the destination
     for item in items:
         if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
             part = ReadPart(tuple(item.dest_offsets), tuple(item.lengths), tuple(item.storage_index.offset or ()))
-            chunks = parts.setdefault(item.dest_index.fqn, {})
-            chunks.setdefault(tuple(item.dest_index.offset or ()), []).append(part)
+            chunks[item.dest_index.fqn][item.dest_index.offset].append(part)
     for key, value in requested.items():
         if not isinstance(value, Tensor):
             continue
-        by_chunk = parts.get(key, {}).values()
-        overlap = next((pair for of_chunk in by_chunk if (pair := overlapping(of_chunk)) is not None), None)
+        overlap = next(filter(None, map(overlapping, chunks[key].values())), None)
         if overlap is not None:  # the sum of the sizes says nothing then
             yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
             continue
         # As many as there are, and no two the same: all of them.
-        covered, needed = sum(math.prod(part.sizes) for of_chunk in by_chunk for part in of_chunk), _local_numel(value)
+        covered = sum(math.prod(part.sizes) for parts in chunks[key].values() for part in parts)
+        local = local_shard(value)
+        # A ShardedTensor, or a LocalShardsWrapper, has several.
+        shards = local.local_shards() if hasattr(local, "local_shards") else [local]
+        needed = sum(getattr(shard, "tensor", shard).numel() for shard in shards)
         if covered != needed:
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
-
-
-def _local_numel(value: Tensor) -> int:
-    local = local_shard(value)
-    local_shards = getattr(local, "local_shards", None)  # of a ShardedTensor, or of LocalShardsWrapper
-    if local_shards is None:
-        return local.numel()
-    return sum(getattr(shard, "tensor", shard).numel() for shard in local_shards())
 
 
 def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
@@ -496,23 +482,7 @@ def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
     group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
     pair by pair.
     """
-    undivided = [parts]
-    while undivided:
-        group = undivided.pop()
-        if len(group) < 2:
-            continue
-        divided = _divided(group)
-        if len(divided) > 1:
-            undivided += divided
-            continue
-        for first, second in itertools.combinations(group, 2):
-            if _overlap(first, second):
-                return first, second
-    return None
-
-
-def _divided(parts: list[ReadPart]) -> list[list[ReadPart]]:
-    for dim in range(len(parts[0].offsets)):
+    for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
         groups: list[list[ReadPart]] = []
         end = -1
         for part in sorted(parts, key=lambda part: part.offsets[dim]):
@@ -521,8 +491,8 @@ def _divided(parts: list[ReadPart]) -> list[list[ReadPart]]:
             groups[-1].append(part)
             end = max(end, part.offsets[dim] + part.sizes[dim])
         if len(groups) > 1:
-            return groups
-    return [parts]
+            return next(filter(None, map(overlapping, groups)), None)
+    return next((pair for pair in itertools.combinations(parts, 2) if _overlap(*pair)), None)
 
 
 def _overlap(first: ReadPart, second: ReadPart) -> bool:
@@ -541,7 +511,7 @@ def _refusal(found: Iterable[Found]) -> ValueError:
     by_problem: dict[Problem, list[str]] = {}
     for problem, key, detail in found:
         by_problem.setdefault(problem, []).append(f"{key} ({detail})" if detail else key)
-    lines += [f"- {len(texts)} {p.value[0]}: {listed(texts)}. {p.value[1]}" for p, texts in by_problem.items()]
+    lines += [f"- {len(texts)} {problem.value.format(listed(texts))}" for problem, texts in by_problem.items()]
     return ValueError("\n".join(lines))
 
 
