@@ -9,18 +9,7 @@ Everything before the last arrow is planning, from metadata and DCP's plan alone
 with their exceptions, before any rank reads: an error on one rank is one on all, and then nothing has changed on any.
 No collective is added.
 
-Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix, and may be left out:
-
-=======================================  ==============================================================================
-key                                      left out without asking
-=======================================  ==============================================================================
-missing ``state.{fqn}.*``                if the checkpoint lists the parameter in its groups, and no state of it at all:
-                                         it had none when it was saved. The nested layout lists parameters in values:
-                                         :func:`load` reads those, and a planner alone refuses
-missing ``….master_param``               floating point: the caller rebuilds it from the parameter. The lower bits of a
-                                         parameter, kept as integers, cannot be made from it
-extra ``….master_param``                 the same, if other state of its parameter is requested: a copy of the parameter
-=======================================  ==============================================================================
+Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
 """
 
 import copy
@@ -44,7 +33,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -117,8 +106,15 @@ class LoadPlanner(DefaultLoadPlanner):
     range of the elements.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
-    model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part. State
-    that its parameters never had, and masters that can be rebuilt, may be missing without asking.
+    model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
+
+    Left out without asking:
+
+    - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
+      saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;
+    - a missing ``master_param`` of floating point, which the caller rebuilds from the parameter; the lower bits of a
+      parameter, kept as integers, cannot be made from it;
+    - such a master in the checkpoint, if other state of its parameter is requested.
 
     What is left out stays as it was in the state dict. So does everything, meta tensors included, after a refusal.
 
@@ -259,7 +255,9 @@ class LoadPlanner(DefaultLoadPlanner):
         In scope is what shares its first component with something requested, and the state beside requested
         ``param_groups``, also where none of it is requested.
         """
-        roots = {_root(self.mappings[key]) for key in self.state_dict}
+        paths = (self.mappings[key] for key in self.state_dict)
+        # The outermost key; of a dict that was flattened by its maker, the first component.
+        roots = {str(path[0]) if len(path) > 1 else str(path[0]).partition(".")[0] for path in paths}
         roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
         parameters = {key.rpartition(".")[0] for key in self.state_dict}
         return [
@@ -291,10 +289,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):
             return  # DCP refuses it for a stored tensor
-        if isinstance(entry, BytesStorageMetadata):
+        if not isinstance(entry, TensorStorageMetadata):
             yield Problem.KIND, key, ""
             return
-        dtype, stored = local_shard(value).dtype, _dtype_of(entry)
+        dtype, stored = local_shard(value).dtype, entry.properties.dtype
         if dtype != stored and not self._may_be_cast(key):
             yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
         unfit = why_misread(value)
@@ -365,20 +363,12 @@ def load(
     planner = LoadPlanner() if planner is None else planner
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
-    # The latter has its metadata in the very files, and opens them as a whole.
-    has_files = isinstance(storage_reader, FileSystemReader) and not isinstance(
-        storage_reader, HuggingFaceStorageReader
-    )
-    planner.reader = storage_reader if has_files else None  # type: ignore[assignment]  # mypy does not see through
+    # The reader of safetensors has its metadata in the very files, and opens them as a whole.
+    if isinstance(storage_reader, FileSystemReader) and not isinstance(storage_reader, HuggingFaceStorageReader):
+        planner.reader = storage_reader
+    where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
     try:
-        dcp_loader.load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+        dcp_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     return planner.loaded
@@ -403,15 +393,9 @@ def _is_state(key: str) -> bool:
 
 def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
-    dtype = _dtype_of(value)
-    return key.endswith(f".{MASTER}") and dtype is not None and can_rebuild(dtype)
-
-
-def _dtype_of(value: object) -> torch.dtype | None:
-    """The dtype of a tensor, requested or stored; of what is in a DTensor, as that is what is copied into."""
-    if isinstance(value, TensorStorageMetadata):
-        return value.properties.dtype
-    return local_shard(value).dtype if isinstance(value, Tensor) else None
+    stored_or_requested = value.properties if isinstance(value, TensorStorageMetadata) else value
+    dtype = getattr(stored_or_requested, "dtype", None)
+    return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
 
 
 def _beside_groups(key: str) -> tuple[str, str] | None:
@@ -432,12 +416,6 @@ def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
             if name in fqns:
                 return f"{root}{name}"
     return None
-
-
-def _root(path: Sequence[object]) -> str:
-    """The outermost key; of a dict that was flattened by its maker, the first component."""
-    first = str(path[0])
-    return first if len(path) > 1 else first.partition(".")[0]
 
 
 # --- what DCP's plan does --------------------------------------------------------------------------------------------

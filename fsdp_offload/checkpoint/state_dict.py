@@ -8,16 +8,8 @@
 Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
 is, without the device and without a collective.
 
-============================================  =========================================================================
-torch's function                              this one
-============================================  =========================================================================
-KeyError after a forward without backward     finds the sharded parameters
-runs a hidden step where there is no state    nothing is made up; ``for_load=True`` gives reserved homes to load into
-casts and moves what is loaded                keeps dtypes; loaded bytes are where they belong already
-a load that matched nothing trains from zero  is an error, as is one that filled a parameter's state only in part
-``NotImplementedError`` when flattening       passes any value through
-saves stale fp32 ``master_param``             leaves them out, and needs none in what it loads
-============================================  =========================================================================
+What torch's own functions do otherwise: a KeyError after a forward without backward; a hidden step where there is no
+state; loaded tensors are cast and moved; a load that matched nothing trains from zero.
 """
 
 from collections.abc import Callable, Iterable, Mapping
