@@ -13,7 +13,7 @@ state; loaded tensors are cast and moved; a load that matched nothing trains fro
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -189,10 +189,9 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 
     So Megatron-LM's pull request 4623 keeps state on the host.
     """
-    flat = local_shard(value)
-    if not is_dtensor(value) or not is_dtensor(param) or value.shape != (param.numel(),) or param.dim() == 1:
+    if not (is_dtensor(value) and is_dtensor(param)) or value.shape != (param.numel(),) or param.dim() == 1:
         return False
-    if flat.dim() != 1 or flat.numel() != local_shard(param).numel():
+    if local_shard(value).shape != (local_shard(param).numel(),):
         return False
     wanted = flat_range_of(chunks_of(param))
     is_nominal = says_its_chunks(param) and not says_its_chunks(value)
@@ -223,10 +222,7 @@ class _Attached:
 
     optimizer: Optimizer
     engine: Engine
-    params: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    params: list[Tensor]
 
     @property
     def states(self) -> OffloadedState:
@@ -380,5 +376,5 @@ def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list
                 f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
                 f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
             )
-        found.append(_Attached(target, engine))
+        found.append(_Attached(target, engine, [param for group in target.param_groups for param in group["params"]]))
     return found

@@ -105,7 +105,7 @@ class Lending:
         """The state of ``moved`` lives in their other place from now on, and ``states`` says so. Nothing is copied."""
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
-            shard.flip()
+            shard.side = 1 - shard.side
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
 
 

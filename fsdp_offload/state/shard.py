@@ -124,12 +124,7 @@ class StateShard:
     @property
     def homes(self) -> dict[str, Tensor]:
         """The tensors that ``optimizer.state[param]`` holds, by name."""
-        return self.places[self.side].values
-
-    @property
-    def home_leaves(self) -> dict[str, list[Tensor]]:
-        """The dense tensors inside ``homes``, by name."""
-        return self.places[self.side].leaves
+        return self.home.values
 
     def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
         """The state in one of its places, or a flat range of it, as the optimizer sees it."""
@@ -150,12 +145,8 @@ class StateShard:
             home.values[name] = over_local(self.param, built) if self.on_locals else built
         return home
 
-    def flip(self) -> None:
-        """Live in the other one of two places from now on. Nothing is copied."""
-        self.side = 1 - self.side
-
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
-        leaves = [leaf.to(device, copy=True) for leaf in self.home_leaves[name]]
+        leaves = [leaf.to(device, copy=True) for leaf in self.home.leaves[name]]
         built = self.layout.values[name].build(leaves)
         return over_local(self.param, built) if self.on_locals else built

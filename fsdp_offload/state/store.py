@@ -119,7 +119,7 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
     ]
     for shard, _, name, value in exchanged:
         _check_fits(shard, name, value)
-    overwritten = {leaf.data_ptr() for shard, _, name, _ in exchanged for leaf in shard.home_leaves[name]} - {0}
+    overwritten = {leaf.data_ptr() for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name]} - {0}
     copies: list[tuple[Tensor, Tensor]] = []
     for shard, _, name, value in exchanged:
         for source, target in zip(leaves_of(value), leaves_of(shard.homes[name]), strict=True):
