@@ -175,10 +175,8 @@ class LoadPlanner(DefaultLoadPlanner):
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
         extra = self._extra(stored)
-        if problems:
-            raise _refusal([*problems, *extra])
-        plan: LoadPlan = create_default_local_load_plan(common, self.metadata)
-        problems = [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
+        plan = LoadPlan([]) if problems else create_default_local_load_plan(common, self.metadata)
+        problems = problems or [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
         self.state_dict = common
@@ -507,14 +505,10 @@ def _copied(value: Any) -> Any:
 
 
 def _place(root: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """The container of what lies at ``path``, and its key there."""
-    for step in path[:-1]:
-        root = root[_key(root, step)]
-    return root, _key(root, path[-1])
-
-
-def _key(container: Any, step: Any) -> Any:
-    """DCP turns all keys of dicts into strings."""
-    if isinstance(container, Mapping) and step not in container:
-        return next(key for key in container if str(key) == step)
-    return step
+    """The container of what lies at ``path``, and its key there: DCP turns all keys of dicts into strings."""
+    container = key = None
+    for step in path:
+        is_renamed = isinstance(root, Mapping) and step not in root
+        container, key = root, next(own for own in root if str(own) == step) if is_renamed else step
+        root = root[key]
+    return container, key

@@ -100,15 +100,14 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     Raises:
         ValueError: it is none of them.
     """
-    if is_fsdp_dtensor(state_dict):
-        return SavedByFqn(*({fqn: dict(of) for fqn, of in state_dict[key].items()} for key in ("state", GROUP_META)))
-    if isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get("param_groups"), Sequence):
+    groups = state_dict.get("param_groups")
+    entries = state_dict.get(GROUP_META)
+    if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
         entries = {
-            fqn: {name: value for name, value in group.items() if name != "params"}
-            for group in state_dict["param_groups"]
-            for fqn in group["params"]
+            fqn: {n: v for n, v in group.items() if n != "params"} for group in groups for fqn in group["params"]
         }
-        return SavedByFqn({fqn: dict(state) for fqn, state in state_dict["state"].items()}, entries)
+    if isinstance(state_dict.get("state"), Mapping) and isinstance(entries, Mapping):
+        return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in (state_dict["state"], entries)))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
         raise ValueError(
