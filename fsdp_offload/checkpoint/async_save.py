@@ -158,13 +158,10 @@ class ArenaStager(AsyncStager):
 
 
 class _Staging:
-    """Makes the staged dict: what is at home is lent, everything else that training may change is copied.
+    """Makes the staged dict: what is at home is lent, everything else that training may change is ``copied``.
 
     Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
     find its dense tensors (*leaves*), to stage those, and to put it together again.
-
-    Attributes:
-        copied: leaves that are not at home.
     """
 
     def __init__(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> None:
@@ -345,11 +342,7 @@ class Loan:
         return self.thread is not None and not self.thread.is_alive()
 
     def wait(self) -> None:
-        """Block until it no longer does.
-
-        Raises:
-            RuntimeError: nobody has begun to read for a long time.
-        """
+        """Block until it no longer does; a RuntimeError if nobody begins to read."""
         give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
             if self.thread is None and time.monotonic() > give_up:
@@ -384,11 +377,7 @@ class StagedDict(dict[str, Any]):
         return super().__getattribute__(name)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As ``dict.items``; in the writing thread the only time.
-
-        Raises:
-            RuntimeError: the writing thread has had them already.
-        """
+        """As ``dict.items``; in the writing thread once."""
         if self._is_handed_over:
             raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
         if threading.current_thread() is not self._loan.thread:

@@ -62,11 +62,7 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One hyper-rectangle of the global tensor.
-
-    ``offsets`` and ``sizes`` are in the global tensor; ``local_start`` and ``local_strides`` say, in elements, where
-    it lies in this rank's contiguous buffer.
-    """
+    """One hyper-rectangle of the global tensor, and where it lies, in elements, in this rank's contiguous buffer."""
 
     offsets: Shape
     sizes: Shape
@@ -176,10 +172,7 @@ def why_misread(value: object) -> str | None:
 
 
 def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
-    """Begin and end of ``part`` in the global tensor's elements, row by row; ``None`` if those are not one range.
-
-    An empty part is ``(0, 0)``.
-    """
+    """Begin and end of ``part`` in the global tensor's elements, ``(0, 0)`` if empty; ``None``: not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
     for chunk in part.chunks:
@@ -277,10 +270,7 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
 
 
 def tensor_parallel_ranks(tensor: Tensor) -> int | None:
-    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells.
-
-    Where Megatron-FSDP has no tensor parallelism, one rank has all.
-    """
+    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
     if not isinstance(tensor, DTensor):
         return None
     for mesh_dim in _tp_dims(tensor):
@@ -362,9 +352,6 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
     At most ``2 * ndim - 1``, in order, each a consecutive stretch of the flat local buffer. (Rectangles that lie
     scattered in the buffer could in rare cases be one fewer; reading and writing them would be strided.) An empty range
     is one chunk without elements at the end of dimension 0, as an empty ``Shard(0)``; a 0-dim tensor has no such chunk.
-
-    Raises:
-        ValueError: the range does not lie within the rectangle.
     """
     offsets, sizes = rectangle
     if not 0 <= begin <= end <= math.prod(sizes):

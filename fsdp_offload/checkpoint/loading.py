@@ -156,12 +156,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together.
-
-        Raises:
-            ValueError: names all that is wrong on this rank. DCP's own, if a shape is.
-            RuntimeError: ``.metadata`` is damaged.
-        """
+        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together."""
         requested: dict[str, Any] = self.state_dict
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
@@ -183,11 +178,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans as they are.
-
-        Raises:
-            ValueError: extra keys that no rank loads.
-        """
+        """On the coordinator: the plans as they are, if some rank loads each extra key."""
         extra = {key for plan in global_plan for key in plan.planner_data or ()}
         if extra:
             extra -= {item.dest_index.fqn for plan in global_plan for item in plan.items}
@@ -248,11 +239,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return listed
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
-        """Stored keys in scope that this rank does not request.
-
-        In scope is what shares its first component with something requested, and the state beside requested
-        ``param_groups``, also where none of it is requested.
-        """
+        """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
         paths = (self.mappings[key] for key in self.state_dict)
         # The outermost key; of a dict that was flattened by its maker, the first component.
         roots = {str(path[0]) if len(path) > 1 else str(path[0]).partition(".")[0] for path in paths}
@@ -404,10 +391,7 @@ def _beside_groups(key: str) -> tuple[str, str] | None:
 
 
 def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
-    """Root and FQN of the listed parameter whose state ``key`` is.
-
-    The longest name that fits: those of state values may have dots as well, where values are dicts.
-    """
+    """Root and FQN of the listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
     for root, fqns in listed.items():
         name = key.removeprefix(root) if key.startswith(root) else ""
         while name := name.rpartition(".")[0]:

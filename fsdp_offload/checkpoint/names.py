@@ -95,11 +95,7 @@ def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
 
 
 def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
-    """Any of the forms, by FQN.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Any of the forms, by FQN; a ValueError if it is none of them."""
     groups = state_dict.get("param_groups")
     entries = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
@@ -167,22 +163,14 @@ class Experts:
 
 
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
-    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name.
-
-    Raises:
-        ValueError: see :func:`check_experts`.
-    """
+    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name."""
     names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
     check_experts(((name, param) for param, name in names.items()), experts)
     return names if experts is None else {param: experts.global_name(name) for param, name in names.items()}
 
 
 def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> None:
-    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name.
-
-    Raises:
-        ValueError: shows one, and the line to write.
-    """
+    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name."""
     lacking = [name for name, value in named if may_be_local(name, value)] if experts is None else []
     if lacking:
         raise ValueError(

@@ -27,11 +27,7 @@ class SavePlanner(DefaultSavePlanner):
     """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     def create_local_plan(self) -> SavePlan:
-        """DCP's plan.
-
-        Raises:
-            ValueError: names the DTensors, uneven ones or slices, that do not carry their chunks.
-        """
+        """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks."""
         wrong = [f"{key} ({why})" for key, value in self.state_dict.items() if (why := why_misread(value))]
         if wrong:
             raise ValueError(

@@ -185,10 +185,7 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
 
 
 def is_flat_state(param: Tensor, value: Tensor) -> bool:
-    """Return whether ``value`` has just this rank's elements of ``param``, in one dimension.
-
-    So Megatron-LM's pull request 4623 keeps state on the host.
-    """
+    """Return whether ``value`` has this rank's elements of ``param`` in one dimension (Megatron-LM's pull 4623)."""
     if not (is_dtensor(value) and is_dtensor(param)) or value.shape != (param.numel(),) or param.dim() == 1:
         return False
     if local_shard(value).shape != (local_shard(param).numel(),):

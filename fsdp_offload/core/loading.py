@@ -22,13 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
-    """The saved state by parameter, if all of it fits.
+    """The saved state by parameter; a ValueError if groups, names, shapes, dtypes or shardings do not fit.
 
     A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
-
-    Raises:
-        ValueError: groups or parameters do not correspond; state is missing, extra, or of another shape or dtype. Names
-            what was expected, what was found and where.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError(
