@@ -9,13 +9,22 @@ The staged dict is what ``dcp.async_save`` hands to its writing thread: it does 
 home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
+import bisect
 import copy
+import ctypes
 import gc
+import itertools
 import logging
+import sys
+import threading
+import time
+import traceback
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +38,16 @@ from ..planning.buckets import aligned
 from ..state.layout import describe_value, leaves_of
 from ..state.shard import Home
 from ..torch_compat.dtensor import local_shard, over_local
-from .writer_loan import Loan, StagedDict
 
 logger = logging.getLogger(__name__)
+
+_Key = tuple[Any, ...]  # identity of a tensor's elements, equal for tied weights, so that they are copied once
+
+_POLL_SECONDS = 0.005
+_BEGIN_SECONDS = 60  # a writing thread begins in milliseconds; one that never comes must not hang training for ever
+_LOOKED_AT_FRAMES = 8
+_PLAIN = (Tensor, torch.nn.Parameter)
+_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class ArenaStager(AsyncStager):
@@ -88,17 +104,22 @@ class ArenaStager(AsyncStager):
             RuntimeError: a save is still running (``when_busy="error"``), the optimizer's state is half updated, or
                 ``state_dict`` was made before the last step and state has moved since.
         """
-        self._wait_for_writer()
-        self._check_unspoiled()
-        engines = self._engines()
+        if self._loan is not None and self._loan.is_reading():
+            if self._when_busy == "error":
+                raise RuntimeError(
+                    "ArenaStager: the last asynchronous save is still being written. Wait for its future, save less "
+                    "often, or use ArenaStager(..., when_busy='wait')."
+                )
+            logger.info("the last asynchronous save is still being written; waiting for it")
+            self._loan.wait()
+        engines = self._unspoiled_engines()
         for engine in engines:
             engine.steps.check_usable("dcp.async_save()")
             engine.wait_all_home()
         with _no_garbage_collection():
-            loan, staging = Loan(), _Staging(state_dict, engines)
+            staging = _Staging(state_dict, engines)
             buffer = self._buffer_for(staging.copied.values(), engines)
-            loan.add(region for engine in engines for region in engine.plan.regions)
-            loan.add([buffer])
+            loan = Loan([buffer, *(region for engine in engines for region in engine.plan.regions)])
             staged = StagedDict(loan, staging.staged(loan, buffer))
             loan.seal()
         self._loan = loan
@@ -116,25 +137,14 @@ class ArenaStager(AsyncStager):
         if self._loan is not None:
             self._loan.wait()
         self._loan = self._buffer = None
-        self._check_unspoiled()
+        self._unspoiled_engines()
 
-    def _engines(self) -> list[Engine]:
-        return [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
-
-    def _check_unspoiled(self) -> None:
-        for engine in self._engines():
+    def _unspoiled_engines(self) -> list[Engine]:
+        """Those of optimizers that are still attached; none may have been written to during the last save."""
+        engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
+        for engine in engines:
             engine.lending.check_unspoiled()
-
-    def _wait_for_writer(self) -> None:
-        if self._loan is None or not self._loan.is_reading():
-            return
-        if self._when_busy == "error":
-            raise RuntimeError(
-                "ArenaStager: the last asynchronous save is still being written. Wait for its future, save less often, "
-                "or use ArenaStager(..., when_busy='wait')."
-            )
-        logger.info("the last asynchronous save is still being written; waiting for it")
-        self._loan.wait()
+        return engines
 
     def _buffer_for(self, leaves: Collection[Tensor], engines: Sequence[Engine]) -> Region:
         """Host memory for copies of ``leaves``; the same as last time if it is large enough."""
@@ -148,13 +158,10 @@ class ArenaStager(AsyncStager):
 
 
 class _Staging:
-    """Makes the staged dict: what is at home is lent, everything else that training may change is copied.
+    """Makes the staged dict: what is at home is lent, everything else that training may change is ``copied``.
 
     Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
     find its dense tensors (*leaves*), to stage those, and to put it together again.
-
-    Attributes:
-        copied: leaves that are not at home.
     """
 
     def __init__(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> None:
@@ -163,13 +170,13 @@ class _Staging:
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
-        self._lent: dict[Lending, dict[int, Home]] = {}
+        self._lent: dict[Lending, dict[int, Home]] = defaultdict(dict)
         self.copied: dict[_Key, Tensor] = {}
         self._state_dict = state_dict
-        self._tensors = [(tensor, _leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
+        self._tensors = [(tensor, leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
         self._keys = [self._key_of(leaf) for _, leaves in self._tensors for leaf in leaves]
 
-    def _key_of(self, leaf: Tensor) -> "_Key | None":
+    def _key_of(self, leaf: Tensor) -> _Key | None:
         """``None``: it is at home."""
         found = self._homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
         if found is not None and not found[2]:
@@ -179,14 +186,14 @@ class _Staging:
             )
         # Some columns of a home are read as they are, not from the home's first byte on.
         if found is None or leaf.stride() != _dense_stride(leaf):
-            key = _Key(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            key = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
             self.copied.setdefault(key, leaf.detach())
             return key
         lending, home, _ = found
-        self._lent.setdefault(lending, {})[id(home)] = home
+        self._lent[lending][id(home)] = home
         return None
 
-    def staged(self, loan: Loan, buffer: Region) -> dict[str, Any]:
+    def staged(self, loan: "Loan", buffer: Region) -> dict[str, Any]:
         """The state dict as it is now, over other memory; returns when all copies have arrived."""
         copies, keys = self._issue_copies(loan, buffer), iter(self._keys)
         tensors = (
@@ -200,9 +207,9 @@ class _Staging:
             torch.accelerator.current_stream(device).synchronize()
         return staged
 
-    def _issue_copies(self, loan: Loan, buffer: Region) -> "dict[_Key, Tensor]":
+    def _issue_copies(self, loan: "Loan", buffer: Region) -> dict[_Key, Tensor]:
         targets: dict[_Key, Tensor] = {}
-        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = {}
+        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
         offset = 0
 
         def copy_of(leaf: Tensor) -> Tensor:
@@ -213,28 +220,14 @@ class _Staging:
             return target.copy_(leaf, non_blocking=True)
 
         for key, leaf in self.copied.items():
-            if key.shape:
+            if leaf.dim():
                 targets[key] = copy_of(leaf)
             else:
-                counters.setdefault((key.dtype, key.device), []).append(key)
+                counters[leaf.dtype, leaf.device].append(key)
         for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
             together = copy_of(torch.stack([self.copied[key] for key in keys]))
             targets.update(zip(keys, together.unbind(), strict=True))
         return {key: loan.tensor(target) for key, target in targets.items()}
-
-
-class _Key(NamedTuple):
-    """Identity of a tensor's elements, equal for tied weights, so that they are copied once."""
-
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
@@ -254,11 +247,6 @@ def _replaced(values: Any, tensors: Iterator[Tensor]) -> Any:
     if type(values) in (list, tuple):
         return type(values)([_replaced(value, tensors) for value in values])
     return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
-
-
-def _leaves_of(value: Tensor) -> Sequence[Tensor]:
-    local = local_shard(value)
-    return (local,) if type(local) in _PLAIN else leaves_of(value)
 
 
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
@@ -285,3 +273,128 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class Loan:
+    """The memory of one staged dict, and who reads it: a :class:`~fsdp_offload.state.shard.Reader` of homes.
+
+    DCP does not tell a stager when the writer is done. The loan ends when the tensors over its memory are gone. A
+    writer that failed may leave its tensors to the exception that it raised, and that to whoever holds the future; but
+    its thread ends, so that counts as well: the first other one in which DCP looks into the staged dict.
+    """
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        """Take the memory that its tensors may be over."""
+        self._memory: list[tuple[int, Any]] = []  # where each begins, while the loan is made
+        self._alive: list[weakref.ref[Any]] = []
+        self._owner = threading.current_thread()
+        self.thread: threading.Thread | None = None  # that writes
+        self._looks: list[Callable[[], object]] = []
+        self._is_sealed = self._is_over = False
+        for region in regions:
+            if region.nbytes:
+                address = region.bytes.data_ptr()
+                memory = (ctypes.c_ubyte * region.nbytes).from_address(address)
+                memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
+                bisect.insort(self._memory, (address, memory), key=itemgetter(0))
+                self._alive.append(weakref.ref(memory, self._is_gone))
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
+        if not like.numel():
+            return like
+        address = like.data_ptr()
+        begin, memory = self._memory[bisect.bisect_right(self._memory, address, key=itemgetter(0)) - 1]
+        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=address - begin)
+        return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
+
+    def seal(self) -> None:
+        """The loan is made: from now on only its tensors hold the memory."""
+        self._memory.clear()
+        self._is_sealed = True
+        self._is_gone(None)
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called once nobody reads any more, before anybody may write: in the thread that has read."""
+        self._looks.append(look)
+
+    def _is_gone(self, _: object) -> None:
+        if self._is_sealed and not any(memory() is not None for memory in self._alive):
+            looks, self._looks = self._looks, []
+            for look in () if self._is_abandoned() else looks:
+                look()
+            self._is_over = True
+
+    def is_looked_into(self) -> None:
+        """Called in whatever thread looks into the staged dict."""
+        thread = threading.current_thread()
+        if self.thread is None and thread is not self._owner and _is_called_by_dcp():
+            self.thread = thread
+
+    def is_reading(self) -> bool:
+        """Return whether the writer may still look at what it was given."""
+        if self._is_abandoned():
+            self._looks.clear()  # what becomes of the memory from now on says nothing about a file
+            return False
+        return not self._is_over
+
+    def _is_abandoned(self) -> bool:
+        return self.thread is not None and not self.thread.is_alive()
+
+    def wait(self) -> None:
+        """Block until it no longer does; a RuntimeError if nobody begins to read."""
+        give_up = time.monotonic() + _BEGIN_SECONDS
+        while self.is_reading():
+            if self.thread is None and time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"an asynchronous save was staged, but for {_BEGIN_SECONDS} s no thread has begun to write it, and "
+                    "somebody keeps it. If dcp.async_save failed, let go of its future; ArenaStager.stage() alone "
+                    "lends state until its result is written or dropped."
+                )
+            if self.thread is None or self.thread is threading.current_thread():
+                time.sleep(_POLL_SECONDS)
+            else:
+                self.thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
+
+
+class StagedDict(dict[str, Any]):
+    """The top level of what is handed to the writer: tells the loan which thread that is.
+
+    It gives its contents to that thread once and forgets them, since ``torch.distributed.checkpoint`` keeps the dict
+    itself for longer than it writes: in the work item of its thread, and in the traceback of a save that failed.
+    """
+
+    def __init__(self, loan: Loan, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._loan = loan
+        self._is_handed_over = False
+
+    def __getattribute__(self, name: str) -> Any:
+        # The writing thread begins with isinstance(), which asks for __class__: so it is known before it looks at any
+        # value, also where the save fails at once (no such folder, an unknown scheme).
+        if name not in ("_loan", "_is_handed_over"):
+            self._loan.is_looked_into()
+        return super().__getattribute__(name)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """As ``dict.items``; in the writing thread once."""
+        if self._is_handed_over:
+            raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
+        if threading.current_thread() is not self._loan.thread:
+            return super().items()
+        handed = dict(super().items())
+        self.clear()
+        self._is_handed_over = True
+        return handed.items()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
+            "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
+        )
+
+
+def _is_called_by_dcp() -> bool:
+    """Return whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _LOOKED_AT_FRAMES)
+    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed") for frame, _ in frames)

@@ -6,13 +6,6 @@
     flat range of a rectangle (Megatron-FSDP, or the caller's) ── ragged_chunks ─────────────────┼─▶ ShardChunks
     ShardTensor, or a local tensor with ``__create_chunk_list__`` ──▶ what it says of itself ────┘
 
-=============  ========================================================================================================
-Cut            one mesh dimension's split of one tensor dimension, and which of its parts this rank has
-run            ``(start, length)``: consecutive indices of one tensor dimension. After cuts, a rank has a list of runs
-Chunk          one hyper-rectangle of the global tensor, and where its elements lie in the local buffer
-ShardChunks    all chunks of one rank: the whole of its part
-=============  ========================================================================================================
-
 Equal to torch's ``compute_local_shape_and_global_offset`` except where that is wrong: interleaved rows that leave
 several rectangles (it names one, of the total size), and a shard order of the spec or the mesh (it goes from left to
 right). Work and memory grow with the number of cuts and rectangles, never with rows. Results are cached: the state
@@ -22,7 +15,7 @@ tensors of a parameter, and parameters of the same shape, share one.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,26 +25,34 @@ from ..torch_compat.checkpoint import mesh_dims_in_order, split_factor
 from ..torch_compat.dtensor import local_shard, said_chunks
 
 Shape = tuple[int, ...]
-Run = tuple[int, int]
+Run = tuple[int, int]  # start and length of consecutive indices of one tensor dimension
 Rectangle = tuple[Shape, Shape]  # offsets, sizes
 FlatRange = tuple[int, int] | slice
 
-MEGATRON_INDEX = "megatron_fsdp_dist_index"
-"""The attribute of a parameter in which Megatron-FSDP keeps its meshes, and what their dimensions are called."""
+# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has what places it in two attributes
+# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64, 2026-08-22). Detached, copied or in a state
+# dict, a tensor does not have them any more.
 
 MEGATRON_SLICE = "megatron_fsdp_slice"
-"""The attribute of a parameter in which Megatron-FSDP keeps its flat range. Detached, copied or in a state dict, a
-tensor does not have it any more."""
+"""The flat range that this rank has, row by row, in coordinates of its *tensor-parallel* part.
+
+Empty ones may be ``(0, 0)`` or ``(numel, numel)``. Absent where nothing is sharded: then the placements say it all."""
+
+MEGATRON_INDEX = "megatron_fsdp_dist_index"
+"""Its meshes. ``tp_dim`` is the name of the mesh dimension of tensor parallelism, or ``None``.
+
+The parameter's own ``device_mesh`` has a dimension of that name only if tensor parallelism shards the parameter; its
+placement is that cut. The placements of the other dimensions are nominal."""
 
 # Ragged ranges are different for every parameter, rectangles are shared; an entry takes about a kilobyte.
 _CACHED_ENTRIES = 16_384
 
 
 class Cut(NamedTuple):
-    """Part number ``part`` of the ``parts`` of ``tensor_dim``, split as ``torch.chunk`` does.
+    """One mesh dimension's split: part number ``part`` of the ``parts`` of ``tensor_dim``, as ``torch.chunk`` does it.
 
-    With a ``split_factor`` above 1 the dimension is first split into that many blocks, each of them into ``parts``, and
-    the rank has that part of every block: what ``_StridedShard`` means.
+    With a ``split_factor`` above 1 the dimension is first split into that many blocks, and the rank has that part of
+    every block: what ``_StridedShard`` means.
     """
 
     tensor_dim: int
@@ -61,11 +62,7 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One hyper-rectangle of the global tensor.
-
-    ``offsets`` and ``sizes`` are in the global tensor; ``local_start`` and ``local_strides`` say, in elements, where
-    it lies in this rank's contiguous buffer.
-    """
+    """One hyper-rectangle of the global tensor, and where it lies, in elements, in this rank's contiguous buffer."""
 
     offsets: Shape
     sizes: Shape
@@ -76,6 +73,14 @@ class Chunk(NamedTuple):
     def numel(self) -> int:
         """Elements of the rectangle."""
         return math.prod(self.sizes)
+
+    def in_global(self, whole: Tensor) -> Tensor:
+        """View of the rectangle in a tensor that has all elements."""
+        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+
+    def in_local(self, local: Tensor) -> Tensor:
+        """View of it in this rank's buffer, whatever shape that has."""
+        return local.as_strided(self.sizes, self.local_strides, local.storage_offset() + self.local_start)
 
 
 class ShardChunks(NamedTuple):
@@ -146,52 +151,71 @@ def says_its_chunks(tensor: Tensor) -> bool:
     return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
 
 
-def is_placed_as_dcp_reads(tensor: Tensor) -> bool:
-    """Return whether this rank's part is one rectangle, and the one that DCP takes it for if nothing else is said.
+def why_misread(value: object) -> str | None:
+    """Why DCP would take a DTensor for other elements than it has, or ``None``.
 
-    DCP asks the DTensor, which goes from left to right through the placements whatever the shard order is.
+    It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
+    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
+    of Megatron-FSDP, mesh dimensions in another order) it would read and fill wrongly.
     """
-    assert isinstance(tensor, DTensor), "a plain tensor is whole"
-    own = chunks_of(tensor).rectangles
-    if len(own) > 1:
-        return False
-    read = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
-    return own == [(offsets, sizes) for offsets, sizes in read if 0 not in sizes]
+    if not isinstance(value, DTensor) or hasattr(local_shard(value), "__create_chunk_list__"):
+        return None
+    try:
+        own = chunks_of(value).rectangles
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if len(own) < 2:
+        read = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+        if own == [(offsets, sizes) for offsets, sizes in read if 0 not in sizes]:
+            return None
+    return "its local tensor is not the rectangle that its placements, left to right, name"
 
 
 def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
-    """Begin and end of ``part`` in the global tensor's elements, row by row; ``None`` if those are not one range.
-
-    An empty part is ``(0, 0)``.
-    """
+    """Begin and end of ``part`` in the global tensor's elements, ``(0, 0)`` if empty; ``None``: not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
     for chunk in part.chunks:
         if not chunk.numel:
             continue
-        # One stretch, if no dimension behind the first that is longer than one index is cut.
-        first = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
-        starts_at = sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True))
-        is_stretch = chunk.sizes[first + 1 :] == part.global_shape[first + 1 :]
-        if not is_stretch or chunk.local_start != end - begin or (end and starts_at != end):
+        first = sum(map(int.__mul__, chunk.offsets, strides))
+        length = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
+        if length != chunk.numel or chunk.local_start != end - begin or (end and first != end):
             return None
-        begin, end = (begin if end else starts_at), starts_at + chunk.numel
+        begin, end = (begin if end else first), first + length
     return begin, end
 
 
 def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
     if not isinstance(source, Tensor):
         return cut_chunks(tuple(source), ())
-    carried = getattr(local_shard(source), "shard_chunks", None)
+    local, global_shape = local_shard(source), tuple(source.shape)
+    carried = getattr(local, "shard_chunks", None)
     if isinstance(carried, ShardChunks):
         return carried
-    fsdp_slice = getattr(source, MEGATRON_SLICE, None)
-    if fsdp_slice is not None:
-        return _megatron_chunks(source, fsdp_slice)
+    megatron_range = getattr(source, MEGATRON_SLICE, None)
     if not isinstance(source, DTensor):
-        return cut_chunks(tuple(source.shape), ())
+        if megatron_range is not None:
+            raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(source).__name__}")
+        return cut_chunks(global_shape, ())
     said = said_chunks(source)
-    return _placed_chunks(source) if said is None else _said_chunks(source, said)
+    if megatron_range is None and said is not None:
+        return _said_chunks(source, said)
+    cuts = _cuts_of(source, range(source.device_mesh.ndim) if megatron_range is None else _tp_dims(source))
+    if cuts is None:
+        return ShardChunks(global_shape, (0,), ())
+    placed = cut_chunks(global_shape, cuts)
+    if megatron_range is not None:
+        (tensor_parallel_part,) = placed.chunks
+        return ragged_chunks(global_shape, tensor_parallel_part[:2], *_begin_end(megatron_range))
+    if local.numel() != placed.local_numel and not local.is_meta:  # one without data has no size of its own
+        raise ValueError(
+            f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
+            f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
+            "fsdp_offload.checkpoint.with_parameter_chunks gives values of a state_dict() what their parameters know; "
+            "Megatron's update_uneven_dtensor_chunk_metadata and with_chunks say it of one tensor"
+        )
+    return placed
 
 
 def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
@@ -202,23 +226,8 @@ def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
     return flat_range.start, flat_range.stop
 
 
-def _placed_chunks(tensor: DTensor) -> ShardChunks:
-    cuts = _cuts_of(tensor, range(tensor.device_mesh.ndim))
-    if cuts is None:
-        return ShardChunks(tuple(tensor.shape), (0,), ())
-    found, local = cut_chunks(tuple(tensor.shape), cuts), local_shard(tensor)
-    if local.numel() != found.local_numel and not local.is_meta:  # one without data has no size of its own
-        raise ValueError(
-            f"a tensor of shape {found.global_shape} with placements {tensor.placements} has {found.local_shape} on "
-            f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
-            "fsdp_offload.checkpoint.with_parameter_chunks gives values of a state_dict() what their parameters know; "
-            "Megatron's update_uneven_dtensor_chunk_metadata and with_chunks say it of one tensor"
-        )
-    return found
-
-
-def _cuts_of(tensor: DTensor, mesh_dims: Sequence[int]) -> tuple[Cut, ...] | None:
-    """The cuts of those of the ``mesh_dims`` that shard, in the order they are applied; ``None`` outside the mesh."""
+def _cuts_of(tensor: DTensor, among: Collection[int]) -> tuple[Cut, ...] | None:
+    """The cuts of those mesh dimensions ``among`` that shard, in the order they are applied; ``None`` outside it."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -231,16 +240,16 @@ def _cuts_of(tensor: DTensor, mesh_dims: Sequence[int]) -> tuple[Cut, ...] | Non
                 f"a tensor with placements {placements} has no chunks: {placement} is a term of a sum. Redistribute it "
                 "to Shard or Replicate"
             )
-        if mesh_dim in mesh_dims and not placement.is_replicate():
+        if mesh_dim in among and not placement.is_replicate():
             cuts.append(Cut(placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor(placement)))
     return tuple(cuts)
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
-    """Chunks that ``__create_chunk_list__`` of the local tensor has ``said``, which is what DCP saves it as.
+    """The one chunk that DCP saves the local tensor as, where ``__create_chunk_list__`` of it has ``said`` so.
 
-    Megatron hangs it onto the local tensors of its uneven DTensors (``megatron_fsdp/uneven_dtensor.py``), one rectangle
-    for each. It gives empty ones the offset at which they would begin; here they are at the dimension's end.
+    Megatron hangs that onto the local tensors of its uneven DTensors (``megatron_fsdp/uneven_dtensor.py``). It gives
+    empty ones the offset at which they would begin; here they are at the dimension's end.
     """
     local, global_shape = local_shard(tensor), tuple(tensor.shape)
     if len(said) > 1:
@@ -249,9 +258,7 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
             "each lies in it; wrap it with fsdp_offload.checkpoint.with_chunks"
         )
     at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
-    offsets, sizes = at_end, (0, *global_shape[1:])
-    for chunk in said:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    offsets, sizes = (tuple(said[0].offsets), tuple(said[0].sizes)) if said else (at_end, (0, *global_shape[1:]))
     inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, global_shape, strict=True))
     if math.prod(sizes) != local.numel() or not inside:
         raise ValueError(
@@ -262,53 +269,21 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
     return ShardChunks(global_shape, sizes, (chunk,))
 
 
-# --- Megatron-FSDP ---------------------------------------------------------------------------------------------------
-
-
-def _megatron_chunks(param: Tensor, fsdp_slice: slice) -> ShardChunks:
-    """The chunks of a parameter of Megatron-FSDP, in whose buffers shards are not cut as ``torch.chunk`` does.
-
-    As ``megatron_fsdp/param_and_grad_buffer.py`` of Megatron-LM sets them (read at d98e8a64, 2026-08-22):
-
-    ``megatron_fsdp_slice``
-        the flat range that this rank has, in coordinates of its *tensor-parallel* part, row by row; empty ones may be
-        ``(0, 0)`` or ``(numel, numel)``; absent where nothing is sharded, and then the placements say it all.
-    ``megatron_fsdp_dist_index.tp_dim``
-        the name of the mesh dimension of tensor parallelism, or ``None``. The parameter's own ``device_mesh`` has a
-        dimension of that name only if tensor parallelism shards the parameter; its placement is that cut. The
-        placements of the other dimensions are nominal.
-
-    Megatron derives the same from one gather per tensor and mesh dimension, and knows one chunk per rank; a fragment
-    that is cut in mid-row has several here.
-    """
-    if not isinstance(param, DTensor):
-        raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(param).__name__}")
-    tp_dim, names = _tp_dim_of(param), param.device_mesh.mesh_dim_names or ()
-    cuts = _cuts_of(param, [names.index(tp_dim)] if tp_dim in names else [])
-    global_shape: Shape = tuple(param.shape)
-    if cuts is None:
-        return ShardChunks(global_shape, (0,), ())
-    (tensor_parallel_part,) = cut_chunks(global_shape, cuts).chunks
-    return ragged_chunks(global_shape, tensor_parallel_part[:2], *_begin_end(fsdp_slice))
-
-
 def tensor_parallel_ranks(tensor: Tensor) -> int | None:
-    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells.
-
-    The dimension is called as Megatron-FSDP says (``tp_dim``), or else ``tp`` or ``etp``. Where Megatron-FSDP has none,
-    one rank has all.
-    """
+    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
     if not isinstance(tensor, DTensor):
         return None
-    is_megatron, names = hasattr(tensor, MEGATRON_INDEX), tensor.device_mesh.mesh_dim_names or ()
-    for name in [_tp_dim_of(tensor)] if is_megatron else ["tp", "etp"]:
-        if name in names and tensor.placements[names.index(name)].is_shard():
-            return tensor.device_mesh.size(names.index(name))
-    return 1 if is_megatron else None
+    for mesh_dim in _tp_dims(tensor):
+        if tensor.placements[mesh_dim].is_shard():
+            return tensor.device_mesh.size(mesh_dim)
+    return 1 if hasattr(tensor, MEGATRON_INDEX) else None
 
 
-def _tp_dim_of(param: Tensor) -> str | None:
-    return getattr(getattr(param, MEGATRON_INDEX, None), "tp_dim", None)
+def _tp_dims(tensor: DTensor) -> list[int]:
+    """Mesh dimensions of tensor parallelism, called as Megatron-FSDP says, or else ``tp`` or ``etp``."""
+    index, names = getattr(tensor, MEGATRON_INDEX, None), tensor.device_mesh.mesh_dim_names or ()
+    wanted = ("tp", "etp") if index is None else (getattr(index, "tp_dim", None),)
+    return [names.index(name) for name in wanted if name in names]
 
 
 # --- arithmetic: parts made by cuts ----------------------------------------------------------------------------------
@@ -333,8 +308,7 @@ def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
     chunks = []
     for combination in itertools.product(*map(_with_local_offsets, runs_by_dim)):  # in the order of the local tensor
         offsets, sizes, local_offsets = (tuple(run[field] for run in combination) for field in range(3))
-        local_start = sum(local * stride for local, stride in zip(local_offsets, strides, strict=True))
-        chunks.append(Chunk(offsets, sizes, local_start, strides))
+        chunks.append(Chunk(offsets, sizes, sum(map(int.__mul__, local_offsets, strides)), strides))
     return ShardChunks(global_shape, local_shape, tuple(chunks))
 
 
@@ -349,21 +323,14 @@ def _cut_runs(runs: list[Run], cut: Cut) -> list[Run]:
     for block in range(cut.split_factor):
         block_begin, block_end = part_of(_length(runs), cut.split_factor, block)
         begin, end = part_of(block_end - block_begin, cut.parts, cut.part)
-        for start, length in _slice_runs(runs, block_begin + begin, block_begin + end):
-            if kept and sum(kept[-1]) == start:  # it goes on where the last one ends
-                start, length = kept[-1][0], kept.pop()[1] + length
-            kept.append((start, length))
+        for start, length, position in _with_local_offsets(runs):  # of the indices that the runs list one after another
+            first = start + max(block_begin + begin - position, 0)
+            stop = start + min(block_begin + end - position, length)
+            if first < stop and kept and sum(kept[-1]) == first:  # it goes on where the last one ends
+                kept[-1] = (kept[-1][0], stop - kept[-1][0])
+            elif first < stop:
+                kept.append((first, stop - first))
     return kept
-
-
-def _slice_runs(runs: list[Run], begin: int, end: int) -> Iterator[Run]:
-    """Positions ``begin`` to ``end`` of the indices that ``runs`` list one after the other."""
-    position = 0
-    for start, length in runs:
-        first, last = max(begin - position, 0), min(end - position, length)
-        if first < last:
-            yield start + first, last - first
-        position += length
 
 
 def _length(runs: list[Run]) -> int:
@@ -385,9 +352,6 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
     At most ``2 * ndim - 1``, in order, each a consecutive stretch of the flat local buffer. (Rectangles that lie
     scattered in the buffer could in rare cases be one fewer; reading and writing them would be strided.) An empty range
     is one chunk without elements at the end of dimension 0, as an empty ``Shard(0)``; a 0-dim tensor has no such chunk.
-
-    Raises:
-        ValueError: the range does not lie within the rectangle.
     """
     offsets, sizes = rectangle
     if not 0 <= begin <= end <= math.prod(sizes):
@@ -397,7 +361,7 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
         )
     chunks = []
     local_start = 0
-    for within, chunk_sizes in _flat_rectangles(sizes, begin, end) if begin < end else ():
+    for within, chunk_sizes in _flat_rectangles(sizes, begin, end):
         shifted = tuple(map(int.__add__, offsets, within))
         chunks.append(Chunk(shifted, chunk_sizes, local_start, contiguous_strides(chunk_sizes)))
         local_start += math.prod(chunk_sizes)
@@ -409,24 +373,20 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
 
 def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
     """A head in the first row, whole rows, and a tail in the last; head and tail are ranges of one dimension less."""
+    if begin == end:
+        return
     if not sizes:
         yield (), ()
         return
     row_numel = math.prod(sizes[1:])
-    first, skipped = divmod(begin, row_numel)
-    last, kept = divmod(end, row_numel)
-    if first == last:
-        yield from _in_row(first, sizes, skipped, kept)
-        return
-    if skipped:
-        yield from _in_row(first, sizes, skipped, row_numel)
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in sizes[1:])), (last - first, *sizes[1:])
-    if kept:
-        yield from _in_row(last, sizes, 0, kept)
-
-
-def _in_row(row: int, sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
-    for offsets, inner_sizes in _flat_rectangles(sizes[1:], begin, end):
-        yield (row, *offsets), (1, *inner_sizes)
+    while begin < end:
+        row, skipped = divmod(begin, row_numel)
+        rows = 0 if skipped else (end - begin) // row_numel
+        if rows:
+            yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            begin += rows * row_numel
+        else:
+            kept = min(row_numel, skipped + end - begin)
+            for offsets, inner_sizes in _flat_rectangles(sizes[1:], skipped, kept):
+                yield (row, *offsets), (1, *inner_sizes)
+            begin += kept - skipped

@@ -9,18 +9,7 @@ Everything before the last arrow is planning, from metadata and DCP's plan alone
 with their exceptions, before any rank reads: an error on one rank is one on all, and then nothing has changed on any.
 No collective is added.
 
-Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix, and may be left out:
-
-=======================================  ==============================================================================
-key                                      left out without asking
-=======================================  ==============================================================================
-missing ``state.{fqn}.*``                if the checkpoint lists the parameter in its groups, and no state of it at all:
-                                         it had none when it was saved. The nested layout lists parameters in values:
-                                         :func:`load` reads those, and a planner alone refuses
-missing ``….master_param``               floating point: the caller rebuilds it from the parameter. The lower bits of a
-                                         parameter, kept as integers, cannot be made from it
-extra ``….master_param``                 the same, if other state of its parameter is requested: a copy of the parameter
-=======================================  ==============================================================================
+Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
 """
 
 import copy
@@ -30,7 +19,9 @@ import math
 import os
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -42,15 +33,15 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ..optimizers.masters import MASTER, can_rebuild
 from ..state.mapping import LEFT_OUT
 from ..torch_compat.checkpoint import storage_reader_for
-from ..torch_compat.dtensor import is_dtensor, local_shard
-from .chunks import Shape, is_placed_as_dcp_reads
+from ..torch_compat.dtensor import local_shard
+from .chunks import Shape, why_misread
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -73,37 +64,31 @@ HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "t
 
 
 class Problem(Enum):
-    """Mistakes in keys, and ways to mend them."""
+    """Mistakes, in the plural, and ways to mend them."""
 
     MISSING = (
-        "requested, but not in the checkpoint",
-        (
-            "Is it of another model, or saved with another flatten_optimizer_state_dict? allow_missing=[patterns] "
-            "leaves such keys as they are. That parameters had no state when they were saved in the nested layout, "
-            "load() alone finds out."
-        ),
+        "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
+        "flatten_optimizer_state_dict? allow_missing=[patterns] leaves such keys as they are. That parameters had no "
+        "state when they were saved in the nested layout, load() alone finds out."
     )
     EXTRA = (
-        "in the checkpoint, but not requested",
-        (
-            "Request them too (get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet), "
-            "or leave them in the checkpoint with allow_extra=[patterns]."
-        ),
+        "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
+        "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
     )
-    KIND = ("a tensor, where an object was saved", "Put a value of the saved kind into the state dict.")
+    KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
     DTYPE = (
-        "of another dtype than in the checkpoint, and would be cast",
-        "Load into tensors of the saved dtype, or cast on purpose with allow_cast=[patterns].",
+        "of another dtype than in the checkpoint, and would be cast: {}. Load into tensors of the saved dtype, or cast "
+        "on purpose with allow_cast=[patterns]."
     )
     DESTINATION = (
-        "that DCP cannot load into correctly",
-        "Redistribute them, or give their local tensors chunks with fsdp_offload.checkpoint.with_chunks.",
+        "that DCP cannot load into correctly: {}. Redistribute them, or give their local tensors chunks with "
+        "fsdp_offload.checkpoint.with_chunks."
     )
-    OVERLAP = ("stored twice in part", "Which of the two is loaded would depend on the order of reading.")
-    HOLE = ("only partly in the checkpoint", "What is not there would keep its old values.")
+    OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
+    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
     FILE = (
-        "files that this rank needs, which are not as they were saved",
-        "Was the checkpoint copied in part, or did its save not end?",
+        "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part, or did "
+        "its save not end?"
     )
 
 
@@ -121,8 +106,15 @@ class LoadPlanner(DefaultLoadPlanner):
     range of the elements.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
-    model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part. State
-    that its parameters never had, and masters that can be rebuilt, may be missing without asking.
+    model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
+
+    Left out without asking:
+
+    - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
+      saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;
+    - a missing ``master_param`` of floating point, which the caller rebuilds from the parameter; the lower bits of a
+      parameter, kept as integers, cannot be made from it;
+    - such a master in the checkpoint, if other state of its parameter is requested.
 
     What is left out stays as it was in the state dict. So does everything, meta tensors included, after a refusal.
 
@@ -164,12 +156,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together.
-
-        Raises:
-            ValueError: names all that is wrong on this rank. DCP's own, if a shape is.
-            RuntimeError: ``.metadata`` is damaged.
-        """
+        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together."""
         requested: dict[str, Any] = self.state_dict
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
@@ -183,21 +170,15 @@ class LoadPlanner(DefaultLoadPlanner):
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
         extra = self._extra(stored)
-        if problems:
-            raise _refusal([*problems, *extra])
-        plan: LoadPlan = create_default_local_load_plan(common, self.metadata)
-        problems = [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
+        plan = LoadPlan([]) if problems else create_default_local_load_plan(common, self.metadata)
+        problems = problems or [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
         self.state_dict = common
         return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans as they are.
-
-        Raises:
-            ValueError: extra keys that no rank loads.
-        """
+        """On the coordinator: the plans as they are, if some rank loads each extra key."""
         extra = {key for plan in global_plan for key in plan.planner_data or ()}
         if extra:
             extra -= {item.dest_index.fqn for plan in global_plan for item in plan.items}
@@ -241,9 +222,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _listed_parameters(self, stored: Mapping[str, Any]) -> dict[str, set[str]]:
         """Root of optimizer state (``…state.``) → the FQNs that the param groups beside it list."""
-        entries = [(key, root, entry) for key in stored for root, entry in _beside_groups(key)]
-        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
+        entries = [(key, *found) for key in stored if (found := _beside_groups(key)) is not None]
         lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
+        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
         for _, root, entry in entries:
             if root not in lists.values():
                 listed[root].add(entry.rpartition(".")[0])
@@ -258,13 +239,11 @@ class LoadPlanner(DefaultLoadPlanner):
         return listed
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
-        """Stored keys in scope that this rank does not request.
-
-        In scope is what shares its first component with something requested, and the state beside requested
-        ``param_groups``, also where none of it is requested.
-        """
-        roots = {_root(self.mappings[key]) for key in self.state_dict}
-        roots |= {root.removesuffix(".") for key in self.state_dict for root, _ in _beside_groups(key)}
+        """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
+        paths = (self.mappings[key] for key in self.state_dict)
+        # The outermost key; of a dict that was flattened by its maker, the first component.
+        roots = {str(path[0]) if len(path) > 1 else str(path[0]).partition(".")[0] for path in paths}
+        roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
         parameters = {key.rpartition(".")[0] for key in self.state_dict}
         return [
             (Problem.EXTRA, key, "")
@@ -281,25 +260,24 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
-        is_flat = isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)
-        if not is_flat or value.dim() == 1 or tuple(entry.size) != (value.numel(),):  # type: ignore[attr-defined]
+        if not (isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)):
             return value
-        try:
+        if value.dim() == 1 or tuple(entry.size) != (value.numel(),):
+            return value
+        with suppress(TypeError, ValueError):  # what is wrong with it is told below
             flat = in_one_dimension(value)
-        except (TypeError, ValueError):  # what is wrong with it is told below
-            return value
-        if flat is None:
-            return value
-        self._shaped[key] = value
-        return flat
+            if flat is not None:
+                self._shaped[key] = value
+                return flat
+        return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):
             return  # DCP refuses it for a stored tensor
-        if isinstance(entry, BytesStorageMetadata):
+        if not isinstance(entry, TensorStorageMetadata):
             yield Problem.KIND, key, ""
             return
-        dtype, stored = local_shard(value).dtype, _dtype_of(entry)
+        dtype, stored = local_shard(value).dtype, entry.properties.dtype
         if dtype != stored and not self._may_be_cast(key):
             yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
         unfit = why_misread(value)
@@ -310,12 +288,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check_metadata(self) -> None:
         """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
-        reader = self.reader
-        if reader is None or getattr(reader, "use_collectives", True):
-            return
-        path = reader.fs.concat_path(reader.path, ".metadata")
-        if reader.fs.exists(path):
-            raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
+        if self.reader is not None and not getattr(self.reader, "use_collectives", True):
+            path = self.reader.fs.concat_path(self.reader.path, ".metadata")
+            if self.reader.fs.exists(path):
+                raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
 
     def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
         """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
@@ -372,20 +348,12 @@ def load(
     planner = LoadPlanner() if planner is None else planner
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
-    # The latter has its metadata in the very files, and opens them as a whole.
-    has_files = isinstance(storage_reader, FileSystemReader) and not isinstance(
-        storage_reader, HuggingFaceStorageReader
-    )
-    planner.reader = storage_reader if has_files else None  # type: ignore[assignment]  # mypy does not see through
+    # The reader of safetensors has its metadata in the very files, and opens them as a whole.
+    if isinstance(storage_reader, FileSystemReader) and not isinstance(storage_reader, HuggingFaceStorageReader):
+        planner.reader = storage_reader
+    where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
     try:
-        dcp_loader.load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+        dcp_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     return planner.loaded
@@ -410,30 +378,20 @@ def _is_state(key: str) -> bool:
 
 def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
-    dtype = _dtype_of(value)
-    return key.endswith(f".{MASTER}") and dtype is not None and can_rebuild(dtype)
+    stored_or_requested = value.properties if isinstance(value, TensorStorageMetadata) else value
+    dtype = getattr(stored_or_requested, "dtype", None)
+    return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
 
 
-def _dtype_of(value: object) -> torch.dtype | None:
-    """The dtype of a tensor, requested or stored; of what is in a DTensor, as that is what is copied into."""
-    if isinstance(value, TensorStorageMetadata):
-        return value.properties.dtype
-    return local_shard(value).dtype if isinstance(value, Tensor) else None
-
-
-def _beside_groups(key: str) -> Iterator[tuple[str, str]]:
+def _beside_groups(key: str) -> tuple[str, str] | None:
     """Of a key below some ``param_groups``, the root of the state beside it, and the key below that."""
     dotted = f".{key}"
     groups = _GROUPS.search(dotted)
-    if groups is not None:
-        yield f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :]
+    return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
 
 
 def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
-    """Root and FQN of the listed parameter whose state ``key`` is.
-
-    The longest name that fits: those of state values may have dots as well, where values are dicts.
-    """
+    """Root and FQN of the listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
     for root, fqns in listed.items():
         name = key.removeprefix(root) if key.startswith(root) else ""
         while name := name.rpartition(".")[0]:
@@ -442,29 +400,7 @@ def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
     return None
 
 
-def _root(path: Sequence[object]) -> str:
-    """The outermost key; of a dict that was flattened by its maker, the first component."""
-    first = str(path[0])
-    return first if len(path) > 1 else first.partition(".")[0]
-
-
 # --- what DCP's plan does --------------------------------------------------------------------------------------------
-
-
-def why_misread(value: object) -> str | None:
-    """Why DCP would take a DTensor for other elements than it has, or ``None``.
-
-    It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
-    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
-    of Megatron-FSDP, mesh dimensions in another order) it would read and fill wrongly.
-    """
-    if not isinstance(value, Tensor) or not is_dtensor(value) or hasattr(local_shard(value), "__create_chunk_list__"):
-        return None
-    try:
-        is_right = is_placed_as_dcp_reads(value)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None if is_right else "its local tensor is not the rectangle that its placements, left to right, name"
 
 
 class ReadPart(NamedTuple):
@@ -477,32 +413,26 @@ class ReadPart(NamedTuple):
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
     """Elements of this rank that DCP's plan writes never or twice."""
-    parts: dict[str, dict[Shape, list[ReadPart]]] = {}  # by key and offset of the destination's chunk
+    chunks: dict[str, dict[object, list[ReadPart]]] = defaultdict(lambda: defaultdict(list))  # of the destination
     for item in items:
         if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
             part = ReadPart(tuple(item.dest_offsets), tuple(item.lengths), tuple(item.storage_index.offset or ()))
-            chunks = parts.setdefault(item.dest_index.fqn, {})
-            chunks.setdefault(tuple(item.dest_index.offset or ()), []).append(part)
+            chunks[item.dest_index.fqn][item.dest_index.offset].append(part)
     for key, value in requested.items():
         if not isinstance(value, Tensor):
             continue
-        by_chunk = parts.get(key, {}).values()
-        overlap = next((pair for of_chunk in by_chunk if (pair := overlapping(of_chunk)) is not None), None)
+        overlap = next(filter(None, map(overlapping, chunks[key].values())), None)
         if overlap is not None:  # the sum of the sizes says nothing then
             yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
             continue
         # As many as there are, and no two the same: all of them.
-        covered, needed = sum(math.prod(part.sizes) for of_chunk in by_chunk for part in of_chunk), _local_numel(value)
+        covered = sum(math.prod(part.sizes) for parts in chunks[key].values() for part in parts)
+        local = local_shard(value)
+        # A ShardedTensor, or a LocalShardsWrapper, has several.
+        shards = local.local_shards() if hasattr(local, "local_shards") else [local]
+        needed = sum(getattr(shard, "tensor", shard).numel() for shard in shards)
         if covered != needed:
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
-
-
-def _local_numel(value: Tensor) -> int:
-    local = local_shard(value)
-    local_shards = getattr(local, "local_shards", None)  # of a ShardedTensor, or of LocalShardsWrapper
-    if local_shards is None:
-        return local.numel()
-    return sum(getattr(shard, "tensor", shard).numel() for shard in local_shards())
 
 
 def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
@@ -512,23 +442,7 @@ def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
     group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
     pair by pair.
     """
-    undivided = [parts]
-    while undivided:
-        group = undivided.pop()
-        if len(group) < 2:
-            continue
-        divided = _divided(group)
-        if len(divided) > 1:
-            undivided += divided
-            continue
-        for first, second in itertools.combinations(group, 2):
-            if _overlap(first, second):
-                return first, second
-    return None
-
-
-def _divided(parts: list[ReadPart]) -> list[list[ReadPart]]:
-    for dim in range(len(parts[0].offsets)):
+    for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
         groups: list[list[ReadPart]] = []
         end = -1
         for part in sorted(parts, key=lambda part: part.offsets[dim]):
@@ -537,8 +451,8 @@ def _divided(parts: list[ReadPart]) -> list[list[ReadPart]]:
             groups[-1].append(part)
             end = max(end, part.offsets[dim] + part.sizes[dim])
         if len(groups) > 1:
-            return groups
-    return [parts]
+            return next(filter(None, map(overlapping, groups)), None)
+    return next((pair for pair in itertools.combinations(parts, 2) if _overlap(*pair)), None)
 
 
 def _overlap(first: ReadPart, second: ReadPart) -> bool:
@@ -557,7 +471,7 @@ def _refusal(found: Iterable[Found]) -> ValueError:
     by_problem: dict[Problem, list[str]] = {}
     for problem, key, detail in found:
         by_problem.setdefault(problem, []).append(f"{key} ({detail})" if detail else key)
-    lines += [f"- {len(texts)} {p.value[0]}: {listed(texts)}. {p.value[1]}" for p, texts in by_problem.items()]
+    lines += [f"- {len(texts)} {problem.value.format(listed(texts))}" for problem, texts in by_problem.items()]
     return ValueError("\n".join(lines))
 
 
@@ -575,14 +489,10 @@ def _copied(value: Any) -> Any:
 
 
 def _place(root: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """The container of what lies at ``path``, and its key there."""
-    for step in path[:-1]:
-        root = root[_key(root, step)]
-    return root, _key(root, path[-1])
-
-
-def _key(container: Any, step: Any) -> Any:
-    """DCP turns all keys of dicts into strings."""
-    if isinstance(container, Mapping) and step not in container:
-        return next(key for key in container if str(key) == step)
-    return step
+    """The container of what lies at ``path``, and its key there: DCP turns all keys of dicts into strings."""
+    container = key = None
+    for step in path:
+        is_renamed = isinstance(root, Mapping) and step not in root
+        container, key = root, next(own for own in root if str(own) == step) if is_renamed else step
+        root = root[key]
+    return container, key

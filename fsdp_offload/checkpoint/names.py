@@ -95,20 +95,15 @@ def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
 
 
 def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
-    """Any of the forms, by FQN.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    if is_fsdp_dtensor(state_dict):
-        return SavedByFqn(*({fqn: dict(of) for fqn, of in state_dict[key].items()} for key in ("state", GROUP_META)))
-    if isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get("param_groups"), Sequence):
+    """Any of the forms, by FQN; a ValueError if it is none of them."""
+    groups = state_dict.get("param_groups")
+    entries = state_dict.get(GROUP_META)
+    if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
         entries = {
-            fqn: {name: value for name, value in group.items() if name != "params"}
-            for group in state_dict["param_groups"]
-            for fqn in group["params"]
+            fqn: {n: v for n, v in group.items() if n != "params"} for group in groups for fqn in group["params"]
         }
-        return SavedByFqn({fqn: dict(state) for fqn, state in state_dict["state"].items()}, entries)
+    if isinstance(state_dict.get("state"), Mapping) and isinstance(entries, Mapping):
+        return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in (state_dict["state"], entries)))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
         raise ValueError(
@@ -168,22 +163,14 @@ class Experts:
 
 
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
-    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name.
-
-    Raises:
-        ValueError: see :func:`check_experts`.
-    """
+    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name."""
     names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
     check_experts(((name, param) for param, name in names.items()), experts)
     return names if experts is None else {param: experts.global_name(name) for param, name in names.items()}
 
 
 def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> None:
-    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name.
-
-    Raises:
-        ValueError: shows one, and the line to write.
-    """
+    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name."""
     lacking = [name for name, value in named if may_be_local(name, value)] if experts is None else []
     if lacking:
         raise ValueError(

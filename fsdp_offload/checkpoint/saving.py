@@ -5,8 +5,8 @@ that of one rank. Experts get names of their own instead (``names.py``).
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ..torch_compat.dtensor import local_shard
-from .loading import listed, why_misread
+from .chunks import why_misread
+from .loading import listed
 from .shard_tensor import ShardTensor
 
 
@@ -26,11 +27,7 @@ class SavePlanner(DefaultSavePlanner):
     """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     def create_local_plan(self) -> SavePlan:
-        """DCP's plan.
-
-        Raises:
-            ValueError: names the DTensors, uneven ones or slices, that do not carry their chunks.
-        """
+        """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks."""
         wrong = [f"{key} ({why})" for key, value in self.state_dict.items() if (why := why_misread(value))]
         if wrong:
             raise ValueError(
@@ -65,15 +62,9 @@ def save(
     """
     if storage_writer is not None:
         check_storage_writer(state_dict, storage_writer)
-    metadata: Metadata = dcp_saver.save(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=SavePlanner(),
-        process_group=process_group,
-        no_dist=no_dist,
-    )
-    return metadata
+    where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
+    saved = dcp_saver.save(state_dict, planner=SavePlanner(), process_group=process_group, no_dist=no_dist, **where)
+    return cast(Metadata, saved)
 
 
 def check_storage_writer(state_dict: Mapping[str, Any], storage_writer: StorageWriter) -> None:
@@ -86,18 +77,14 @@ def check_storage_writer(state_dict: Mapping[str, Any], storage_writer: StorageW
     """
     if not isinstance(storage_writer, HuggingFaceStorageWriter):
         return
-    ragged = [name for name, shard in _shard_tensors(state_dict) if len(shard.shard_chunks.chunks) > 1]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state_dict))  # makes keys flat
+    locals_ = {key: local_shard(value) for key, value in planner.state_dict.items() if isinstance(value, Tensor)}
+    ragged = [
+        key for key, local in locals_.items() if isinstance(local, ShardTensor) and len(local.shard_chunks.chunks) > 1
+    ]
     if ragged:
         raise ValueError(
             "HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would silently drop the others of "
             f"{listed(ragged)}. Save with FileSystemWriter"
         )
-
-
-def _shard_tensors(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ShardTensor]]:
-    for key, value in values.items():
-        local = local_shard(value) if isinstance(value, Tensor) else value
-        if isinstance(local, Mapping):
-            yield from _shard_tensors(local, f"{prefix}{key}.")
-        elif isinstance(local, ShardTensor):
-            yield f"{prefix}{key}", local

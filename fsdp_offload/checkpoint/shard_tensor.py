@@ -7,21 +7,10 @@ no placement describes it; so the local tensor itself brings its chunks, from th
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
 
 The chunks are a value of the tensor, not closures hung onto it: they go where it goes (``detach``, ``clone``, ``to``,
-staging, pickling), and a copy's views are of the copy's memory. Plain FSDP2 shards are one rectangle and need none of
-this.
-
-==================================  ===================================================================================
-what would lose the chunks          what happens
-==================================  ===================================================================================
-``plain.copy_(shard_tensor)``       RuntimeError. A stager that replaces local tensors by plain ones ends here, before
-                                    anything is written (``BlockingAsyncStager`` keeps them, as we answer
-                                    ``zeros_like``)
-HuggingFaceStorageWriter            keeps one tensor per name and file: ``check_storage_writer`` refuses it before
-                                    saving. The tensor itself is never told which writer asks
-pointwise operations                keep them: the result is of the same elements of the global tensor
-other operations                    compute on the local data; their results are plain tensors
-a ShardTensor outside a DTensor     saves; cannot be loaded, as DCP compares its local shape with the global one
-==================================  ===================================================================================
+staging, pickling, pointwise operations), and a copy's views are of the copy's memory. Results of other operations are
+plain. ``plain.copy_(shard_tensor)`` raises, so a stager that replaces local tensors by plain ones ends before anything
+is written (``BlockingAsyncStager`` keeps them, as we answer ``zeros_like``). Outside a DTensor it saves and cannot be
+loaded: DCP compares its local shape with the global one. Plain FSDP2 shards are one rectangle and need none of this.
 """
 
 from collections.abc import Mapping
@@ -32,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_map
 
 from ..torch_compat.checkpoint import disabled_torch_function
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, over_part
@@ -42,9 +32,8 @@ from .chunks import (
     ShardChunks,
     chunks_of,
     flat_range_of,
-    is_placed_as_dcp_reads,
-    ragged_chunks,
     says_its_chunks,
+    why_misread,
 )
 from .names import Experts, bare_name, check_experts
 
@@ -122,11 +111,11 @@ class ShardTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The chunk at ``index.offset``, as a view of the local memory."""
-        for chunk in self.shard_chunks.chunks:
+        chunks = self.shard_chunks.chunks
+        for chunk in chunks:
             if chunk.offsets == index.offset:
-                start = self.local.storage_offset() + chunk.local_start
-                return self.local.detach().as_strided(chunk.sizes, chunk.local_strides, start)
-        offsets = [chunk.offsets for chunk in self.shard_chunks.chunks]
+                return chunk.in_local(self.local.detach())
+        offsets = [chunk.offsets for chunk in chunks]
         raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {offsets}")
 
     # --- as a tensor -------------------------------------------------------------------------------------------------
@@ -141,8 +130,18 @@ class ShardTensor(Tensor):
                 "place, make a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use "
                 "torch's DefaultStager; to copy the bare data, copy from its `local`"
             )
-        result = func(*_unwrapped(args), **_unwrapped(kwargs or {}))
-        return _rewrapped(func, args, result)
+        result = func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs or {}))
+        sources = [arg for arg in args if isinstance(arg, ShardTensor)]
+        for arg in sources:
+            if result is arg.local:  # in place
+                # autograd has counted the write in the wrapper alone; loads are told from templates by the memory's.
+                increment_version(arg.local)
+                return arg
+        keeps = func in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
+        in_place = any(result is arg for arg in args)  # on a plain tensor
+        if keeps and sources and not in_place and isinstance(result, Tensor) and result.shape == sources[0].shape:
+            return ShardTensor(result, sources[0].shard_chunks)
+        return result
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardChunks]:
         """The inner tensors' names, and what else is needed to make the tensor again."""
@@ -160,30 +159,8 @@ class ShardTensor(Tensor):
 torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
 
 
-def _rewrapped(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """``result`` of ``func`` on the local tensors, with its chunks if those of an argument hold for it."""
-    for arg in args:
-        if result is arg:  # in place, on a plain tensor
-            return result
-        if isinstance(arg, ShardTensor) and result is arg.local:  # in place
-            # autograd has counted the write in the wrapper alone, and loads are told from templates by the memory's.
-            increment_version(arg.local)
-            return arg
-    first = next((arg for arg in args if isinstance(arg, ShardTensor)), None)
-    keeps = func in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
-    if first is not None and keeps and isinstance(result, Tensor) and result.shape == first.shape:
-        return ShardTensor(result, first.shard_chunks)
-    return result
-
-
 def _unwrapped(value: Any) -> Any:
-    if isinstance(value, ShardTensor):
-        return value.local
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_unwrapped, value))
-    if isinstance(value, dict):
-        return {key: _unwrapped(item) for key, item in value.items()}
-    return value
+    return value.local if isinstance(value, ShardTensor) else value
 
 
 # --- DTensors that carry chunks --------------------------------------------------------------------------------------
@@ -217,24 +194,20 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
 
 def part_of_full(param: Tensor, full: Tensor) -> Tensor:
     """Copy this rank's part of ``full``, which has all elements of ``param``, as state of it."""
-    chunks = chunks_of(param)
-    local = full.new_empty(chunks.local_numel)
-    for chunk in chunks.chunks:
-        source = full[tuple(slice(begin, begin + size) for begin, size in zip(*chunk[:2], strict=True))]
-        local.as_strided(chunk.sizes, chunk.local_strides, chunk.local_start).copy_(source)
-    return over_local(param, local.view(chunks.local_shape))
+    part = chunks_of(param)
+    local = full.new_empty(part.local_shape)
+    for chunk in part.chunks:
+        chunk.in_local(local).copy_(chunk.in_global(full))
+    return over_local(param, local)
 
 
 def needs_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's placements do not say which part this rank has, or not as DCP reads them."""
-    return says_its_chunks(tensor) or not is_placed_as_dcp_reads(tensor)
+    return says_its_chunks(tensor) or why_misread(tensor) is not None
 
 
 def in_one_dimension(tensor: Tensor) -> Tensor | None:
-    """``tensor`` as one of its elements in a row, over the same memory; ``None`` if this rank has several ranges of it.
-
-    Loading into that fills ``tensor``.
-    """
+    """``tensor`` with its elements in a row, over the same memory; ``None`` if this rank has several ranges of them."""
     memory = memory_of(tensor)
     if not memory.is_contiguous():
         return None
@@ -244,7 +217,7 @@ def in_one_dimension(tensor: Tensor) -> Tensor | None:
     if flat_range is None:
         return None
     shape = (tensor.numel(),)
-    return over_part(tensor, ShardTensor(memory.view(-1), ragged_chunks(shape, ((0,), shape), *flat_range)), shape)
+    return over_part(tensor, ShardTensor(memory.view(-1), chunks_of(shape, flat_range)), shape)
 
 
 def with_parameter_chunks(

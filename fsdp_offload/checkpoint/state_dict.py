@@ -8,21 +8,13 @@
 Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
 is, without the device and without a collective.
 
-============================================  =========================================================================
-torch's function                              this one
-============================================  =========================================================================
-KeyError after a forward without backward     finds the sharded parameters
-runs a hidden step where there is no state    nothing is made up; ``for_load=True`` gives reserved homes to load into
-casts and moves what is loaded                keeps dtypes; loaded bytes are where they belong already
-a load that matched nothing trains from zero  is an error, as is one that filled a parameter's state only in part
-``NotImplementedError`` when flattening       passes any value through
-saves stale fp32 ``master_param``             leaves them out, and needs none in what it loads
-============================================  =========================================================================
+What torch's own functions do otherwise: a KeyError after a forward without backward; a hidden step where there is no
+state; loaded tensors are cast and moved; a load that matched nothing trains from zero.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -94,8 +86,7 @@ def get_optimizer_state_dict(
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            saved = _as_saved(param, _copied(state) if cpu_offload else state)
-            nested["state"][fqns[param]] = saved
+            nested["state"][fqns[param]] = saved = _as_saved(param, state, copies=cpu_offload)
             forget_left_out(saved)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
     if fsdp_dtensor:
@@ -157,24 +148,20 @@ def set_optimizer_state_dict(
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _as_saved(param: Tensor, state: UserState) -> dict[str, Any]:
+def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any]:
     """The state of one parameter as a checkpoint has it."""
     carries = is_dtensor(param) and needs_chunks(param)
     saved = {}
     for name, value in state.items():
-        if name == MASTER and isinstance(value, Tensor) and is_duplicate(param, value.dtype):
-            continue
-        if carries and isinstance(value, Tensor) and value.shape == param.shape:
-            value = with_chunks(param, local_shard(value), chunks_of(param))
+        if isinstance(value, Tensor):
+            if name == MASTER and is_duplicate(param, value.dtype):
+                continue
+            if copies:
+                value = over_local(value, local_shard(value).to("cpu", copy=True))
+            if carries and value.shape == param.shape:
+                value = with_chunks(param, local_shard(value), chunks_of(param))
         saved[name] = value
     return saved
-
-
-def _copied(state: UserState) -> UserState:
-    return {
-        name: over_local(value, local_shard(value).to("cpu", copy=True)) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:
@@ -198,14 +185,10 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
 
 
 def is_flat_state(param: Tensor, value: Tensor) -> bool:
-    """Return whether ``value`` has just this rank's elements of ``param``, in one dimension.
-
-    So Megatron-LM's pull request 4623 keeps state on the host.
-    """
-    flat = local_shard(value)
-    if not is_dtensor(value) or not is_dtensor(param) or value.shape != (param.numel(),) or param.dim() == 1:
+    """Return whether ``value`` has this rank's elements of ``param`` in one dimension (Megatron-LM's pull 4623)."""
+    if not (is_dtensor(value) and is_dtensor(param)) or value.shape != (param.numel(),) or param.dim() == 1:
         return False
-    if flat.dim() != 1 or flat.numel() != local_shard(param).numel():
+    if local_shard(value).shape != (local_shard(param).numel(),):
         return False
     wanted = flat_range_of(chunks_of(param))
     is_nominal = says_its_chunks(param) and not says_its_chunks(value)
@@ -215,19 +198,19 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
 
-class _Offer(NamedTuple):
-    """A tensor handed out to load into, one with memory inside it, and the versions of both at that time.
+UNTOUCHED = "no load has written it since for_load=True gave it"
 
-    A load writes the inner one; ``copy_`` into a DTensor counts in the DTensor alone.
-    """
 
-    value: Tensor
-    leaf: Tensor
-    versions: tuple[int, ...]
+def _is_untouched_since_now(value: Tensor, leaf: Tensor) -> Callable[[], bool]:
+    """Tells whether a load has come: it writes the inner tensor; ``copy_`` into a DTensor counts in that alone."""
+    versions = *version_of(value), leaf._version
+    return lambda: versions == (*version_of(value), leaf._version)
 
-    @property
-    def is_untouched(self) -> bool:
-        return self.versions == _versions(self.value, self.leaf)
+
+def _first_leaf(value: object) -> Tensor | None:
+    """One tensor with memory that a load into ``value`` writes."""
+    leaves = leaves_of(value) if isinstance(value, Tensor) else []
+    return leaves[0] if leaves and leaves[0].numel() else None
 
 
 @dataclass
@@ -236,10 +219,7 @@ class _Attached:
 
     optimizer: Optimizer
     engine: Engine
-    params: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.params = [param for group in self.optimizer.param_groups for param in group["params"]]
+    params: list[Tensor]
 
     @property
     def states(self) -> OffloadedState:
@@ -288,9 +268,10 @@ class _Attached:
             if state
         }
         self.states.offered = {
-            leaf.data_ptr(): _Offer(state[name], leaf, _versions(state[name], leaf))
+            leaf.data_ptr(): _is_untouched_since_now(value, leaf)
             for state in offered.values()
-            for name, leaf in _first_leaves(state)
+            for value in state.values()
+            if (leaf := _first_leaf(value)) is not None
         }
         # Counters that groups get in the first step would not be asked for, and so not be loaded.
         counters = self.engine.layouts.group_counters_at_zero() if reserved else {}
@@ -335,22 +316,28 @@ class _Attached:
         loaded: dict[Tensor, UserState] = {}
         untouched: list[str] = []
         for param in self.params:
-            fqn = fqns[param]
+            fqn, state = fqns[param], current.get(param)
             given = saved.state.get(fqn, {})
-            # A master that the checkpoint is known to lack is made anew from the parameter.
-            state = {n: _as_loaded(param, v) for n, v in given.items() if n != MASTER or not hasattr(v, LEFT_OUT)}
-            # The same on every rank, empty shards included.
-            left_out = {getattr(value, LEFT_OUT, None) for value in given.values() if isinstance(value, Tensor)}
-            if left_out == {HAD_NONE}:
-                state = {}
-            elif fqn not in saved.entries or (left_out and None not in left_out):
-                state = current.get(param)
-            elif self._nothing_came(fqn, state, existed=bool(current.get(param))):
-                untouched.append(fqn)
-                state = current.get(param)
+            reasons = self._why_unfilled(given)
+            why = set(reasons.values())
+            if why == {HAD_NONE}:
+                continue
+            if fqn in saved.entries and why and None not in why:  # it keeps the state it has
+                untouched += [fqn] if UNTOUCHED in why else []
+            elif fqn in saved.entries:
+                required = [name for name, reason in reasons.items() if reason and name != MASTER]
+                if required and not state:
+                    raise ValueError(
+                        f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
+                        f"{sorted(name for name in reasons if not reasons[name])} was. The checkpoint lacks it; load "
+                        f"it, or take {fqn} out of the state dict."
+                    )
+                # A master that the checkpoint lacks is made anew from the parameter.
+                lacks_master = reasons.get(MASTER) not in ((None, UNTOUCHED) if state else (None,))
+                state = {n: _as_loaded(param, v) for n, v in given.items() if n != MASTER or not lacks_master}
             if state:
                 loaded[param] = state
-        if untouched and all(offer.is_untouched for offer in self.states.offered.values()):
+        if untouched and all(is_untouched() for is_untouched in self.states.offered.values()):
             raise ValueError(
                 "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
                 f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which "
@@ -358,35 +345,15 @@ class _Attached:
             )
         return loaded
 
-    def _nothing_came(self, fqn: str, state: UserState, *, existed: bool) -> bool:
-        """Return whether ``state`` is what ``for_load=True`` gave, and no load has written it."""
-        given = dict(_first_leaves(state))
-        offers = {name: self.states.offered.get(leaf.data_ptr()) for name, leaf in given.items()}
-        untouched = [name for name, offer in offers.items() if offer is not None and offer.is_untouched]
-        if not untouched or len(untouched) == len(given):
-            return bool(untouched)
-        required = [name for name in untouched if name != MASTER]
-        if required and not existed:
-            raise ValueError(
-                f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
-                f"{sorted(given.keys() - set(untouched))} was. The checkpoint lacks it; load it, or take {fqn} out of "
-                "the state dict."
-            )
-        for name in set(untouched) - set(required) if not existed else ():
-            del state[name]  # a master that the checkpoint lacks: made anew from the parameter
-        return False
-
-
-def _first_leaves(state: UserState) -> Iterator[tuple[str, Tensor]]:
-    """One tensor with memory for each state tensor: what a load into it writes."""
-    for name, value in state.items():
-        leaves = leaves_of(value) if isinstance(value, Tensor) else []
-        if leaves and leaves[0].numel():
-            yield name, leaves[0]
-
-
-def _versions(value: Tensor, leaf: Tensor) -> tuple[int, ...]:
-    return *version_of(value), leaf._version
+    def _why_unfilled(self, state: UserState) -> dict[str, str | None]:
+        """Why the last load has not filled each tensor, ``None`` if it has. One without elements can only be told."""
+        reasons: dict[str, str | None] = {}
+        for name, value in state.items():
+            leaf, reason = _first_leaf(value), getattr(value, LEFT_OUT, None)
+            is_untouched = None if leaf is None else self.states.offered.get(leaf.data_ptr())
+            if reason or leaf is not None:
+                reasons[name] = reason or (UNTOUCHED if is_untouched is not None and is_untouched() else None)
+        return reasons
 
 
 def _same(one: object, other: object) -> bool:
@@ -406,5 +373,5 @@ def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list
                 f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
                 f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
             )
-        found.append(_Attached(target, engine))
+        found.append(_Attached(target, engine, [param for group in target.param_groups for param in group["params"]]))
     return found

@@ -18,10 +18,9 @@ from ..optimizers import Capabilities
 from ..optimizers.kept_state import LayoutKey, Layouts, layout_key
 from ..optimizers.saved_form import as_kept, as_saved, rebuild_master
 from ..policy import OffloadPolicy
-from ..state.adopt import adopt, is_exchanged
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
+from ..state.store import StateStore, UserState, adopt, is_exchanged
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import unsupported_gradient
 from ..torch_compat.spent_gradient import is_zeroed

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ..optimizers import Conventions
-from ..state.adopt import adopt, is_exchanged
-from ..state.layout import Reader
-from ..state.shard import Home, StateShard
-from ..state.store import StateStore
+from ..state.shard import Home, Reader, StateShard
+from ..state.store import StateStore, adopt, is_exchanged
 from ..torch_compat.dtensor import version_of
 from .buckets import Bucket
 from .homes import Plan
@@ -107,7 +105,7 @@ class Lending:
         """The state of ``moved`` lives in their other place from now on, and ``states`` says so. Nothing is copied."""
         for shard in moved:
             state, old = states.get(shard.param), shard.homes
-            shard.flip()
+            shard.side = 1 - shard.side
             state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
 
 

@@ -5,8 +5,7 @@ their dtype and go where they live.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,22 +13,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..optimizers.masters import MASTER, can_rebuild
-from ..state.layout import LeafLayout, StateLayout, ValueLayout, in_dtypes_of, leaves_of
+from ..state.layout import StateLayout, ValueLayout, in_dtypes_of, leaves_of
 from ..state.store import UserState
-from ..torch_compat.dtensor import is_dtensor, over_local, placements_of
+from ..torch_compat.dtensor import is_dtensor, placements_of
 from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
 def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
-    """The saved state by parameter, if all of it fits.
+    """The saved state by parameter; a ValueError if groups, names, shapes, dtypes or shardings do not fit.
 
     A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
-
-    Raises:
-        ValueError: groups or parameters do not correspond; state is missing, extra, or of another shape or dtype. Names
-            what was expected, what was found and where.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError(
@@ -37,54 +32,49 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
             f"{list(state_dict)[:6]}."
         )
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    saved_sizes, sizes = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    saved_sizes, sizes = ([len(group["params"]) for group in one] for one in (saved_groups, groups))
     if saved_sizes != sizes:
         raise ValueError(
             f"load_state_dict: the optimizer has param groups of {sizes} parameters, the state dict {saved_sizes}. "
             "Build the optimizer with the same groups as when it was saved."
         )
-    saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
-    params = list(chain.from_iterable(group["params"] for group in groups))
+    saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
+    params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
     whole = engine.layouts.capabilities.moves_whole
     unknown = [key for key in state_dict["state"] if key not in set(saved_ids) and not (whole and isinstance(key, str))]
     if unknown:
         raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
+    param_of: dict[Any, Tensor] = {}
     loaded: dict[Tensor, UserState] = {}
-    group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
-    for saved_id, param, index in zip(saved_ids, params, group_of, strict=True):
+    for saved_id, (param, index) in zip(saved_ids, params, strict=True):
+        param_of[saved_id] = param
         saved = _without_none(state_dict["state"].get(saved_id), saved_id)
         saved = engine.conventions.without_dispensable(param, saved)
+        name = engine.names.get(param, str(saved_id))
         if saved and whole:
-            loaded[param] = _of_whole(engine, param, saved)
+            loaded[param] = _of_whole(engine, name, param, saved)
         elif saved:
-            merged = {**groups[index], **{k: v for k, v in saved_groups[index].items() if k != "params"}}
-            layout = _expected_layout(engine, optimizer, param, index, merged)
-            name = engine.names.get(param, str(saved_id))
+            layout = _expected_layout(engine, optimizer, param, index, saved_groups[index])
             loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
-    param_of = dict(zip(saved_ids, params, strict=True))
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
 
 
 def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
     """The entries of one parameter that say something: SGD used to save ``momentum_buffer: None``."""
-    if saved is None:
-        return {}
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping | None):
         raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(saved).__name__}.")
-    return {name: value for name, value in saved.items() if value is not None}
+    return {name: value for name, value in (saved or {}).items() if value is not None}
 
 
 def _expected_layout(
-    engine: Engine, optimizer: Optimizer, param: Tensor, index: int, merged: Mapping[str, Any]
+    engine: Engine, optimizer: Optimizer, param: Tensor, index: int, saved_group: Mapping[str, Any]
 ) -> StateLayout:
-    """Return the layout under the hyperparameters of the state dict, which may bring ``amsgrad``.
-
-    State that there has been keeps its dtypes, whatever the optimizer would make.
-    """
+    """The layout under the hyperparameters of the state dict; state that there has been keeps its dtypes."""
     group = optimizer.param_groups[index]
-    optimizer.param_groups[index] = dict(merged)
+    merged = {**group, **saved_group, "params": group["params"]}  # which may bring amsgrad
+    optimizer.param_groups[index] = merged
     try:
-        layout = engine.layouts.learn(optimizer, param, optimizer.param_groups[index], engine.names.get(param, ""))
+        layout = engine.layouts.learn(optimizer, param, merged, engine.names.get(param, ""))
     finally:
         optimizer.param_groups[index] = group
     shard = engine.plan.shards.get(param)
@@ -94,6 +84,7 @@ def _expected_layout(
 def _checked(
     engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> UserState:
+    """The saved state of a parameter whose layout is known; counters where and as the optimizer keeps them."""
     expected = [*layout.values, *layout.scalars, *layout.left_out]
     # Only optimizers that we know have all of their state from the first step on.
     needed = (
@@ -113,23 +104,24 @@ def _checked(
         )
     for key, example in layout.scalars.items():
         _check_scalar(f"{name}, {key!r}", example, saved[key])
-    for key, value in layout.values.items():
-        if key not in saved:
-            continue
-        leaves = _saved_leaves(engine, param, key, value)
-        _check_value(f"{name}, {key!r}", _home_like(engine, param, value), leaves, saved[key])
+    for key, value_layout in layout.values.items():
+        if key in saved:
+            _check_value(engine, f"{name}, {key!r}", param, key, value_layout, saved[key])
     return {
         key: value if key in layout.values else _like_example(layout.scalars.get(key), value)
         for key, value in saved.items()
     }
 
 
-def _of_whole(engine: Engine, param: Tensor, saved: UserState) -> UserState:
+def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
+    return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
+
+
+def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> UserState:
     """The saved state of a parameter whose optimizer moves as a whole: it may have any layout, as sharded as it was."""
     homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
     for key in homes.keys() & saved.keys():
-        place = f"{engine.names.get(param, 'a parameter')}, {key!r}"
-        _check_sharding(place, homes[key], saved[key])
+        _check_sharding(f"{name}, {key!r}", homes[key], saved[key])
     return {key: _cast(param, key, value) for key, value in saved.items()}
 
 
@@ -142,29 +134,6 @@ def _cast(param: Tensor, key: object, value: Any) -> Any:
     return type(value)(_cast(param, None, one) for one in value) if isinstance(value, list | tuple) else value
 
 
-def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
-    return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
-
-
-def _saved_leaves(engine: Engine, param: Tensor, name: str, value: ValueLayout) -> Sequence[LeafLayout]:
-    """Return the leaves that a state dict has for a value that is kept so."""
-    if engine.conventions.keeps_raw_state:
-        return value.leaves
-    first = value.leaves[0]
-    dtype = engine.conventions.saved_dtype(name, first.dtype)
-    return [LeafLayout(first.shape, first.stride, dtype)]
-
-
-def _home_like(engine: Engine, param: Tensor, value: ValueLayout) -> Tensor:
-    """A tensor that is sharded as this value will be: like the parameter, or as the optimizer would make it."""
-    if not is_dtensor(param):
-        return param
-    meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
-    if engine.layouts.capabilities.elementwise:
-        return over_local(param, meta[0])
-    return value.build(meta)
-
-
 def _check_scalar(place: str, example: object, saved: object) -> None:
     """A counter that is a 0-dim tensor may have been saved as a number: old checkpoints have that."""
     is_number = isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
@@ -173,10 +142,17 @@ def _check_scalar(place: str, example: object, saved: object) -> None:
         raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
 
 
-def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: object) -> None:
+def _check_value(engine: Engine, place: str, param: Tensor, key: str, value: ValueLayout, saved: object) -> None:
     if not isinstance(saved, Tensor):
         raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
+    home = param  # sharded like that, or as an optimizer that sees DTensors would make it
+    if is_dtensor(param) and not engine.layouts.capabilities.elementwise:
+        meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
+        home = value.build(meta)
     _check_sharding(place, home, saved)
+    leaves = value.leaves
+    if not engine.conventions.keeps_raw_state:
+        leaves = (leaves[0]._replace(dtype=engine.conventions.saved_dtype(key, leaves[0].dtype)),)
     got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
     if got != wanted:
@@ -189,13 +165,13 @@ def _check_value(place: str, home: Tensor, leaves: Sequence[LeafLayout], saved: 
 def _check_sharding(place: str, home: Tensor, saved: object) -> None:
     if not isinstance(saved, Tensor):
         return
-    wanted_sharding, found_sharding = placements_of(home), placements_of(saved)
+    wanted, found = placements_of(home), placements_of(saved)
     # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
-    if wanted_sharding != found_sharding and (saved.shape == home.shape or found_sharding is None):
+    if wanted != found and (saved.shape == home.shape or found is None):
         raise ValueError(
-            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted_sharding}, got "
-            f"{found_sharding}. Load sharded checkpoints with torch.distributed.checkpoint, which reshards them, or "
-            "pass a full one to fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
+            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted}, got {found}. Load "
+            "sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full one to "
+            "fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
         )
 
 

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from ..optimizers.bound_range import BoundRange
 from ..optimizers.shared_values import instance_attributes
-from ..state.adopt import adopt, is_exchanged
 from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leaves_of, tensors_in
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
+from ..state.store import StateStore, UserState, adopt, is_exchanged
 from ..torch_compat.dtensor import local_shard, over_local, placements_of, version_of
 from .buckets import need, share_out
 from .engine import Engine

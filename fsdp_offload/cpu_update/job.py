@@ -11,6 +11,7 @@ backward ends is spread over all layers, so that the forward finds each one done
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,17 +30,17 @@ from .mirror import Mirror, like
 from .step import HostStep
 
 
-class HostStates:
+class HostStates(StateStore):
     """Copies of the entries of ``optimizer.state`` for one bucket: the main thread may give the homes other places."""
 
     def __init__(self, shards: Iterable[StateShard], states: StateStore) -> None:
         self._homes = {shard.param: shard.homes for shard in shards}
         self._users = {param: states.get(param) for param in self._homes}
-        self._own = {param: dict(user) for param, user in self._users.items()}
+        super().__init__(defaultdict(dict, {param: dict(user) for param, user in self._users.items()}))
 
     def commit(self, created: dict[Tensor, UserState]) -> None:
         """Give counters to the user's entries; what was not there becomes ``created``, for the main thread's table."""
-        for param, own in self._own.items():
+        for param, own in self._states.items():
             user, homes = self._users[param], self._homes[param]
             new = {name: value for name, value in own.items() if not user or (name in homes and user.get(name) is None)}
             if new:
@@ -48,16 +49,6 @@ class HostStates:
                 for name in user.keys() - own.keys():
                     del user[name]
                 user.update({name: value for name, value in own.items() if name not in homes})
-
-    def get(self, param: Tensor) -> UserState:
-        """The state of ``param``; empty if there is none."""
-        return self._own[param]
-
-    of = get
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Not here."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

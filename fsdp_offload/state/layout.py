@@ -1,8 +1,9 @@
 """Layouts of state tensors: the dense leaves they are made of, and how to put them together again over other memory."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,7 @@ class LeafLayout(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 _Build = Callable[[Iterator[Tensor]], Tensor]
@@ -164,16 +162,3 @@ def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayou
         changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
         values[name] = replace(value, leaves=tuple(changed))
     return replace(layout, values=values)
-
-
-class Reader(Protocol):
-    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
-
-    def is_reading(self) -> bool:
-        """Return whether it may still look at what it was given."""
-
-    def wait(self) -> None:
-        """Block until it no longer does."""
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """Have ``look`` called when it no longer does, before anybody may write."""

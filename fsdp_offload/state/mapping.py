@@ -1,13 +1,14 @@
 """``optimizer.state`` of an offloaded optimizer: the usual mapping, which waits for what is read."""
 
 import copy
+import functools
 from collections import defaultdict
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from .store import UserState
+from .store import StateStore, UserState
 
 LEFT_OUT = "_fsdp_offload_left_out"
 """Attribute of a tensor of optimizer state that a load has left as it was, until it is handed out again."""
@@ -30,6 +31,27 @@ class Homes(Protocol):
         """Wait until every home holds its newest bytes."""
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _waits_for_one(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def waiting(self: "OffloadedState", param: Tensor, *args: Any) -> Any:
+        self._homes.wait_home(param)
+        return method(self, param, *args)
+
+    return cast(_Method, waiting)
+
+
+def _waits_for_all(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def waiting(self: "OffloadedState") -> Any:
+        self._homes.wait_all_home()
+        return method(self)
+
+    return cast(_Method, waiting)
+
+
 class OffloadedState(defaultdict[Tensor, UserState]):
     """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date.
 
@@ -43,43 +65,17 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         self.offered: dict[int, Any] = {}
 
     @property
-    def unwaited(self) -> "UnwaitedStates":
+    def unwaited(self) -> StateStore:
         """View of the entries that does not wait, for the engine."""
-        return UnwaitedStates(self)
+        return StateStore(self)
 
-    def __getitem__(self, param: Tensor) -> UserState:
-        self._homes.wait_home(param)
-        return super().__getitem__(param)
-
-    def get(self, param: Tensor, default: Any = None) -> Any:
-        """As ``dict.get``."""
-        self._homes.wait_home(param)
-        return super().get(param, default)
-
-    def pop(self, param: Tensor, *default: Any) -> Any:
-        """As ``dict.pop``."""
-        self._homes.wait_home(param)
-        return super().pop(param, *default)
-
-    def setdefault(self, param: Tensor, default: Any = None) -> Any:
-        """As ``dict.setdefault``."""
-        self._homes.wait_home(param)
-        return super().setdefault(param, default)
-
-    def items(self) -> ItemsView[Tensor, UserState]:  # type: ignore[override]
-        """As ``dict.items``."""
-        self._homes.wait_all_home()
-        return super().items()
-
-    def values(self) -> ValuesView[UserState]:  # type: ignore[override]
-        """As ``dict.values``."""
-        self._homes.wait_all_home()
-        return super().values()
-
-    def popitem(self) -> tuple[Tensor, UserState]:
-        """As ``dict.popitem``."""
-        self._homes.wait_all_home()
-        return super().popitem()
+    __getitem__ = _waits_for_one(defaultdict.__getitem__)
+    get = _waits_for_one(defaultdict.get)
+    pop = _waits_for_one(defaultdict.pop)
+    setdefault = _waits_for_one(defaultdict.setdefault)
+    items = _waits_for_all(defaultdict.items)
+    values = _waits_for_all(defaultdict.values)
+    popitem = _waits_for_all(defaultdict.popitem)
 
     def __iter__(self) -> Iterator[Tensor]:
         # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.
@@ -105,24 +101,3 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def __repr__(self) -> str:
         return repr(self.copy())
-
-
-class UnwaitedStates:
-    """The entries of an :class:`OffloadedState` without waiting: the :class:`StateStore` of the engine."""
-
-    def __init__(self, states: OffloadedState) -> None:
-        self._states = states
-
-    def get(self, param: Tensor) -> UserState:
-        """The state of ``param``; empty and not kept if there is none."""
-        return dict.get(self._states, param) or {}
-
-    def of(self, param: Tensor) -> UserState:
-        """The state of ``param``, made if there is none."""
-        return defaultdict.__getitem__(self._states, param)
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Put the entries of ``params`` that exist behind all others, in this order."""
-        for param in params:
-            if param in self._states:
-                dict.__setitem__(self._states, param, dict.pop(self._states, param))

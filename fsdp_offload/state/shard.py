@@ -4,14 +4,28 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..torch_compat.dtensor import local_shard, over_local
-from .layout import LeafLayout, Reader, StateLayout
+from .layout import LeafLayout, StateLayout
+
+
+class Reader(Protocol):
+    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
+
+    def is_reading(self) -> bool:
+        """Return whether it may still look at what it was given."""
+
+    def wait(self) -> None:
+        """Block until it no longer does."""
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Have ``look`` called when it no longer does, before anybody may write."""
 
 
 @dataclass(eq=False)
@@ -110,12 +124,7 @@ class StateShard:
     @property
     def homes(self) -> dict[str, Tensor]:
         """The tensors that ``optimizer.state[param]`` holds, by name."""
-        return self.places[self.side].values
-
-    @property
-    def home_leaves(self) -> dict[str, list[Tensor]]:
-        """The dense tensors inside ``homes``, by name."""
-        return self.places[self.side].leaves
+        return self.home.values
 
     def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
         """The state in one of its places, or a flat range of it, as the optimizer sees it."""
@@ -136,12 +145,8 @@ class StateShard:
             home.values[name] = over_local(self.param, built) if self.on_locals else built
         return home
 
-    def flip(self) -> None:
-        """Live in the other one of two places from now on. Nothing is copied."""
-        self.side = 1 - self.side
-
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
-        leaves = [leaf.to(device, copy=True) for leaf in self.home_leaves[name]]
+        leaves = [leaf.to(device, copy=True) for leaf in self.home.leaves[name]]
         built = self.layout.values[name].build(leaves)
         return over_local(self.param, built) if self.on_locals else built

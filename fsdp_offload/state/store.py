@@ -1,50 +1,64 @@
-"""The entries of ``optimizer.state``, as the rooms below the user see them; and copies that updates may write."""
+"""The entries of ``optimizer.state`` without the user: looked at, copied for updates to write, and moved home."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .layout import leaves_of
 from .shard import StateShard
 
 UserState = dict[str, Any]
 
 
-class StateStore(Protocol):
-    """``optimizer.state`` as the engine sees it: looking at an entry neither waits nor makes one."""
+class StateStore:
+    """``optimizer.state`` as the engine sees it: looking at an entry does not wait for its home."""
+
+    def __init__(self, states: defaultdict[Tensor, UserState]) -> None:
+        self._states = states
 
     def get(self, param: Tensor) -> UserState:
         """The state of ``param``; an empty one that is not kept if there is none."""
+        return dict.get(self._states, param) or {}
 
     def of(self, param: Tensor) -> UserState:
         """The state of ``param``, made if there is none."""
+        return defaultdict.__getitem__(self._states, param)
 
     def move_last(self, params: Iterable[Tensor]) -> None:
         """Put the entries of ``params`` that exist behind all others, in this order."""
+        for param in params:
+            if param in self._states:
+                dict.__setitem__(self._states, param, dict.pop(self._states, param))
 
 
-class OwnCounters:
-    """The entries of ``optimizer.state`` with copies of all that is not a home, for updates to write."""
+class OwnCounters(StateStore):
+    """The entries of ``states`` with copies of all that is not a home, for updates to write."""
 
     def __init__(self, states: StateStore, shards: Mapping[Tensor, StateShard]) -> None:
+        super().__init__(defaultdict(dict))  # the copies
         self.states, self._shards = states, shards
-        self._own: dict[Tensor, UserState] = {}
 
     def get(self, param: Tensor) -> UserState:
         """Return the state of ``param``; an empty one that is not kept if there is none."""
-        if param not in self._own:
+        if param not in self._states:
             self.copy([param])
-        return self._own.get(param, {})
+        return super().get(param)
+
+    def of(self, param: Tensor) -> UserState:
+        """Return the state of ``param``, made if there is none."""
+        return self.get(param) or super().of(param)
 
     def copy(self, params: Iterable[Tensor]) -> None:
         """Copy the counters of ``params``, all in one operation: updates of these come next on the current stream."""
         copies, counters = [], []
         for param in params:
             state, homes = self.states.get(param), self._shards[param].homes
-            if param in self._own or not state:
+            if param in self._states or not state:
                 continue
-            self._own[param] = own = dict(state)
+            self._states[param] = own = dict(state)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is not homes.get(name):
                     own[name] = torch.empty_like(value)
@@ -53,18 +67,10 @@ class OwnCounters:
         if copies:
             torch._foreach_copy_(copies, counters)
 
-    def of(self, param: Tensor) -> UserState:
-        """Return the state of ``param``, made if there is none."""
-        return self.get(param) or self._own.setdefault(param, {})
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Never called: entries are put in order when the step counts."""
-        raise NotImplementedError
-
     def commit(self) -> None:
         """Give the user what updates have made of the copies."""
         targets, sources = [], []
-        for param, own in self._own.items():
+        for param, own in self._states.items():
             state, homes = self.states.of(param), self._shards[param].homes
             for name in state.keys() - own.keys():
                 del state[name]
@@ -72,7 +78,7 @@ class OwnCounters:
                 current = state.get(name)
                 if name in homes:
                     state.setdefault(name, homes[name])
-                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _alike(value, current):
+                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _kind(value) == _kind(current):
                     targets.append(current)
                     sources.append(value)
                 else:
@@ -81,5 +87,58 @@ class OwnCounters:
             torch._foreach_copy_(targets, sources)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+# Homes for what others made: state from before attaching, loaded, or exchanged by the user ----------------------------
+
+
+def is_exchanged(shard: StateShard, state: UserState) -> bool:
+    """Return whether ``state`` holds another tensor where a home should be."""
+    for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest of a step
+        if state.get(name, home) is not home:
+            return True
+    return False
+
+
+def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
+    """Copy what the states hold into the homes of their shards, and put the homes there instead.
+
+    Everything is checked before anything is written. A source that is itself a home (states that were swapped between
+    parameters) is read before it is overwritten. ``None`` counts as absent: SGD resets its momentum so.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than its place; nothing has changed.
+    """
+    exchanged = [
+        (shard, state, name, state[name])
+        for shard, state in entries
+        for name, home in shard.homes.items()
+        if state.get(name) is not None and state[name] is not home
+    ]
+    for shard, _, name, value in exchanged:
+        _check_fits(shard, name, value)
+    overwritten = {leaf.data_ptr() for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name]} - {0}
+    copies: list[tuple[Tensor, Tensor]] = []
+    for shard, _, name, value in exchanged:
+        for source, target in zip(leaves_of(value), leaves_of(shard.homes[name]), strict=True):
+            if source.data_ptr() != target.data_ptr() or source.numel() == 0:
+                copies.append((source.clone() if source.data_ptr() in overwritten else source, target))
+    for source, target in copies:
+        target.copy_(source)
+    for shard, state, name, _ in exchanged:
+        state[name] = shard.homes[name]
+
+
+def _check_fits(shard: StateShard, name: str, value: object) -> None:
+    targets = leaves_of(shard.homes[name])
+    sources = leaves_of(value) if isinstance(value, Tensor) else []
+    wanted = [(tuple(leaf.shape), leaf.dtype) for leaf in targets]
+    got = [(tuple(leaf.shape), leaf.dtype) for leaf in sources] if sources else type(value).__name__
+    if got != wanted:
+        raise ValueError(
+            f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is neither "
+            "cast nor resized; put a tensor of that shape and dtype there, or delete the entry. Nothing has been "
+            "changed."
+        )
