@@ -12,9 +12,8 @@ import torch
 import typer
 from torch import Tensor
 
-from fsdp_offload.device.arena import Region
+from fsdp_offload.device.arena import BREAK_BYTES, Region
 from fsdp_offload.device.lanes import PIECE_BYTES, Lane, TurnsLane
-from fsdp_offload.planning.buckets import BREAK_BYTES
 
 from .record import bench_device, median, print_record, run, wall_ms
 

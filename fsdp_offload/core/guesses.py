@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ..device.arena import Region
+from ..device.arena import Region, aligned
 from ..device.host_flag import HostFlag
 from ..device.lanes import Copy
 from ..optimizers import Capabilities
-from ..planning.buckets import aligned
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore

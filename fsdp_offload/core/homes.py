@@ -14,18 +14,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
-from ..device.arena import Region
+from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..optimizers.bound_range import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
-from ..planning.buckets import PAGE_BYTES, Bucket, BucketPlan, ShardSpec, aligned, join_copies, plan_buckets
-from ..planning.cpu_share import NOTHING_YET, Taken, choose_host_share, host_bucket_bytes
 from ..policy import OffloadPolicy
 from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
 from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import largest_local_numel, local_shard
 from .items import BytesAtHome
+from .packing import Bucket, Homes, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Plan:
         host: HostUpdates | None = None,
     ) -> None:
         self._host = host
-        self._host_taken = NOTHING_YET
+        self._host_taken = Taken()
         self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
         self.regions: list[Region] = []
@@ -197,37 +196,36 @@ class Plan:
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
         streamed = [shard for shard in shards if not shard.on_host]
-        cpu_bucket_bytes = host_bucket_bytes(self._bucket_bytes)
-        cpu_plan = plan_buckets([_spec(shard) for shard in cpu_shards], cpu_bucket_bytes)
-        cpu_gradients = [_gradient_nbytes(bucket, cpu_shards) for bucket in cpu_plan.buckets]
-        plan = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
-        spare = _shards_within(plan, streamed, self._policy.snapshot_bytes - self.spare_bytes)
+        # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients pass through buffers.
+        cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self._bucket_bytes)
+        cpu_gradients = [_gradient_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
+        buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
+        spare = _shards_within(homes, streamed, self._policy.snapshot_bytes - self.spare_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes - spare.nbytes
-        cpu_spare = _shards_within(cpu_plan, cpu_shards, left_bytes)
-        needed_bytes = plan.home_nbytes + spare.nbytes + cpu_plan.home_nbytes + cpu_spare.nbytes
-        mirrors = plan_buckets([_mirror_spec(shard) for shard in cpu_shards], 1 << 62)
-        needed_bytes += mirrors.home_nbytes
+        cpu_spare = _shards_within(cpu_homes, cpu_shards, left_bytes)
+        mirror_nbytes = [local_shard(shard.param).numel() * shard.param.itemsize for shard in cpu_shards]
+        mirrors = place_homes([nbytes] for nbytes in mirror_nbytes)
+        needed_bytes = homes.nbytes + spare.nbytes + cpu_homes.nbytes + cpu_spare.nbytes + mirrors.nbytes
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(cpu_gradients)
         self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
         if self._host is not None and cpu_gradients:
             self._host.reserve(cpu_gradients)
-        cpu_regions = [self._region(n, cpu_plan.home_breaks) for n in (cpu_plan.home_nbytes, cpu_spare.nbytes)]
-        regions = tuple(self._region(nbytes, plan.home_breaks) for nbytes in (plan.home_nbytes, spare.nbytes))
-        mirror_region = self._region(mirrors.home_nbytes, mirrors.home_breaks)
-        for shard, (offset,) in zip(cpu_shards, mirrors.home_offsets, strict=True):
-            (nbytes,) = _mirror_spec(shard).leaf_nbytes
+        cpu_regions = [self._region(nbytes, cpu_homes.breaks) for nbytes in (cpu_homes.nbytes, cpu_spare.nbytes)]
+        regions = tuple(self._region(nbytes, homes.breaks) for nbytes in (homes.nbytes, spare.nbytes))
+        mirror_region = self._region(mirrors.nbytes, mirrors.breaks)
+        for shard, (offset,), nbytes in zip(cpu_shards, mirrors.offsets, mirror_nbytes, strict=True):
             shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
-        _settle(streamed, plan, partial(_host_leaf, regions[0]))
-        _settle(streamed, plan, partial(_host_leaf, regions[1]), spare.shards)
-        _settle(cpu_shards, cpu_plan, partial(_host_leaf, cpu_regions[0]))
-        _settle(cpu_shards, cpu_plan, partial(_host_leaf, cpu_regions[1]), cpu_spare.shards)
+        _settle(streamed, homes, partial(_host_leaf, regions[0]))
+        _settle(streamed, homes, partial(_host_leaf, regions[1]), spare.shards)
+        _settle(cpu_shards, cpu_homes, partial(_host_leaf, cpu_regions[0]))
+        _settle(cpu_shards, cpu_homes, partial(_host_leaf, cpu_regions[1]), cpu_spare.shards)
         self.spare_bytes += cpu_spare.nbytes
-        self._add_buckets(cpu_plan, cpu_shards, None)  # nothing of it ever moves
+        self._add_buckets(cpu_buckets, cpu_shards, None)  # nothing of it ever moves
         self.regions += [region for region in (*regions, *cpu_regions, mirror_region) if region.nbytes]
         self.spare_bytes += spare.nbytes
-        self._add_buckets(plan, streamed, Arena(regions, frozenset(plan.home_breaks)))
+        self._add_buckets(buckets, streamed, Arena(regions, frozenset(homes.breaks)))
 
     def spare_nbytes(self) -> int:
         """Host memory that :meth:`take_spare_homes` would take."""
@@ -290,8 +288,8 @@ class Plan:
         within = [at for at in breaks if at < nbytes]
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
-    def _add_buckets(self, plan: BucketPlan, shards: Sequence[StateShard], arena: Arena | None) -> None:
-        for bucket in plan.buckets:
+    def _add_buckets(self, buckets: Sequence[Bucket], shards: Sequence[StateShard], arena: Arena | None) -> None:
+        for bucket in buckets:
             for shard in {piece.shard: shards[piece.shard] for piece in bucket.ranges}.values():
                 shard.buckets.append(len(self._buckets))
             self._buckets.append(PlannedBucket(bucket, shards, arena))
@@ -328,7 +326,7 @@ class Plan:
         self.regions.clear()
         self._buckets.clear()
         self.spare_bytes = 0
-        self._host_taken = NOTHING_YET
+        self._host_taken = Taken()
 
 
 def _region_of(shard: StateShard, side_of: Callable[[StateShard], int]) -> int:
@@ -346,10 +344,10 @@ class _WithSpare(NamedTuple):
     nbytes: int
 
 
-def _shards_within(plan: BucketPlan, shards: Sequence[StateShard], nbytes: int) -> _WithSpare:
+def _shards_within(homes: Homes, shards: Sequence[StateShard], nbytes: int) -> _WithSpare:
     """How many of ``shards`` have all of their home within the first ``nbytes`` bytes, and where those end."""
     end = 0
-    for count, offsets in enumerate(plan.home_offsets):
+    for count, offsets in enumerate(homes.offsets):
         leaves = zip(offsets, shards[count].leaf_layouts, strict=True)
         shard_end = max((offset + aligned(leaf.nbytes) for offset, leaf in leaves), default=end)
         if shard_end > nbytes:
@@ -368,12 +366,7 @@ def _largest_nbytes(shard: StateShard) -> int:
     local = local_shard(shard.param)
     largest = largest_local_numel(shard.param)
     sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
-    return plan_buckets([ShardSpec(largest, tuple(sizes), False)], 1 << 62).home_nbytes
-
-
-def _mirror_spec(shard: StateShard) -> ShardSpec:
-    local = local_shard(shard.param)
-    return ShardSpec(local.numel(), (local.numel() * local.element_size(),), False)
+    return sum(map(aligned, sizes))
 
 
 def _gradient_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> list[int]:
@@ -383,12 +376,12 @@ def _gradient_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> list[int]:
 
 def _settle(
     shards: Sequence[StateShard],
-    plan: BucketPlan,
+    homes: Homes,
     make: Callable[[int, LeafLayout], Tensor],
     count: int | None = None,
 ) -> None:
-    """Give a home to the first ``count`` of ``shards``, which are the first of ``plan``, or to all."""
-    for shard, offsets in zip(shards[:count], plan.home_offsets, strict=False):
+    """Give a home to the first ``count`` of ``shards``, which are the first of ``homes``, or to all."""
+    for shard, offsets in zip(shards[:count], homes.offsets, strict=False):
         leaves = zip(offsets, shard.leaf_layouts, strict=True)
         shard.places.append(shard.home_over([make(offset, leaf) for offset, leaf in leaves]))
 

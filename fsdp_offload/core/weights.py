@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device.arena import Region
-from ..planning.buckets import PAGE_BYTES, HomeOffsets, ShardSpec
+from ..device.arena import PAGE_BYTES, Region
 from ..state.shard import Home
 from ..torch_compat.dtensor import local_shard, version_of
 from ..torch_compat.homed import holders_of, uses_of
 from ..torch_compat.sharded_parameter import ShardedParameter
 from .items import BytesAtHome, Item
+from .packing import place_homes
 
 
 class Part(NamedTuple):
@@ -61,14 +61,14 @@ class Weights:
             trained: those that updates may change; it may grow.
         """
         self.groups = {number: group for number, group in enumerate(groups) if group}
-        homes = HomeOffsets([_spec(one) for group in groups for one in group])
+        homes = place_homes([_padded_nbytes(one)] for group in groups for one in group)
         shards = itertools.count()
         offsets, ends = {}, {}
         for number, group in self.groups.items():
-            offsets[number] = [homes.of_shard(next(shards))[0] for _ in group]
-            ends[number] = homes.nbytes
+            of_group = [next(shards) for _ in group]
+            offsets[number], ends[number] = [homes.offsets[n][0] for n in of_group], homes.ends[of_group[-1]]
         spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
-        breaks = self._breaks = sorted(homes.breaks)
+        breaks = self._breaks = homes.breaks
         self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
         self.spare_bytes = spare_end
         self.guessed: dict[int, None] | None = None
@@ -194,12 +194,9 @@ def _padded(part: Part) -> Tensor:
     return part.item.block.memory[part.offset : part.offset + nbytes].view(dtype)
 
 
-def _spec(one: ShardedParameter) -> ShardSpec:
-    """Describe a parameter with the padding that a gather reads behind it."""
-    local = local_shard(one.param)
-    return ShardSpec(
-        local.numel(), (local.nbytes,), False, padding_nbytes=one.padded_numel * local.itemsize - local.nbytes
-    )
+def _padded_nbytes(one: ShardedParameter) -> int:
+    """Bytes of a parameter with the padding that a gather reads behind it."""
+    return one.padded_numel * local_shard(one.param).itemsize
 
 
 def _versions(params: Sequence[Tensor]) -> Callable[[], object]:

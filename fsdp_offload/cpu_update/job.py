@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..device.arena import aligned
 from ..device.lanes import Lane, Mark, recorded
 from ..optimizers.bound_range import BoundRange
 from ..optimizers.bucket_update import update_bucket
-from ..planning.buckets import aligned
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from .fingerprint import Hasher

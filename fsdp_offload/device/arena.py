@@ -24,7 +24,20 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+ALIGN_BYTES = 64
+"""Every tensor starts on a multiple of this: more than the widest vector access of torch's fused kernels (32 bytes)."""
+
+PAGE_BYTES = 4096
+
+BREAK_BYTES = 256 << 20
+"""About every so many bytes of a region lies a break, so that its memory can be prepared in parallel pieces."""
+
 _TOUCH_CHUNK_BYTES = 32 << 20
+
+
+def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
+    """The next multiple of ``to_bytes``."""
+    return -(-nbytes // to_bytes) * to_bytes
 
 
 def _keep_for_ever(

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device.arena import Region
+from ..device.arena import BREAK_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..device.lanes import Mark
 from ..device.link import DeviceLink, device_link
-from ..planning.buckets import BREAK_BYTES, aligned
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.guard import Guard, WriteWatch
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from ..core.buckets import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.items import Item
+from ..core.packing import ShardSpec, plan_buckets
 from ..core.room import TOLERATED, Reading, Room
-from ..planning.buckets import ShardSpec, aligned, plan_buckets
+from ..device.arena import aligned
 from ..policy import OffloadPolicy
 from .memory import Sizes
 
@@ -47,15 +48,15 @@ class Blocks:
         weights = [Item(f"parameters of group {number}") for number in range(len(groups))]
         for param, number in together.items() if policy.parameters else ():
             weights[number].nbytes += aligned(sizes.itemsize * numels[param])
-        planned, buckets = plan_buckets(specs, bucket_bytes), []
-        for number, one in enumerate(planned.buckets):
+        (planned, homes), buckets = plan_buckets(specs, bucket_bytes), []
+        for number, one in enumerate(planned):
             theirs = tuple(dict.fromkeys(together[piece.shard] for piece in one.ranges))
             state = Item(f"state {number}", one.nbytes)
             buckets.append(Bucket(number, state, theirs, tuple(weights[group] for group in theirs)))
         self.uses = len(buckets) + 2 * len(groups) * policy.parameters
         self._state = [bucket.state for bucket in buckets if bucket.state.nbytes]
         self._weights = [item for item in weights if item.nbytes]
-        self.host_bytes = planned.home_nbytes + sum(item.nbytes for item in weights)
+        self.host_bytes = homes.nbytes + sum(item.nbytes for item in weights)
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
         self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit)
         share_out(self.pools, limit)

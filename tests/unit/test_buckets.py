@@ -2,13 +2,15 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.planning import buckets
-from fsdp_offload.planning.buckets import ALIGN_BYTES, CUT_NUMEL, BucketPlan, Range, ShardSpec, plan_buckets
+from fsdp_offload.core import packing
+from fsdp_offload.core.packing import CUT_NUMEL, Bucket, Copy, Homes, Range, ShardSpec, join_copies, plan_buckets
+from fsdp_offload.device.arena import ALIGN_BYTES
 
 
 def adam(numel: int, *, itemsize: int = 4, cuttable: bool = True) -> ShardSpec:
@@ -34,6 +36,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def copies_of(bucket: Bucket, homes: Homes) -> list[Copy]:
+    return join_copies((copy for _, copy in bucket.leaf_copies), homes.breaks)
+
+
 def leaf_range_nbytes(shard: ShardSpec, piece: Range, leaf: int) -> int:
     """Bytes of one leaf's part of ``piece``, without padding."""
     if piece.start == 0 and piece.stop == shard.numel:
@@ -44,8 +50,8 @@ def leaf_range_nbytes(shard: ShardSpec, piece: Range, leaf: int) -> int:
 @quick
 @plans
 def test_ranges_cover_each_shard_once_in_order(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    plan = plan_buckets(specs, bucket_bytes)
-    ranges = [piece for bucket in plan.buckets for piece in bucket.ranges]
+    buckets, _ = plan_buckets(specs, bucket_bytes)
+    ranges = [piece for bucket in buckets for piece in bucket.ranges]
     assert [piece.shard for piece in ranges] == sorted(piece.shard for piece in ranges)
     for number, spec in enumerate(specs):
         mine = [piece for piece in ranges if piece.shard == number]
@@ -60,46 +66,46 @@ def test_ranges_cover_each_shard_once_in_order(specs: list[ShardSpec], bucket_by
 def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects_it(
     specs: list[ShardSpec], bucket_bytes: int
 ) -> None:
-    plan = plan_buckets(specs, bucket_bytes)
+    buckets, homes = plan_buckets(specs, bucket_bytes)
     moved: Counter[int] = Counter()  # home bytes
-    for bucket in plan.buckets:
+    for bucket in buckets:
         home_of_slot = {
-            copy.slot_offset + byte: copy.home_offset + byte for copy in bucket.copies for byte in range(copy.nbytes)
+            copy.slot_offset + byte: copy.home_offset + byte
+            for copy in copies_of(bucket, homes)
+            for byte in range(copy.nbytes)
         }
-        assert len(home_of_slot) == sum(copy.nbytes for copy in bucket.copies), "copies overlap in the slot"
+        assert len(home_of_slot) == sum(copy.nbytes for copy in copies_of(bucket, homes)), "copies overlap in the slot"
         moved.update(home_of_slot.values())
         for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True):
             spec = specs[piece.shard]
             for leaf, slot_offset in enumerate(offsets):
                 skipped = spec.leaf_nbytes[leaf] // spec.numel * piece.start if piece.start else 0
-                home = plan.home_offsets[piece.shard][leaf] + skipped
+                home = homes.offsets[piece.shard][leaf] + skipped
                 for byte in range(leaf_range_nbytes(spec, piece, leaf)):
                     assert home_of_slot[slot_offset + byte] == home + byte
     assert set(moved.values()) <= {1}, "a byte is moved by two buckets"
-    assert max(moved, default=-1) < plan.home_nbytes
+    assert max(moved, default=-1) < homes.nbytes
 
 
-def homes_of(specs: list[ShardSpec], plan: BucketPlan) -> list[tuple[int, int]]:
+def leaves_at_home(specs: list[ShardSpec], homes: Homes) -> list[tuple[int, int]]:
     """Offset and bytes of each leaf."""
-    leaves = [
-        zip(offsets, spec.leaf_nbytes, strict=True) for spec, offsets in zip(specs, plan.home_offsets, strict=True)
-    ]
+    leaves = [zip(offsets, spec.leaf_nbytes, strict=True) for spec, offsets in zip(specs, homes.offsets, strict=True)]
     return list(itertools.chain.from_iterable(leaves))
 
 
 @quick
 @plans
 def test_homes_and_places_in_a_slot_are_aligned_and_disjoint(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    plan = plan_buckets(specs, bucket_bytes)
-    assert_aligned_and_disjoint(homes_of(specs, plan), plan.home_nbytes)
-    for bucket in plan.buckets:
+    buckets, homes = plan_buckets(specs, bucket_bytes)
+    assert_aligned_and_disjoint(leaves_at_home(specs, homes), homes.nbytes)
+    for bucket in buckets:
         places = [
             (offset, leaf_range_nbytes(specs[piece.shard], piece, leaf))
             for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True)
             for leaf, offset in enumerate(offsets)
         ]
         assert_aligned_and_disjoint(places, bucket.nbytes)
-        assert not any(value % ALIGN_BYTES for copy in bucket.copies for value in copy)
+        assert not any(value % ALIGN_BYTES for copy in copies_of(bucket, homes) for value in copy)
 
 
 def assert_aligned_and_disjoint(places: list[tuple[int, int]], end: int) -> None:
@@ -112,7 +118,7 @@ def assert_aligned_and_disjoint(places: list[tuple[int, int]], end: int) -> None
 @quick
 @plans
 def test_cuts_fall_where_vectorized_kernels_can_take_them(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+    for bucket in plan_buckets(specs, bucket_bytes)[0]:
         for piece in bucket.ranges:
             assert piece.start % CUT_NUMEL == 0
             assert piece.stop % CUT_NUMEL == 0 or piece.stop == specs[piece.shard].numel
@@ -122,7 +128,7 @@ def test_cuts_fall_where_vectorized_kernels_can_take_them(specs: list[ShardSpec]
 @plans
 @example([ShardSpec(4000, (32_000, 32_000, 32_000), cuttable=True)], 1024)  # 64 elements of it are more than a bucket
 def test_buckets_keep_within_their_size_where_cuts_allow(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+    for bucket in plan_buckets(specs, bucket_bytes)[0]:
         smallest = [
             sum(map(aligned, (CUT_NUMEL * nbytes // max(1, spec.numel) for nbytes in spec.leaf_nbytes)))
             if spec.cuttable
@@ -136,10 +142,12 @@ def test_buckets_keep_within_their_size_where_cuts_allow(specs: list[ShardSpec],
 @quick
 @plans
 def test_a_bucket_of_whole_shards_is_one_copy(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    for bucket in plan_buckets(specs, bucket_bytes).buckets:
+    buckets, homes = plan_buckets(specs, bucket_bytes)
+    for bucket in buckets:
         if all((piece.start, piece.stop) == (0, specs[piece.shard].numel) for piece in bucket.ranges):
-            assert len(bucket.copies) == (1 if bucket.nbytes else 0)
-            assert sum(copy.nbytes for copy in bucket.copies) == bucket.nbytes
+            copies = copies_of(bucket, homes)
+            assert len(copies) == (1 if bucket.nbytes else 0)
+            assert sum(copy.nbytes for copy in copies) == bucket.nbytes
 
 
 @quick
@@ -148,13 +156,13 @@ def test_a_bucket_of_whole_shards_is_one_copy(specs: list[ShardSpec], bucket_byt
 def test_no_leaf_and_no_copy_crosses_a_break(specs: list[ShardSpec], bucket_bytes: int) -> None:
     """The arena is locked in pieces that end at breaks, and a copy across two pieces is refused by the driver."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BREAK_BYTES", 5000)
-        plan = plan_buckets(specs, bucket_bytes)
-    assert list(plan.home_breaks) == sorted(set(plan.home_breaks))
-    assert not any(offset % 4096 for offset in plan.home_breaks)
-    pieces = list(itertools.pairwise([0, *plan.home_breaks, plan.home_nbytes]))
-    moved = [(copy.home_offset, copy.nbytes) for bucket in plan.buckets for copy in bucket.copies]
-    for offset, nbytes in homes_of(specs, plan) + moved:
+        patch.setattr(packing, "BREAK_BYTES", 5000)
+        buckets, homes = plan_buckets(specs, bucket_bytes)
+    assert list(homes.breaks) == sorted(set(homes.breaks))
+    assert not any(offset % 4096 for offset in homes.breaks)
+    pieces = list(itertools.pairwise([0, *homes.breaks, homes.nbytes]))
+    moved = [(copy.home_offset, copy.nbytes) for bucket in buckets for copy in copies_of(bucket, homes)]
+    for offset, nbytes in leaves_at_home(specs, homes) + moved:
         assert any(begin <= offset and offset + nbytes <= end for begin, end in pieces)
 
 
@@ -163,7 +171,7 @@ def test_no_leaf_and_no_copy_crosses_a_break(specs: list[ShardSpec], bucket_byte
 def test_host_memory_is_the_state_within_one_percent(numels: list[int], itemsize: int) -> None:
     specs = [adam(numel, itemsize=itemsize) for numel in numels]
     exact_bytes = sum(sum(spec.leaf_nbytes) for spec in specs)
-    assert exact_bytes <= plan_buckets(specs, 64 << 20).home_nbytes <= 1.01 * exact_bytes
+    assert exact_bytes <= plan_buckets(specs, 64 << 20)[1].nbytes <= 1.01 * exact_bytes
 
 
 def test_biases_and_norms_beside_their_matrices_cost_less_than_one_percent() -> None:
@@ -173,15 +181,15 @@ def test_biases_and_norms_beside_their_matrices_cost_less_than_one_percent() -> 
     vectors = [adam(size // ranks) for size in (width, width, 3 * width, width, 4 * width, width)]
     specs = [spec for _ in range(24) for spec in (*matrices, *vectors)]
     exact_bytes = sum(sum(spec.leaf_nbytes) for spec in specs)
-    assert plan_buckets(specs, 64 << 20).home_nbytes <= 1.01 * exact_bytes
+    assert plan_buckets(specs, 64 << 20)[1].nbytes <= 1.01 * exact_bytes
 
 
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def shown(plan: BucketPlan) -> str:
+def shown(planned: Sequence[Bucket]) -> str:
     """Shard, begin and end of each range; buckets have a bar between them."""
-    buckets = ([f"{piece.shard}:{piece.start}-{piece.stop}" for piece in bucket.ranges] for bucket in plan.buckets)
+    buckets = ([f"{piece.shard}:{piece.start}-{piece.stop}" for piece in bucket.ranges] for bucket in planned)
     return " | ".join(map(" ".join, buckets))
 
 
@@ -199,19 +207,19 @@ CUTS: dict[str, tuple[list[ShardSpec], int, str]] = {
 
 @pytest.mark.parametrize(("specs", "bucket_bytes", "ranges"), CUTS.values(), ids=CUTS)
 def test_which_ranges_share_a_bucket(specs: list[ShardSpec], bucket_bytes: int, ranges: str) -> None:
-    assert shown(plan_buckets(specs, bucket_bytes)) == ranges
+    assert shown(plan_buckets(specs, bucket_bytes)[0]) == ranges
 
 
 def test_a_cut_fills_what_is_left_of_a_bucket() -> None:
-    plan = plan_buckets([adam(64), adam(4096)], 4096)
-    assert plan.buckets[0].ranges == (Range(0, 0, 64), Range(1, 0, 448))
-    assert [bucket.nbytes for bucket in plan.buckets] == [4096] * 8 + [512]
-    assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048).buckets] == [2048] * 4
+    buckets, _ = plan_buckets([adam(64), adam(4096)], 4096)
+    assert buckets[0].ranges == (Range(0, 0, 64), Range(1, 0, 448))
+    assert [bucket.nbytes for bucket in buckets] == [4096] * 8 + [512]
+    assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048)[0]] == [2048] * 4
 
 
 def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
     """Nothing overlaps with the first load and the last store."""
-    sizes = [bucket.nbytes for bucket in plan_buckets([adam(64 * 1024)], 16_384).buckets]
+    sizes = [bucket.nbytes for bucket in plan_buckets([adam(64 * 1024)], 16_384)[0]]
     assert max(sizes) == 16_384
     assert max(sizes[0], sizes[-1]) <= 16_384 / 4
     assert len(sizes) <= 32 + 6
@@ -219,4 +227,4 @@ def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 30])
 def test_nothing_to_offload_is_no_bucket(bucket_bytes: int) -> None:
-    assert plan_buckets([], bucket_bytes) == ((), (), 0, ())
+    assert plan_buckets([], bucket_bytes) == ((), ((), (), ()))

@@ -1,0 +1,210 @@
+"""State shards to buckets: which bytes move together, where they live at home and where in a slot. Pure arithmetic.
+
+A *leaf* is one dense tensor of a parameter's state (``exp_avg``, the codes of a quantized moment). At home, every leaf
+is contiguous for its whole shard, since users and checkpoints see it as one tensor. A bucket holds whole shards or flat
+ranges of them. Whole shards lie in the arena just as in the slot, so a bucket of them is one copy; a range of a cut
+shard costs one copy for each leaf.
+"""
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..device.arena import BREAK_BYTES, PAGE_BYTES, aligned
+
+CUT_NUMEL = 64
+"""Cuts fall on multiples of this many elements: vectorized kernels may round a vector's tail differently."""
+
+_SMALL_BUCKET_BYTES = 16 << 20
+"""Below this, launching a bucket costs as much as copying it."""
+
+
+class ShardSpec(NamedTuple):
+    """One parameter's state on this rank, as far as packing needs it."""
+
+    numel: int  # elements of the parameter's local shard
+    leaf_nbytes: tuple[int, ...]
+    cuttable: bool  # every leaf then has ``numel`` elements
+    together: int = 0  # only shards of one number share a bucket
+
+
+class Range(NamedTuple):
+    """The elements ``[start, stop)`` of a flattened shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class Copy(NamedTuple):
+    """Bytes that move as one transfer between the arena and a slot."""
+
+    home_offset: int
+    slot_offset: int
+    nbytes: int
+
+
+class Bucket(NamedTuple):
+    """What is loaded, updated and stored together."""
+
+    ranges: tuple[Range, ...]
+    leaf_offsets: tuple[tuple[int, ...], ...]  # for each range, where each leaf begins in the slot
+    leaf_copies: tuple[tuple[int, Copy], ...]  # the shard, and a copy of one leaf of it
+    nbytes: int  # of the slot
+
+
+class Homes(NamedTuple):
+    """Where shards live in an arena."""
+
+    offsets: tuple[tuple[int, ...], ...]  # for each shard, where each leaf begins
+    ends: tuple[int, ...]  # for each shard, where it ends
+    breaks: tuple[int, ...]  # page-aligned offsets that no leaf and no copy crosses: memory may be divided there
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return self.ends[-1] if self.ends else 0
+
+
+def place_homes(shards: Iterable[Sequence[int]]) -> Homes:
+    """Place shards one after the other; each is given as the bytes of its leaves."""
+    offsets, ends, breaks = [], [], [0]
+    end = 0
+    for leaf_nbytes in shards:
+        if end - breaks[-1] >= BREAK_BYTES:
+            end = aligned(end, PAGE_BYTES)
+            breaks.append(end)
+        *begins, end = itertools.accumulate(map(aligned, leaf_nbytes), initial=end)
+        offsets.append(tuple(begins))
+        ends.append(end)
+    return Homes(tuple(offsets), tuple(ends), tuple(breaks[1:]))
+
+
+def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Bucket, ...], Homes]:
+    """Pack ``shards``, in the given order, into buckets of at most ``bucket_bytes`` as far as cuts allow.
+
+    Where there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
+    store, so they should be short.
+
+    Args:
+        shards: this rank's state shards. Empty ones (``numel == 0``) belong to a bucket like any other.
+        bucket_bytes: the size not to exceed. A shard that does not fit into what is left of a bucket is cut there if it
+            may be; one that may not and is larger than this is a bucket alone.
+
+    Returns:
+        The buckets, and the homes of the shards.
+    """
+    homes = place_homes(shard.leaf_nbytes for shard in shards)
+    return tuple(_lay_out(ranges, shards, homes) for ranges in _pack(shards, bucket_bytes)), homes
+
+
+def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range, ...]]:
+    """Fill one bucket after the other."""
+    total_bytes = sum(aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
+    # A little state is two buckets rather than one: with one, nothing overlaps.
+    bucket_bytes = min(most_bytes, max(aligned(total_bytes // 2), _SMALL_BUCKET_BYTES))
+    done_bytes = 0
+    for _, run in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
+        ranges: list[Range] = []
+        filled_bytes = 0
+        for index, shard in run:
+            start, stop = 0, -1
+            while stop < shard.numel:
+                limit_bytes = bucket_bytes
+                if total_bytes >= 16 * most_bytes:
+                    ramp_bytes = min(done_bytes, (total_bytes - done_bytes) // 2)
+                    limit_bytes = max(bucket_bytes // 4, min(bucket_bytes, ramp_bytes))
+                stop = _take_until(shard, start, limit_bytes - filled_bytes, bucket_bytes, is_first=not ranges)
+                if stop > start or shard.numel == 0:
+                    ranges.append(Range(index, start, stop))
+                    filled_bytes += sum(_leaf_range_nbytes(shard, start, stop))
+                if stop < shard.numel:
+                    yield tuple(ranges)
+                    done_bytes += filled_bytes
+                    ranges, filled_bytes, start = [], 0, stop
+        yield tuple(ranges)
+        done_bytes += filled_bytes
+
+
+def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int, *, is_first: bool) -> int:
+    """How far ``shard`` goes into what is left of a bucket: to its end, to a cut, or not at all (``start``)."""
+    if sum(_leaf_range_nbytes(shard, start, shard.numel)) <= room_bytes:
+        return shard.numel
+    if not shard.cuttable:
+        return shard.numel if is_first else start
+    is_small = sum(shard.leaf_nbytes) <= bucket_bytes // 4
+    if not is_first and (is_small or room_bytes < bucket_bytes // 8):
+        return start  # not worth a cut: each costs a copy for every leaf
+    units = room_bytes // (CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes))
+    if units < 1 and not is_first:
+        return start
+    return min(start + max(1, units) * CUT_NUMEL, shard.numel)
+
+
+def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Bucket:
+    leaf_offsets: list[tuple[int, ...]] = []
+    copies: list[tuple[int, Copy]] = []
+    end = 0
+    for number, start, stop in ranges:
+        shard = shards[number]
+        sizes = _leaf_range_nbytes(shard, start, stop)
+        *offsets, end = itertools.accumulate(sizes, initial=end)
+        leaf_offsets.append(tuple(offsets))
+        for home, whole, offset, nbytes in zip(homes.offsets[number], shard.leaf_nbytes, offsets, sizes, strict=True):
+            if nbytes:
+                copies.append((number, Copy(home + whole // shard.numel * start if start else home, offset, nbytes)))
+    return Bucket(ranges, tuple(leaf_offsets), tuple(copies), end)
+
+
+def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
+    """Slot bytes of each leaf of a range, with the padding that keeps the next leaf aligned."""
+    if start == 0 and stop == shard.numel:
+        return [aligned(nbytes) for nbytes in shard.leaf_nbytes]
+    return [aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
+
+
+def join_copies(copies: Iterable[Copy], breaks: Container[int]) -> list[Copy]:
+    """Join copies that continue each other at home and in the slot, unless memory may be divided between them."""
+    joined: list[Copy] = []
+    for copy in copies:
+        home, slot, nbytes = joined[-1] if joined else (0, 0, 0)
+        if copy[:2] == (home + nbytes, slot + nbytes) and joined and copy.home_offset not in breaks:
+            joined[-1] = Copy(home, slot, nbytes + copy.nbytes)
+        else:
+            joined.append(copy)
+    return joined
+
+
+# The CPU's share ------------------------------------------------------------------------------------------------------
+
+
+class Taken(NamedTuple):
+    """Bytes of state that have been divided before between the CPU and the device."""
+
+    host_bytes: int = 0
+    total_bytes: int = 0
+
+
+def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> list[bool]:
+    """Choose which of some parameters the CPU updates.
+
+    From the end: their gradients are there first in a backward, and the next forward needs them last. What is too large
+    for what is left of the share is passed over. Every rank that holds a copy of the same shard has to choose the same,
+    as the CPU's kernels round differently from the device's, and the choice is saved nowhere.
+
+    Args:
+        sizes: bytes of state of each parameter, in forward order; 0 where it cannot be the CPU's.
+        fraction: of all bytes, those of ``taken`` included.
+        taken: what has been divided before.
+    """
+    left = round(fraction * (taken.total_bytes + sum(sizes))) - taken.host_bytes
+    chosen = [False] * len(sizes)
+    for index in reversed(range(len(sizes))):
+        if 0 < sizes[index] <= left:
+            chosen[index] = True
+            left -= sizes[index]
+    others = [index for index, size in enumerate(sizes) if size and not chosen[index]]
+    if others:
+        smallest = min(others, key=lambda index: (sizes[index], -index))
+        chosen[smallest] = sizes[smallest] < 2 * left  # nearer to the share with it than without
+    return chosen

@@ -1,1 +1,0 @@
-"""Decides, and touches nothing: buckets, their schedule in the ring, what stays on the device, orders, the bound."""
