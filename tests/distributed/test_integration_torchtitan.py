@@ -26,6 +26,7 @@ from tests.distributed.frameworks import (
 )
 from tests.distributed.launch import DEVICE_TYPE, spawn_cases, this_device
 from tests.distributed.models import Net, build, shard_even
+from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytest.importorskip("torchtitan.components.optimizer")
 pytestmark = pytest.mark.distributed
@@ -137,13 +138,18 @@ def script(
     record(folder, name, rank, seen, net, [optimizer])
 
 
+@proves("torchtitan's trainer", "torchtitan", TRAINS)
+def test_the_trainers_step_updates_in_the_backward(tmp_path: Path) -> None:
+    same_scripts(script, tmp_path, 2, {"plain": {}, "in backward": {"policy": IN_BACKWARD}})
+
+
+@proves("torchtitan's trainer", "torchtitan", RESUMES, OTHER_RANKS)
 @pytest.mark.long
 def test_training_saving_and_resuming(tmp_path: Path) -> None:
     names = {mode: f"offloaded, {mode}" for mode in MODES}
     first: dict[str, dict[str, Any]] = {
         "plain": {},
         **{name: {"policy": POLICY, "mode": mode} for mode, name in names.items()},
-        "in backward": {"policy": IN_BACKWARD},
         "from arena": {"policy": POLICY, "mode": "async", "from_arena": True},
         "from arena, pinned": {"policy": OVERLAPPED, "mode": "async_with_pinned_mem", "from_arena": True},
     }
