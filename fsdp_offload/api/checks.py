@@ -124,8 +124,8 @@ calling it."""
 def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
     """Refuse the step of a plain optimizer with gradients that another one uses in the backward."""
     del args, kwargs
-    if find_offloaded(other) is not None:
-        return
+    if find_offloaded(other) is not None or any(map(_is_optimizer, getattr(other, "optimizers", ()))):
+        return  # a container steps those that it holds, and each is looked at then
     params = [param for group in other.param_groups for param in group["params"] if param.grad is not None]
     for both, engine in _offloaded_with(params, lambda policy: policy.updates_in_backward):
         used = engine.steps.begun

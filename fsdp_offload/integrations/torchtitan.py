@@ -7,21 +7,27 @@
     save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
 
 Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``LRSchedulersContainer`` and
-``CheckpointManager`` in all of its modes work as they are, without the second line too.
+``CheckpointManager`` in all of its modes work as they are, without the second line too. Trainers clip the parameters of
+an offloaded container by this package's function, so that ``overlap="iteration"`` updates in the backward.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any
+from weakref import WeakSet
 
-from torch import nn
+import torchtitan.distributed.utils as titan
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.offload import is_offloaded
 from ..checkpoint import ArenaStager
+from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of, offload, policy_from
 
@@ -71,7 +77,38 @@ def offload_container(
         params = {param for group in optimizer.param_groups for param in group["params"]}
         part = next((part for part in container.model_parts if params <= set(part.parameters())), None)
         offload(optimizer, part, policy)
+    _containers.add(container)
+    titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
     return container
+
+
+_containers: WeakSet[OptimizersContainer] = WeakSet()
+_clip_as_torchtitan = titan.clip_grad_norm_
+
+
+@functools.wraps(_clip_as_torchtitan)
+def _clip(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    pp_mesh: Any = None,
+    ep_enabled: bool = False,
+) -> Tensor:
+    """Clip the parameters of an offloaded container, all together, by our function.
+
+    Pipeline stages are clipped by theirs, and so is one mesh with experts: that norm is combined with one of nothing.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    trained = {param for param in given if param.requires_grad}
+    meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}
+    for container in _containers if pp_mesh is None and len(meshes) == 1 + ep_enabled else ():
+        own = {param for group in container.param_groups for param in group["params"]}
+        if own == trained and all(map(is_offloaded, container.optimizers)):
+            norm = clip_in_order(container.optimizers, given, max_norm, norm_type, error_if_nonfinite, foreach)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return _clip_as_torchtitan(given, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled)
 
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:

@@ -12,6 +12,7 @@ from fsdp_offload import offload_optimizer, offload_states, release_states, relo
 from tests.distributed.megatron_optimizer import as_if_on_cuda
 from tests.parity import params_of
 from tests.policies import with_share
+from tests.proofs import TRAINS, proves
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 pytest.importorskip("megatron.core", reason="test_megatron_chain.py has classes with the same interface")
@@ -62,6 +63,7 @@ class Run:
                 yield from (param, *(inner.state[param][key] for key in ("exp_avg", "exp_avg_sq", "step")))
 
 
+@proves("Megatron-LM's optimizers", "megatron-core", TRAINS)
 def test_the_same_bits_with_and_without_while_masters_leave() -> None:
     plain, offloaded = Run(offload=False), Run(offload=True)
     masters = [main for group in offloaded.chain.chained_optimizers[0].fp32_from_float16_groups for main in group]

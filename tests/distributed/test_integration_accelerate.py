@@ -24,6 +24,7 @@ from tests.distributed.frameworks import (
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.models import Net, decay_groups
 from tests.parity import assert_at_home, attach
+from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.distributed
@@ -109,6 +110,7 @@ def script(
     record(folder, name, rank, seen, model, [optimizer])
 
 
+@proves("accelerate", "accelerate", TRAINS, RESUMES, OTHER_RANKS)
 @pytest.mark.parametrize(
     "state_dict_type", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.long)]
 )

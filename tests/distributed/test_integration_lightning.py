@@ -27,6 +27,7 @@ from tests.distributed.frameworks import (
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.models import Net, decay_groups, shard_groups
 from tests.parity import assert_at_home
+from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.distributed
@@ -154,6 +155,7 @@ def script(
     record(folder, name, rank, module.seen, module.net, [optimizer])
 
 
+@proves("Lightning's Trainer", "lightning", TRAINS, RESUMES, OTHER_RANKS)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["automatic", "manual", "full"])
 def test_fit(tmp_path: Path, kind: str) -> None:
@@ -255,6 +257,7 @@ def fabric_script(
     record(folder, name, rank, seen, model, [optimizer.optimizer])
 
 
+@proves("Fabric", "lightning", TRAINS, RESUMES, OTHER_RANKS)
 def test_fabric(tmp_path: Path) -> None:
     policies = {"plain": None, "offloaded": POLICY, "clipped": IN_BACKWARD}
     same_scripts(fabric_script, tmp_path, 2, {name: {"policy": policy} for name, policy in policies.items()})

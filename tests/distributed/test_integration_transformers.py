@@ -20,6 +20,7 @@ from tests.distributed.frameworks import (
 )
 from tests.distributed.launch import DEVICE_TYPE
 from tests.parity import assert_at_home
+from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -148,8 +149,12 @@ def script(
     record(folder, name, rank, seen, trainer.model, [trainer.optimizer])
 
 
+OF_TRAINER = proves("transformers' Trainer", "transformers", TRAINS, RESUMES, OTHER_RANKS)
+OF_SFT = proves("TRL's SFTTrainer", "trl", TRAINS, RESUMES)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["trainer", "sft"])
+@pytest.mark.parametrize("kind", [pytest.param("trainer", marks=OF_TRAINER), pytest.param("sft", marks=OF_SFT)])
 def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
     if kind == "sft":
         pytest.importorskip("trl")

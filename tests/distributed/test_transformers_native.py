@@ -16,6 +16,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, offload_report
 from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
 from tests.parity import leaves, local, same_bits
+from tests.proofs import TRAINS, proves
 
 distributed = pytest.importorskip("transformers.distributed", reason="needs transformers 5.24")
 pytestmark = pytest.mark.distributed
@@ -91,6 +92,7 @@ LAYOUTS = {
 }
 
 
+@proves("transformers' DistributedConfig", "transformers", TRAINS)
 @pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.long)])
 def test_trains_saves_and_resumes_the_same(kind: str, tmp_path: Path) -> None:
     if DEVICE_TYPE != "cpu":

@@ -46,6 +46,7 @@ from tests.distributed.test_no_collectives import alone, refusing
 from tests.distributed.test_same_files import digests
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import attach, local
+from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytestmark = pytest.mark.distributed
 
@@ -293,6 +294,7 @@ def test_loaded_dtensors_become_local_state_again(tmp_path: Path) -> None:
 # Megatron-FSDP's own optimizer ---------------------------------------------------------------------------------------
 
 
+@proves("Megatron-FSDP's optimizer", "megatron-fsdp", TRAINS, RESUMES, OTHER_RANKS)
 def test_megatron_fsdps_training_save_and_load_with_and_without_offload(tmp_path: Path) -> None:
     """Its ``fully_shard_optimizer``; each loads what the other has saved, and goes on with the same losses and bits."""
     same_scripts(framework.script, tmp_path, 2, {way: {"way": way} for way in framework.WAYS})

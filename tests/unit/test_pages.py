@@ -11,6 +11,8 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -38,6 +40,11 @@ RUN = [block for block in PYTHON if not needs_a_framework(block)]
 POLICY_FIELDS = {field.name for field in dataclasses.fields(OffloadPolicy)}
 
 every_page = pytest.mark.parametrize("page", PAGES)
+
+
+def test_the_table_of_frameworks_is_what_tests_prove() -> None:
+    made = subprocess.run([sys.executable, "-m", "tests.proofs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout in text_of("docs/frameworks.md"), f"docs/frameworks.md is to have this table:\n{made.stdout}"
 
 
 def test_the_pages_have_what_is_tested() -> None:
