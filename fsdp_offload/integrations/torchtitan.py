@@ -108,7 +108,8 @@ def _clip(
         if own == trained and all(map(is_offloaded, container.optimizers)):
             norm = clip_in_order(container.optimizers, given, max_norm, norm_type, error_if_nonfinite, foreach)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return _clip_as_torchtitan(given, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled)
+    theirs: Tensor = _clip_as_torchtitan(given, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled)
+    return theirs
 
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
