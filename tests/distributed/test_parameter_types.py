@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_offload import OffloadPolicy
@@ -85,6 +87,39 @@ def test_pairs_of_tensors_train_with_the_same_bits(world_size: int, every: int, 
     every_case = itertools.product(MAKERS, {"default": {}, **POLICIES}.items())
     cases = {f"{make}, {name}": partial(compare, make, policy) for make, (name, policy) in every_case}
     spawn_cases(cases, world_size, tmp_path, every)
+
+
+def annotated(over: DeviceMesh) -> Net:
+    """Plain parameters with types of the ``spmd_types`` package; torch 2.14 shards them as DTensors."""
+    import spmd_types
+
+    net = Net(layers=2)
+    for param in net.parameters():
+        spmd_types.assert_type(param, {spmd_types.MeshAxis.of(over.get_group()): spmd_types.R})
+    return net
+
+
+one_mesh = cache(mesh)
+"""``fully_shard`` remembers the first of equal meshes, and refuses parameters on another."""
+
+
+def compare_annotated(policy: dict[str, Any]) -> list[str]:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    over = one_mesh(dist.get_world_size())
+    shard = partial(fully_shard, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with mock.patch("tests.overlapping.fully_shard", shard):
+        plain, offloaded = (
+            Loop(over, MAKERS["AdamW"], one, net=partial(annotated, over)).train(5)
+            for one in (None, OffloadPolicy(**policy, **SMALL))
+        )
+    return [] if same(plain, offloaded) else ["other bits"]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="begins with torch 2.14: .ci/torch214")
+def test_annotated_parameters_train_with_the_same_bits(tmp_path: Path) -> None:
+    policies = {"default": {}, **POLICIES, "everything on the host": {"overlap": "iteration", "parameters": True}}
+    spawn_cases({name: partial(compare_annotated, policy) for name, policy in policies.items()}, 2, tmp_path)
 
 
 def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> None:
