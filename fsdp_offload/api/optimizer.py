@@ -20,7 +20,7 @@ from ..state.layout import is_trained
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
-from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
+from ..torch_compat.spent_gradient import is_spent, zero_spent, zeroed_lifted
 from .attachment import Attachment, attached, attachment_of, states_of
 from .checks import check_gradients_are_read, check_params, names_by_place, refuse_capture
 from .wrong_order import RIGHT_ORDER, refuse_exchanged, refuse_foreign
@@ -205,7 +205,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.engine.steps.wait_for_all()
             for param in filter(is_spent, _params_of(self)):
                 zero_spent(param)  # let go of in the backward
-            with without_gradients(list(filter(is_zeroed, _params_of(self)))):
+            with zeroed_lifted(_params_of(self)):
                 self._plain_class.zero_grad(self, *args, **kwargs)
         else:
             self._plain_class.zero_grad(self, *args, **kwargs)

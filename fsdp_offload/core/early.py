@@ -162,8 +162,3 @@ class _Touches:
         self.written = True
 
     shares = writes
-
-    def scales(self, grads: Sequence[Tensor], factor: object, multiply: object) -> Sequence[Tensor]:
-        """They are about to be multiplied; nothing of it is put off."""
-        self.written = True
-        return ()

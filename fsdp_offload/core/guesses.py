@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.arena import Region, aligned
-from ..device.host_flag import HostFlag
-from ..device.lanes import Copy
+from ..device.lanes import Copy, HostFlag
 from ..optimizers import Capabilities
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
@@ -411,11 +410,6 @@ class Guesses:
         """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
         self._shared.update((tensor, None) for tensor in tensors)
         self.writes(tensors)
-
-    def scales(self, tensors: Sequence[Tensor], factor: object, multiply: object) -> Sequence[Tensor]:
-        """As :class:`Watcher`."""
-        self.writes(tensors)
-        return ()
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
-from ..torch_compat.fully_shard import abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.left_behind import LeftBehind
-from ..torch_compat.spent_gradient import lift_zeroed, put_zeroed_back, refuse_freed
+from ..torch_compat.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
+from ..torch_compat.spent_gradient import refuse_freed
 from .engine import Engine
 
 GetStates = Callable[[Optimizer], StateStore]
@@ -34,9 +33,9 @@ class ModelHooks:
         )
         self._steps = engine.steps  # the engine may go first
         self._undo: list[Callable[[], None]] = []
-        names = ("_before_gather", "_before_use", "_before_reduce", "_reduced", "_before_read", "_after_read")
         for number, group in enumerate(self._groups):
-            self._undo.append(group.hook(*(partial(_call, hooks, last, name, number) for name in names)))
+            points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
+            self._undo.append(group.hook(points))
         self._trains = True  # the gather under way is part of training
         if engine.weights is not None:
             streamed = [part.sharded for part in engine.weights.parts.values()]
@@ -74,9 +73,7 @@ class ModelHooks:
         try:
             getattr(self, method)(*args)
         except BaseException:
-            model = self._model()
-            if model is not None and runs_in_backward():
-                abandon_backward(model)
+            abandon_backward(self._model())
             raise
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
@@ -143,10 +140,8 @@ class ModelHooks:
             else:
                 engine.refuse_second_backward()
         refuse_freed(self._groups[number].params)
-        lift_zeroed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:
-        put_zeroed_back(self._groups[number].params)
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return

@@ -252,5 +252,6 @@ def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:
     for part in parts:
         part.homes.reverse()
         part.homes[0].wait_unread()
-        assert part.homes[0].weights is not None
-        part.homes[0].stand_in = part.sharded.live_at(part.homes[0].weights)
+        home = part.homes[0]
+        assert home.weights is not None
+        home.stand_in = part.sharded.live_at(home.weights, home.stand_in)

@@ -241,9 +241,9 @@ class _Visit:
         for item in self._items:
             core.cache.changed(item, mark)
         for part in self._parts:
-            home = part.homes[0].weights
-            assert home is not None, "a parameter that streams has a home"
-            part.sharded.live_at(home)
+            home = part.homes[0]
+            assert home.weights is not None, "a parameter that streams has a home"
+            part.sharded.live_at(home.weights, home.stand_in)
         engine.commit_moves(states)
         core.cache.flush(self._items)
         for item in self._streamed:

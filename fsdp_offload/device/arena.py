@@ -63,7 +63,8 @@ class _Mapping(mmap.mmap):
         keep: Callable[[object], None] = _keep_for_ever,
     ) -> None:
         if getpid() != self._creator_pid:
-            # A forked child has no such pages. By now it may have others of its own there, which must not be unmapped.
+            # A forked child has no such pages, and no usable driver. By now it may have pages of its own there, which
+            # must not be unmapped.
             keep(self)
             return
         # Not weakref.finalize: mmap unmaps first and tells its weak references afterwards. And not at exit: the driver
@@ -116,10 +117,9 @@ class Region:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise([0, *breaks, nbytes])]
-        lock = partial(_register, device) if self.pinned else None
         locked: dict[int, int] = {}
-        mapping.before_unmap = partial(_unregister, locked, device, os.getpid())
-        _touch_and_lock(pieces, lock, locked)
+        mapping.before_unmap = partial(_unregister, locked, device)
+        _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked)
         if failed := {code for code in locked.values() if code}:
             raise RuntimeError(
                 f"cudaHostRegister refused to page-lock {nbytes} bytes of host memory (CUDA error {sorted(failed)}). "
@@ -186,10 +186,10 @@ def _register(device: torch.device, address: int, nbytes: int) -> int:
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 
-def _unregister(locked: Mapping[int, int], device: torch.device, creator_pid: int) -> None:
+def _unregister(locked: Mapping[int, int], device: torch.device) -> None:
     addresses = [address for address, error in locked.items() if not error]
-    if not addresses or os.getpid() != creator_pid:
-        return  # nothing to do; or a forked child, which has neither the pages nor a usable driver
+    if not addresses:
+        return
     # Copies to and from this memory may still be on their way.
     torch.cuda.synchronize(device)
     errors = {int(torch.cuda.cudart().cudaHostUnregister(address)) for address in addresses} - {0}

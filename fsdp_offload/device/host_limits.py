@@ -19,8 +19,7 @@ class HostMemory(NamedTuple):
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Read the machine's memory and every cgroup limit above this process (v2 and v1). ``root`` is for tests."""
     meminfo = _key_values(root / "proc/meminfo")
-    total = meminfo.get("MemTotal:", 0) * 1024 or _sysconf_bytes("SC_PHYS_PAGES")
-    available = meminfo.get("MemAvailable:", 0) * 1024 or _sysconf_bytes("SC_AVPHYS_PAGES")
+    total, available = meminfo["MemTotal:"] * 1024, meminfo["MemAvailable:"] * 1024
     for limit, used in _cgroup_limits(root):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
@@ -40,27 +39,22 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
     Raises:
         MemoryError: says what is needed, what there is, and what to do.
     """
+    each_bytes, here = held_bytes + needed_bytes, f"{needed_bytes} bytes of host memory on this rank"
     if limit_bytes is not None:
         held = f"{held_bytes} are taken already and " if held_bytes else ""
-        allowed = f"{held}OffloadPolicy.host_limit_bytes allows {limit_bytes}"
-        limits = [
-            (held_bytes + needed_bytes, limit_bytes, f"{needed_bytes} bytes of host memory on this rank; {allowed}")
-        ]
+        limits = [(each_bytes, limit_bytes, f"{here}; {held}OffloadPolicy.host_limit_bytes allows {limit_bytes}")]
     else:
-        memory, ranks = host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available, each_bytes = f"{memory.available_bytes} are available", held_bytes + needed_bytes
-        together = f"{each_bytes * ranks} in all; the limit is {memory.total_bytes}"
+        (total_bytes, available_bytes), ranks = host_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        on_each = f"{each_bytes} bytes of host memory on each of the {ranks} ranks of this host"
+        together = f"{on_each}, {each_bytes * ranks} in all; the limit is {total_bytes}"
         limits = [
-            (needed_bytes, memory.available_bytes, f"{needed_bytes} bytes of host memory on this rank; {available}"),
-            (
-                *(each_bytes * ranks, memory.total_bytes),
-                f"{each_bytes} bytes of host memory on each of the {ranks} ranks of this host, {together}",
-            ),
+            (needed_bytes, available_bytes, f"{here}; {available_bytes} are available"),
+            (each_bytes * ranks, total_bytes, together),
         ]
-    for asked_bytes, most_bytes, what in limits:
+    for asked_bytes, most_bytes, needs in limits:
         if asked_bytes > most_bytes:
             raise MemoryError(
-                f"The optimizer state to offload needs {what}. Shard over more ranks, or, if the machine has memory "
+                f"The optimizer state to offload needs {needs}. Shard over more ranks, or, if the machine has memory "
                 "that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
             )
 
@@ -104,7 +98,3 @@ def _lines(path: Path) -> list[str]:
 def _key_values(path: Path) -> dict[str, int]:
     pairs = (line.split()[:2] for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _sysconf_bytes(pages: str) -> int:
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,7 @@
-"""Streams, events and the staging memory of a device: the only room that knows about them.
+"""Lanes: where loads, stores and updates run, and the marks by which they wait for each other.
 
-A *lane* is where actions of one kind run: loads, updates, stores. On an accelerator the loads and the stores have
-streams of their own, and updates run on the stream that is current in ``step()``, or on one of their own where they are
-to run beside a forward or a backward:
+On an accelerator the loads and the stores have streams of their own, and updates run on the stream that is current in
+``step()``, or on one of their own where they are to run beside a forward or a backward:
 
 - loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
   that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
@@ -16,11 +15,12 @@ The serial lanes run the same actions one by one on the current stream and wait 
 """
 
 import functools
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -36,37 +36,30 @@ pieces of 16 MiB took longer in each of three policies, the one that the link li
 STORED_PIECE_BYTES = 32 << 20
 """To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""
 
-
 _ALIGNED_BYTES = 512
 
 
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
-    cuts = _cuts(tuple(target.numel() for target, _ in copies), piece_bytes)
     pieces: list[Copy] = []
-    for (target, source), sizes in zip(copies, cuts, strict=True):
-        if len(sizes) == 1:
-            pieces.append((target, source))
-        else:
-            pieces += zip(target.split_with_sizes(sizes), source.split_with_sizes(sizes), strict=True)
+    copies = [pair for pair in copies if pair[0].numel()]
+    all_sizes = _sizes_of_pieces(tuple(target.numel() for target, _ in copies), piece_bytes)
+    for (target, source), sizes in zip(copies, all_sizes, strict=True):
+        pieces += zip(target.split_with_sizes(sizes), source.split_with_sizes(sizes), strict=True)
     return pieces
 
 
-@functools.lru_cache(4096)
-def _cuts(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
-    """Divide copies of so many bytes: for each, the bytes of its pieces. The same copies come in each iteration."""
-    nbytes = sum(numels)
-    turns = max(1, math.ceil(nbytes / piece_bytes))
-    turn_bytes = left_bytes = min(piece_bytes, math.ceil(nbytes / turns / _ALIGNED_BYTES) * _ALIGNED_BYTES)
-    cuts = []
-    for numel in numels:
-        sizes, begin = [], 0
-        while begin < numel:
-            sizes.append(min(numel - begin, left_bytes))
-            left_bytes = left_bytes - sizes[-1] or turn_bytes
-            begin += sizes[-1]
-        cuts.append(sizes)
-    return cuts
+@functools.lru_cache(4096)  # the same copies come in each iteration
+def _sizes_of_pieces(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
+    """Cut copies of so many bytes, laid end to end, where a turn ends: for each, the bytes of its pieces."""
+    turns = max(1, math.ceil(sum(numels) / piece_bytes))
+    turn_bytes = min(piece_bytes, max(1, math.ceil(sum(numels) / turns / _ALIGNED_BYTES)) * _ALIGNED_BYTES)
+    sizes, begin = [], 0
+    for end in itertools.accumulate(numels):
+        cuts = [begin, *range(begin // turn_bytes * turn_bytes + turn_bytes, end, turn_bytes), end]
+        sizes.append([stop - start for start, stop in itertools.pairwise(cuts)])
+        begin = end
+    return sizes
 
 
 class Mark(Protocol):
@@ -141,26 +134,6 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
 
 
-class _CurrentStream:
-    """A context in which a stream is the current one."""
-
-    # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
-    __slots__ = ("_before", "_device", "_index", "_stream")
-
-    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
-        self._device = device
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._index, self._before = torch.accelerator.current_device_index(), current_stream(self._device)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        torch.accelerator.set_stream(self._before)
-        if self._index != self._device.index:
-            torch.accelerator.set_device_index(self._index)
-
-
 class Lane:
     """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used.
 
@@ -176,6 +149,22 @@ class Lane:
     @property
     def _now(self) -> torch.Stream:
         return self._stream if self._stream is not None else current_stream(self._device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it, copies and kernels are issued to this lane."""
+        if self._stream is None:
+            yield
+            return
+        # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
+        index, before = torch.accelerator.current_device_index(), current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            if index != self._device.index:
+                torch.accelerator.set_device_index(index)
 
     def wait(self, *marks: Mark | None) -> None:
         """Let what follows in this lane start only after ``marks``; the host goes on, unless one is the CPU's."""
@@ -194,24 +183,16 @@ class Lane:
             with self.running():
                 mark.event.wait()
 
-    def running(self) -> AbstractContextManager[None]:
-        """Within it, copies and kernels are issued to this lane."""
-        return nullcontext() if self._stream is None else _CurrentStream(self._device, self._stream)
-
     def copy(self, copies: Sequence[Copy]) -> None:
         """Issue copies between the device and host memory; the host goes on where that is page-locked."""
         with self._in_use:
-            self._copy(copies)
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        with self.running():
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            self.copy_all([target for target, _ in copies], [source for _, source in copies])
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source into its target, of the same shape and dtype, in one call; other threads run meanwhile."""
-        with self.running():
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        if targets:
+            with self.running():
+                torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
@@ -224,11 +205,8 @@ class Lane:
     def mark(self) -> Mark:
         """Return the current end of this lane."""
         with self._in_use:
-            return self._mark()
-
-    def _mark(self) -> Mark:
-        mark = StreamMark(self._device)
-        self._now.record_event(mark.event)
+            mark = StreamMark(self._device)
+            self._now.record_event(mark.event)
         return mark
 
 
@@ -247,40 +225,28 @@ class TurnsLane(Lane):
         self._done, self._next_done = torch.Event(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         """In pieces, as many of them in a turn as make up a turn."""
-        with self.running():
-            for target, source in pieces_of(copies, self._turn_bytes):
-                if not self._fits(target):
-                    torch.accelerator.set_stream(self._take_turns())
-                target.copy_(source, non_blocking=True)
-                self._piece_bytes += target.numel()
+        super().copy(pieces_of(copies, self._turn_bytes))
 
     def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Issue copies, none larger than a turn, as many of them in a turn as make up a turn."""
         begin = 0
-        while begin < len(targets):
-            end = begin
-            while end < len(targets) and self._fits(targets[end]):
-                self._piece_bytes += targets[end].nbytes
-                end += 1
-            if end == begin:
+        for end, target in enumerate(targets):
+            if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
+                super().copy_all(targets[begin:end], sources[begin:end])
                 self._take_turns()
-                continue
-            super().copy_all(targets[begin:end], sources[begin:end])
-            begin = end
+                begin = end
+            self._piece_bytes += target.nbytes
+        super().copy_all(targets[begin:], sources[begin:])
 
-    def _fits(self, target: Tensor) -> bool:
-        return not self._piece_bytes or self._piece_bytes + target.nbytes <= self._turn_bytes
-
-    def _take_turns(self) -> torch.Stream:
+    def _take_turns(self) -> None:
         assert self._stream is not None
         self._stream.record_event(self._done)
         self._next.wait_event(self._done)
         self._stream, self._next = self._next, self._stream
         self._done, self._next_done = self._next_done, self._done
         self._piece_bytes = 0
-        return self._stream
 
 
 class SerialLane(Lane):
@@ -289,11 +255,33 @@ class SerialLane(Lane):
     def _wait(self, mark: Mark) -> None:
         """Return at once: whatever was issued before has finished."""
 
-    def _mark(self) -> Mark:
+    def mark(self) -> Mark:
         """Wait for the device, then note the time."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return HostMark()
+
+
+class HostFlag:
+    """A truth value, one at a time, that the device computes and the host learns, without waiting for more than it."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_here = device.type == "cpu"
+        self._device = device
+        self._value = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=not is_here)
+        self._arrived = None if is_here else torch.Event(device)
+
+    def put(self, flag: Tensor) -> None:
+        """Send ``flag``, a ``bool`` of shape ``()``, behind what the current stream has been given."""
+        self._value.copy_(flag, non_blocking=True)
+        if self._arrived is not None:
+            current_stream(self._device).record_event(self._arrived)
+
+    def get(self) -> bool:
+        """Return the value that was put last; blocks the host until it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._value)
 
 
 def recorded(name: str) -> AbstractContextManager[object]:

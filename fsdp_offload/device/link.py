@@ -1,5 +1,6 @@
 """The link of one device: its lanes, and the memory that it has left."""
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,20 +25,21 @@ class DeviceLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lanes: LinkLanes | None = None
-        self._host_lanes: tuple[Lane, Lane] | None = None
 
     def lanes(self, *, serial: bool) -> LinkLanes:
         """Return the lanes of all optimizers of this device; with ``serial``, and on the CPU, none overlaps another."""
         if serial or self.device.type == "cpu":
             return LinkLanes(*(SerialLane(self.device, name=name) for name in LinkLanes._fields))
-        if self._lanes is None:  # the same for all users: copies of one kind are in order, whoever issues them
-            # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
-            update = Lane(self.device, torch.Stream(self.device, priority=-1), name="update")
-            load = TurnsLane(self.device, PIECE_BYTES, name="load")
-            store = TurnsLane(self.device, STORED_PIECE_BYTES, name="store")
-            self._lanes = LinkLanes(load, store, update, Lane(self.device))
         return self._lanes
+
+    @functools.cached_property
+    def _lanes(self) -> LinkLanes:
+        """The same for all users: copies of one kind are in order, whoever issues them."""
+        load = TurnsLane(self.device, PIECE_BYTES, name="load")
+        store = TurnsLane(self.device, STORED_PIECE_BYTES, name="store")
+        # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
+        update = Lane(self.device, torch.Stream(self.device, priority=-1), name="update")
+        return LinkLanes(load, store, update, Lane(self.device))
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
         """Return the lanes of updates on the host: down for gradients and rewritten parameters, up for parameters.
@@ -47,11 +49,13 @@ class DeviceLink:
         """
         if serial or self.device.type == "cpu":
             return SerialLane(self.device, name="down"), SerialLane(self.device, name="up")
-        if self._host_lanes is None:
-            # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
-            down = Lane(self.device, torch.Stream(self.device), name="down")
-            self._host_lanes = down, TurnsLane(self.device, PIECE_BYTES, name="up")
         return self._host_lanes
+
+    @functools.cached_property
+    def _host_lanes(self) -> tuple[Lane, Lane]:
+        down = Lane(self.device, torch.Stream(self.device), name="down")
+        # Uploads in turns, as loads: both go through the copy engine that small copies of others need.
+        return down, TurnsLane(self.device, PIECE_BYTES, name="up")
 
     def taken_bytes(self, when: Literal["current", "peak"]) -> int:
         """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.
@@ -70,7 +74,8 @@ class DeviceLink:
             return 0
         module = torch.get_device_module(self.device)
         free, total = module.mem_get_info(self.device)
-        most = int(total * getattr(module, "get_per_process_memory_fraction", _all)(self.device))  # CUDA has it
+        has_limit = hasattr(module, "get_per_process_memory_fraction")  # CUDA
+        most = int(total * module.get_per_process_memory_fraction(self.device)) if has_limit else int(total)
         reachable = min(int(free) + torch.accelerator.memory_reserved(self.device), most)
         return max(0, reachable - taken_bytes - most // 20)
 
@@ -83,10 +88,6 @@ class DeviceLink:
         """Block the host until the device has done everything that was issued to it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-def _all(_: torch.device) -> float:
-    return 1.0
 
 
 _links: dict[torch.device, DeviceLink] = {}

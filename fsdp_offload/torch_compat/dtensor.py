@@ -26,11 +26,6 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def is_dtensor_class(cls: type) -> bool:
-    """Return whether tensors of this class are sharded or replicated over a device mesh."""
-    return issubclass(cls, DTensor)
-
-
 LOCAL: Any = DTensor._local_tensor
 """The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute."""
 
@@ -75,12 +70,15 @@ def over_local(like: Tensor, local: Tensor) -> Tensor:
         for name in _SAYS_CHUNKS & said.keys():
             if not hasattr(local, name):
                 setattr(local, name, said[name])
+    return _over(local, _spec_for(like, local.dtype))
+
+
+def _spec_for(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
     meta = like._spec.tensor_meta
     assert meta is not None, "a DTensor always knows its global shape"
-    if meta.dtype == local.dtype:
-        return _over(local, like._spec)  # specs are never written; making one takes longer
-    spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return _over(local, spec)
+    if meta.dtype == dtype:
+        return like._spec  # specs are never written; making one takes longer
+    return dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 _NOT_CARRIED = {torch.int16, torch.uint16}
@@ -102,27 +100,22 @@ class _GatheredByBits(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's."""
-        meta = self._spec.tensor_meta
-        assert meta is not None, "a DTensor always knows its global shape"
-        spec = dataclasses.replace(self._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, torch.bfloat16))
-        bits = DTensor(local_shard(self).detach().view(torch.bfloat16), spec, requires_grad=False)
+        local, spec = local_shard(self).detach(), _spec_for(self, torch.bfloat16)
+        bits = DTensor(local.view(torch.bfloat16), spec, requires_grad=False)
         found = bits.redistribute(*args, **kwargs)
         return cast(DTensor, over_local(found, local_shard(found).view(self.dtype)))
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As DTensor's. torch 2.11 dispatches a subclass of DTensor without asking it; full state dicts move first."""
-        return cast(Tensor, _by_bits(_plain(self).to(*args, **kwargs)))
-
-    def detach(self) -> Tensor:
-        """As DTensor's."""
-        return cast(Tensor, _by_bits(_plain(self).detach()))
-
-    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As DTensor's; ``copy.deepcopy`` wants the class that it copies."""
-        return cast(Tensor, _by_bits(_plain(self).clone(*args, **kwargs)))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
+
+
+def _as_dtensor_does(name: str) -> Any:
+    return lambda self, *args, **kwargs: _by_bits(getattr(_plain(self), name)(*args, **kwargs))
+
+
+# torch 2.11 dispatches a subclass of DTensor without asking it; full state dicts move first, deepcopy wants this class.
+for _name in ("to", "detach", "clone"):
+    setattr(_GatheredByBits, _name, _as_dtensor_does(_name))
 
 
 def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
@@ -159,16 +152,10 @@ def placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def mesh_size(tensor: Tensor) -> int:
-    """Ranks of the mesh of a DTensor; none for a plain tensor."""
-    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0
-
-
 def may_be_another_ranks(tensor: Tensor) -> bool:
     """Return whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return False
-    return mesh_size(tensor) != dist.get_world_size()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return ranks > 1 and not (isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks)
 
 
 def largest_local_numel(tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
 """FSDP2's modules: their parameters, the points of an iteration at which they can be waited for, their gradients."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .dtensor import version_of
 from .sharded_parameter import ShardedParameter
+from .spent_gradient import is_spent, zeroed_lifted
 from .watched_gradient import bare
 
 
@@ -48,33 +50,23 @@ def parameters_of(model: nn.Module) -> set[Tensor]:
 
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
     """Return whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
-    return any(isinstance(policy, CPUOffloadPolicy) for policy in _offload_policies(model))
-
-
-def _offload_policies(model: nn.Module) -> Iterable[object]:
-    return (getattr(group, "offload_policy", None) for group in _param_groups(model))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(model))
 
 
 def _param_groups(model: nn.Module) -> list[Any]:
     """List the param groups that ``fully_shard`` gathers and reduces together, in registration order."""
     found: dict[int, Any] = {}  # several modules may share one
     for module in fsdp_modules(model):
-        get_state = getattr(module, "_get_fsdp_state", None)
-        state = get_state() if get_state is not None else None
-        groups = getattr(state, "_fsdp_param_groups", None)  # since 2.12
-        if groups is None:
-            group = getattr(state, "_fsdp_param_group", None)
-            groups = [] if group is None else [group]
+        state: Any = module._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # since 2.12
+        groups = state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
         found.update((id(group), group) for group in groups)
     return list(found.values())
 
 
 def sharded_data(model: nn.Module) -> list[Tensor]:
     """The flat tensors that ``fully_shard`` reads when it gathers: other objects over the memory of the parameters."""
-    data = (
-        getattr(param, "_sharded_param_data", None) for group in _param_groups(model) for param in group.fsdp_params
-    )
-    return [tensor for tensor in data if isinstance(tensor, Tensor)]
+    return [param._sharded_param_data for group in _param_groups(model) for param in group.fsdp_params]
 
 
 def gathered_gradients(model: nn.Module) -> list[Tensor]:
@@ -88,47 +80,64 @@ def drop_gathered_gradients(model: nn.Module) -> None:
         setattr(holder, name, None)
 
 
-def abandon_backward(model: nn.Module) -> None:
-    """Leave nothing of a backward that an exception is about to end.
+def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
+    for group in _param_groups(model):
+        yield group, "_partial_reduce_output"
+        yield from _gradient_holders_of(group)
+
+
+def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
+    """The places in which the backward leaves gradients to reduce, or to keep for a later one."""
+    for param in group.fsdp_params:
+        yield param, "unsharded_accumulated_grad"
+        if hasattr(param, "_unsharded_param"):  # since the first gather
+            yield param._unsharded_param, "grad"
+
+
+def abandon_backward(model: nn.Module | None) -> None:
+    """If a backward runs, leave nothing of it: an exception is about to end it.
 
     Torch would add its gradients to those of the next backward, and would not finish that one.
     """
+    if model is None or not runs_in_backward():
+        return
     drop_gathered_gradients(model)
     for module in fsdp_modules(model):
-        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-        if not getattr(state, "_is_root", False):
+        state: Any = module._get_fsdp_state()
+        if not state._is_root:
             continue
         if hasattr(module, "reset_iter_state"):  # since 2.13: also waits for gathers, and shards all parameters again
             module.reset_iter_state()
-        elif hasattr(state, "_state_ctx"):
+        else:
             state._state_ctx.post_backward_final_callback_queued = False
 
 
-def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
-    for group in _param_groups(model):
-        holders = [(group, "_partial_reduce_output")]
-        for param in group.fsdp_params:
-            holders += [(param, "unsharded_accumulated_grad"), (getattr(param, "_unsharded_param", None), "grad")]
-        yield from ((holder, name) for holder, name in holders if hasattr(holder, name))
+def runs_in_backward() -> bool:
+    """Return whether autograd is at work in this thread: what is computed now is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def wait_for_updates(model: nn.Module) -> None:
     """Let the current stream wait for updates that still run; nobody holds the gradients for them any more."""
     for group in _param_groups(model):
-        for points in tuple(group.__dict__.get(_POINTS, ())):
-            points.before_gather(None)
+        _reach(group, "before_gather", None)
 
 
-class _Points(NamedTuple):
-    """Functions to call at the points of an iteration; see :meth:`ShardingGroup.hook`."""
+class Points(NamedTuple):
+    """Functions to call at the points of an iteration. A stream is ``None`` where it is the current one."""
 
     before_gather: Callable[[torch.Stream | None], None]
+    """The parameters are about to be read on this stream."""
     before_use: Callable[[bool], None]
+    """The current stream is about to use them gathered; told whether in a backward."""
     before_reduce: Callable[[], None]
+    """Gradients are about to be reduced; not called where there are none."""
     reduced: Callable[[object], None]
+    """Gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed."""
     before_read: Callable[[torch.Stream | None, bool], None]
+    """The shards are about to be read on this stream; told whether for a backward."""
     after_read: Callable[[torch.Stream | None], None]
-    in_forward: Callable[[], None]
+    """The reads have been issued there."""
 
 
 class ShardingGroup:
@@ -160,43 +169,23 @@ class ShardingGroup:
         """
         return [ShardedParameter(param) for param in self._group.fsdp_params]
 
-    def hook(
-        self,
-        before_gather: Callable[[torch.Stream | None], None],
-        before_use: Callable[[bool], None],
-        before_reduce: Callable[[], None],
-        reduced: Callable[[object], None],
-        before_read: Callable[[torch.Stream | None, bool], None] = lambda stream, in_backward: None,
-        after_read: Callable[[torch.Stream | None], None] = lambda stream: None,
-        in_forward: Callable[[], None] = lambda: None,
-    ) -> Callable[[], None]:
-        """Call these from now on; returns what ends it.
-
-        Args:
-            before_gather: the parameters are about to be read on this stream (``None``: the current one).
-            before_use: the current stream is about to use them gathered; told whether in a backward.
-            before_reduce: gradients are about to be reduced, if there are any.
-            reduced: gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed.
-            before_read: the shards are about to be read on this stream; told whether for a backward.
-            after_read: the reads have been issued there.
-            in_forward: a forward is about to use them, whether gathered for it or still since an earlier use.
-        """
-        points = _Points(before_gather, before_use, before_reduce, reduced, before_read, after_read, in_forward)
-        hooked: list[Any] = self._group.__dict__.setdefault(_POINTS, [])
+    def hook(self, points: Points) -> Callable[[], None]:
+        """Call ``points`` from now on; returns what ends it."""
+        hooked: list[Points] = vars(self._group).setdefault(_POINTS, [])
         if not hooked:
-            self._shadow(hooked)
+            self._shadow()
         hooked.append(points)
 
         def unhook() -> None:
             hooked.remove(points)
             if not hooked:
                 for name in (*_HOOKED, _POINTS):
-                    self._group.__dict__.pop(name, None)
+                    vars(self._group).pop(name, None)
 
         return unhook
 
-    def _shadow(self, hooked: Sequence[Any]) -> None:
-        """Methods on the instance that call all ``hooked``, of any number of optimizers, and then FSDP's own."""
+    def _shadow(self) -> None:
+        """Methods on the instance that reach the points of all optimizers, and then call FSDP's own."""
         group = self._group
         unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
 
@@ -204,56 +193,42 @@ class ShardingGroup:
         def gathering(async_op: bool = False) -> Any:
             if not group.is_unsharded and group._all_gather_result is None:
                 stream = self._copy_in_stream(async_op)
-                for points in tuple(hooked):
-                    points.before_gather(stream)
+                _reach(group, "before_gather", stream)
                 if not self._is_alone and not group.is_sharded_post_forward:
-                    return self._reading(hooked, stream, lambda: unshard(async_op))
+                    return self._reading(stream, lambda: unshard(async_op))
             return unshard(async_op)
 
         @functools.wraps(wait_for_unshard)
         def waiting() -> Any:
-            if not self._in_backward:
-                for points in tuple(hooked):
-                    points.in_forward()
             if group._all_gather_result is not None:
-                # One rank alone reads the shards here, and not in unshard.
-                for points in tuple(hooked):
-                    points.before_use(self._in_backward)
-                if self._is_alone:
-                    return self._reading(hooked, None, wait_for_unshard)
+                _reach(group, "before_use", self._in_backward)
+                if self._is_alone:  # it reads the shards here, and not in unshard
+                    return self._reading(None, wait_for_unshard)
             return wait_for_unshard()
-
-        group.unshard, group.wait_for_unshard = gathering, waiting
-        group.post_backward = self._reducing(hooked, post_backward)
-
-    def _reducing(self, hooked: Sequence[Any], post_backward: Callable[..., Any]) -> Callable[..., Any]:
-        group = self._group
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
-            if self._has_gradients():
-                for points in tuple(hooked):
-                    points.before_reduce()
-            before = self._gradient_versions()
-            with bare(grad for param in self.params if (grad := param.grad) is not None):
+            # The backward ends for groups that it did not reach, too.
+            if any(getattr(holder, name) is not None for holder, name in _gradient_holders_of(group)):
+                _reach(group, "before_reduce")
+            params = self.params
+            with zeroed_lifted(params), bare(grad for param in params if (grad := param.grad) is not None):
+                before = _gradient_versions(params)
                 result = post_backward(*args)  # which adds to gradients of earlier micro-batches, past their class
+                is_reduced = _gradient_versions(params) != before
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
-            if self._gradient_versions() != before:
-                for points in tuple(hooked):
-                    points.reduced(group._post_reduce_event)
+            if is_reduced:
+                _reach(group, "reduced", group._post_reduce_event)
             return result
 
-        return reducing
+        group.unshard, group.wait_for_unshard, group.post_backward = gathering, waiting, reducing
 
-    def _reading(self, hooked: Sequence[Any], stream: torch.Stream | None, read: Callable[[], Any]) -> Any:
-        points = tuple(hooked)
-        for one in points:
-            one.before_read(stream, self._in_backward)
+    def _reading(self, stream: torch.Stream | None, read: Callable[[], Any]) -> Any:
+        _reach(self._group, "before_read", stream, self._in_backward)
         try:
             return read()
         finally:
-            for one in points:
-                one.after_read(stream)
+            _reach(self._group, "after_read", stream)
 
     @property
     def _in_backward(self) -> bool:
@@ -264,25 +239,23 @@ class ShardingGroup:
         """Whether no other rank has a part, so that shards are read without a collective."""
         return getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1
 
-    def _has_gradients(self) -> bool:
-        """Return whether the backward left any to reduce or keep: it ends for groups that it did not reach, too."""
-        for param in self._group.fsdp_params:
-            unsharded = getattr(param, "_unsharded_param", None)
-            kept = getattr(param, "unsharded_accumulated_grad", None)
-            if kept is not None or (unsharded is not None and unsharded.grad is not None):
-                return True
-        return False
-
-    def _gradient_versions(self) -> list[object]:
-        grads = [param.grad for param in self.params]
-        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
-
     def _copy_in_stream(self, async_op: bool) -> torch.Stream | None:
         context = self._group.comm_ctx
         if not hasattr(context, "all_gather_copy_in_stream"):  # before the first forward
             return None
         stream: torch.Stream = context.get_all_gather_streams(async_op, self._group._training_state)[0]
         return stream
+
+
+def _gradient_versions(params: Iterable[Tensor]) -> list[object]:
+    grads = [param.grad for param in params]
+    return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+
+
+def _reach(group: Any, point: str, *args: object) -> None:
+    """Call that function of all :class:`Points` on ``group``, those of several optimizers."""
+    for points in tuple(vars(group).get(_POINTS, ())):
+        getattr(points, point)(*args)
 
 
 _POINTS = "_fsdp_offload_points"
@@ -302,7 +275,40 @@ def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
     return [ShardingGroup(group) for group in _param_groups(model)]
 
 
-def runs_in_backward() -> bool:
-    """Return whether autograd is at work in this thread: what is computed now is computed again."""
-    graph_task = getattr(torch._C, "_current_graph_task_id", None)  # torch 2.11 to 2.13
-    return graph_task is not None and graph_task() != -1
+class LeftBehind:
+    """What hooks on a model still know when the optimizer that they were for is gone.
+
+    Attributes:
+        is_half_updated: a backward had updated parameters, and there was no ``step()``.
+    """
+
+    def __init__(self, model: "weakref.ref[nn.Module]", wait: Callable[[], None] | None) -> None:
+        """Take a function that waits for updates on the CPU, which may still run."""
+        self._model, self._wait = model, wait
+        self.is_half_updated = False
+
+    def call(self, method: str, *args: Any) -> None:
+        """One of the hooks is called.
+
+        Raises:
+            RuntimeError: the model is about to be used, or saved, half updated.
+        """
+        model, refuses = self._model(), self.is_half_updated and method in _USES
+        if method == "_before_load":
+            self.is_half_updated = False
+        if method == "_before_reduce" and model is not None:
+            refuses = refuses or any(map(is_spent, sharding_groups(model)[args[0]].params))
+        if refuses:
+            abandon_backward(model)
+            raise RuntimeError(_DROPPED)
+        if self._wait is not None:
+            self._wait()  # dropped right after its last step
+
+
+_USES = ("_before_gather", "_before_use", "_before_reduce", "_before_state_dict")
+_DROPPED = (
+    "the optimizer was dropped (garbage collected) behind a backward that had updated parameters "
+    "(OffloadPolicy(overlap='iteration')), before step() or before zero_grad(): gradients are gone, and without step() "
+    "the parameters are half updated. Keep the optimizer until both have been called. To go on with this model, load "
+    "its weights (model.load_state_dict()) and clear its gradients (model.zero_grad())."
+)

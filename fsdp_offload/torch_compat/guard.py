@@ -1,35 +1,36 @@
-"""Tensors that must not be used for a while: whoever computes with one, or saves it, is told so.
+"""Classes that tensors have for a while, derived from the one they had: what is done with them is answered otherwise.
 
-While it is guarded, a tensor has a class of its own, derived from the one it had, whose functions refuse to run. The
-object stays the same: ``is``, ``isinstance``, hashes, and whoever holds it see no difference. Views that exist already
-are tensors of their own, which nobody guards; what is reached past torch's functions (``DTensor._local_tensor``) is not
-guarded either.
+The object stays the same: ``is``, ``isinstance``, hashes, and whoever holds it see no difference. Guards may be put on
+above each other and taken off in any order. Views that exist already are tensors of their own, which nobody guards;
+what is reached past torch's functions (``DTensor._local_tensor``) is not guarded either.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-# What a tensor knows without its values.
-_METHODS = {
-    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "__len__"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "untyped_storage"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
-}
 _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
 """Methods of DTensor that are no torch functions."""
 
-_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag", "_base"}
 _GRADIENT = {"grad", "_grad"}
 _SETTABLE = {"requires_grad"}
 
+_GUARDS: dict[type[Tensor], "Guard"] = {}
+"""The guard of each class that one has derived."""
+
+
+@functools.cache
+def _guards_of(cls: type) -> list["Guard"]:
+    return [_GUARDS[each] for each in cls.__mro__ if each in _GUARDS]
+
 
 class Guard:
-    """One reason for which tensors must not be used.
+    """One reason for which tensors must not be used: whoever computes with one, or saves it, is told so.
 
     Args:
         name: becomes part of the class name that the tensors have meanwhile.
@@ -38,45 +39,66 @@ class Guard:
         attributes: of those that may be used, the ones that are used often: they are made as fast as without a guard.
     """
 
+    methods = frozenset(
+        {
+            *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "__len__"),
+            *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "untyped_storage"),
+            *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+        }
+    )
+    """What a tensor knows without its values."""
+
     def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
         self.name = name
-        self._message = message
+        self.message = message
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
-        self._setters = _GRADIENT if lets_gradients else frozenset()
-        self.attributes = tuple(attributes)
+        self._setters = _SETTABLE | _GRADIENT if lets_gradients else _SETTABLE
+        self._attributes = tuple(attributes)
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
         """Refuse to use ``tensors`` from now on; returns what ends it, whichever guard of a tensor ends first."""
         guarded: list[Tensor] = []
-        for tensor in dict.fromkeys(tensors):
-            cls = type(tensor)
-            if self.guards(tensor):
-                continue
-            try:
-                tensor.__class__ = self._class_for(cls)
-            except TypeError:  # a class with slots, or written in C: it fails as torch lets it fail
-                continue
-            guarded.append(tensor)
-
-        return partial(self.take_off, guarded)
+        for tensor in tensors:
+            if not self.guards(tensor):
+                try:
+                    tensor.__class__ = self._class_for(type(tensor))
+                except TypeError:  # a class with slots, or written in C: it fails as torch lets it fail
+                    continue
+                guarded.append(tensor)
+        return functools.partial(self.take_off, guarded)
 
     def take_off(self, tensors: Iterable[Tensor]) -> None:
         """Let ``tensors`` be used again; other guards of theirs stay."""
         for tensor in tensors:
             tensor.__class__ = self._without(type(tensor))
 
-    def guards(self, tensor: Tensor) -> bool:
+    def guards(self, tensor: object) -> bool:
         """Return whether it guards ``tensor`` now, alone or below other guards."""
-        return any(_GUARDS.get(cls) is self for cls in type(tensor).__mro__)
+        return self in _guards_of(type(tensor))  # type: ignore[arg-type]  # to mypy, classes have no hash
+
+    def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
+        # The same every time: a new one for each use would grow torch's tables of subclasses.
+        if cls not in self._classes:
+            self._classes[cls] = made = self.derive(cls)
+            _GUARDS[made] = self
+        return self._classes[cls]
+
+    def _without(self, cls: type[Tensor]) -> type[Tensor]:
+        """``cls`` without this guard; guards that came later stay."""
+        guard = _GUARDS.get(cls)
+        if guard is None:
+            return cls
+        below = cls.__bases__[0]
+        return below if guard is self else guard._class_for(self._without(below))
+
+    # What a guard of another kind does otherwise ----------------------------------------------------------------------
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a function that needs the values of a guarded tensor.
-
-        Raises:
-            RuntimeError: always, unless a guard of another kind does something else.
-        """
-        self.refuse(_name_of(func))
+        """Answer a function that needs the values of a guarded tensor; here it is refused."""
+        name = getattr(func, "__name__", repr(func))
+        of_attribute = name in ("__get__", "__set__", "__delete__")
+        self.refuse(f"tensor.{getattr(func.__self__, '__name__', '?')}" if of_attribute else f"{name}()")
 
     def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer a method of DTensor that is no torch function, as :meth:`on_use`."""
@@ -88,26 +110,7 @@ class Guard:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(self._message.format(what=what))
-
-    def attribute(self, name: str) -> property:
-        """Return the attribute of guarded tensors that is one of ``attributes``."""
-        return past_torch_function(name)
-
-    def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
-        # The same every time: a new one for each use would grow torch's tables of subclasses.
-        if cls not in self._classes:
-            self._classes[cls] = _derive(cls, self)
-            _GUARDS[self._classes[cls]] = self
-        return self._classes[cls]
-
-    def _without(self, cls: type[Tensor]) -> type[Tensor]:
-        """``cls`` without this guard; guards that came later stay."""
-        guard = _GUARDS.get(cls)
-        if guard is None:
-            return cls
-        below = cls.__bases__[0]
-        return below if guard is self else guard._class_for(self._without(below))
+        raise RuntimeError(self.message.format(what=what))
 
     def lets(self, func: Any) -> bool:
         """Return whether ``func`` needs no values."""
@@ -115,9 +118,34 @@ class Guard:
         of = getattr(getattr(func, "__self__", None), "__name__", "grad")
         if name == "__get__":
             return of not in self._refused
-        if name in ("__set__", "__delete__"):
-            return of in self._setters or of in _SETTABLE
-        return name in _METHODS
+        return of in self._setters if name in ("__set__", "__delete__") else name in self.methods
+
+    def derive(self, cls: Any) -> type[Tensor]:
+        """Return a class that asks this guard about what is done with its tensors."""
+        guard = self
+
+        class Guarded(cls):  # type: ignore[misc]
+            @classmethod
+            def __torch_function__(
+                cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                if not guard.lets(func):
+                    return guard.on_use(func, args, kwargs or {})
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        def show(tensor: Tensor, **_: Any) -> str:
+            state = f"{guard.name.lower()}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}"
+            return f"{cls.__name__}({state})"
+
+        def method(name: str) -> Callable[..., Any]:
+            return lambda tensor, *args, **kwargs: guard.on_method(tensor, name, args, kwargs)
+
+        own: dict[str, Any] = {name: method(name) for name in _METHODS_IN_PYTHON & set(dir(cls))}
+        own |= {name: attribute_past_torch_function(name) for name in self._attributes}
+        for name, value in (own | ({"__repr__": show} if self.name else {})).items():
+            setattr(Guarded, name, value)
+        Guarded.__name__, Guarded.__qualname__ = f"{self.name}{cls.__name__}", f"{self.name}{cls.__qualname__}"
+        return Guarded
 
 
 class WriteWatch(Guard):
@@ -142,64 +170,20 @@ class WriteWatch(Guard):
         return getattr(self._without(type(tensor)), name)(tensor, *args, **kwargs)
 
 
-_GUARDS: dict[type[Tensor], Guard] = {}
-"""The guard of each class that one has derived."""
-
-
 def unguarded_class(tensor: Tensor) -> type[Tensor]:
     """Return the class that ``tensor`` has below all of its guards."""
-    cls = type(tensor)
-    while cls in _GUARDS:
-        cls = cls.__bases__[0]
-    return cls
+    return next(cls for cls in type(tensor).__mro__ if cls not in _GUARDS)
 
 
-def _derive(cls: Any, guard: Guard) -> type[Tensor]:
-    class Guarded(cls):  # type: ignore[misc]
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if not guard.lets(func):
-                return guard.on_use(func, args, kwargs or {})
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-        def __repr__(self, **_: Any) -> str:
-            state = guard.name.lower()
-            return f"{cls.__name__}({state}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    def method(name: str) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: guard.on_method(self, name, args, kwargs)
-
-    for name in _METHODS_IN_PYTHON & set(dir(cls)):
-        setattr(Guarded, name, method(name))
-    for name in guard.attributes:
-        setattr(Guarded, name, guard.attribute(name))
-    Guarded.__name__, Guarded.__qualname__ = f"{guard.name}{cls.__name__}", f"{guard.name}{cls.__qualname__}"
-    return Guarded
-
-
-def past_torch_function(name: str) -> property:
+def attribute_past_torch_function(name: str) -> property:
     """An attribute of tensors past ``__torch_function__``, which takes several times as long as the attribute."""
     of_tensor = getattr(Tensor, name)
 
-    def get(tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return of_tensor.__get__(tensor)
+    def past(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *value: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return method(tensor, *value)
 
-    def put(tensor: Tensor, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            of_tensor.__set__(tensor, value)
+        return call
 
-    def delete(tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            of_tensor.__delete__(tensor)
-
-    return property(get, put, delete)
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", repr(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"tensor.{getattr(func.__self__, '__name__', '?')}"
-    return f"{name}()"
+    return property(past(of_tensor.__get__), past(of_tensor.__set__), past(of_tensor.__delete__))

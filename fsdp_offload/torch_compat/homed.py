@@ -6,7 +6,7 @@ over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ class _Homed(Guard):
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call ``func`` with stand-ins; what it changes in place is the parameter."""
-        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
-            self.refuse(_name_of(func))
+        name = getattr(func, "__name__", "")
+        if name in ("__set__", "__delete__"):
+            self.refuse(f"setting tensor.{getattr(func.__self__, '__name__', '?')}")
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # the same, and writes into it are counted
         stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -50,7 +51,7 @@ class _Homed(Guard):
             raise
         if func == Tensor.detach:
             _count_versions_with(tensors[0], result)
-        if getattr(func, "__name__", "").startswith("_foreach_") and func.__name__.endswith("_"):
+        if name.startswith("_foreach_") and name.endswith("_"):
             for param, other in stand_ins.values():
                 if any(other is one for one in args[0]):
                     increment_version(local_shard(param))  # DTensors do not
@@ -67,38 +68,37 @@ class _Homed(Guard):
                 other.requires_grad_().register_hook(_refuse_gradient)
         return getattr(other, name)(*args, **kwargs)
 
-    def attribute(self, name: str) -> property:
-        """As without a home; a gradient made from host memory (``zeros_like``) goes to where autograd's gradients are.
+    def derive(self, cls: Any) -> type[Tensor]:
+        """As for other guards; a gradient made from host memory (``zeros_like``) goes to where autograd's are.
 
         torch.distributed.checkpoint gives such gradients to a fresh optimizer, so its first step creates the state.
         """
-        attribute = super().attribute(name)
-        if name != "grad":
-            return attribute
+        made: Any = super().derive(cls)
+        grad: property = made.grad
 
         def put(param: Tensor, value: Any) -> None:
             if isinstance(value, Tensor) and local_shard(value).device != param.device:
                 value = over_local(value, local_shard(value).to(param.device))
-            attribute.__set__(param, value)
+            grad.__set__(param, value)
 
-        return property(attribute.__get__, put, attribute.__delete__)
+        made.grad = grad.setter(put)
+        return cast("type[Tensor]", made)
 
 
 _WHERE = (
     "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
     "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
 )
-_OFTEN_USED = ("grad", "requires_grad", "dtype", "device", "shape", "is_leaf")
 _HOMED = _Homed(
-    "Homed", "{what} on a parameter that lives on the host: " + _WHERE, lets_gradients=True, attributes=_OFTEN_USED
+    "Homed",
+    "{what} on a parameter that lives on the host: " + _WHERE,
+    lets_gradients=True,
+    attributes=("grad", "requires_grad", "dtype", "device", "shape", "is_leaf"),
 )
 
 
 def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None], stand_in: Tensor | None = None) -> Tensor:
-    """Let functions of ``param``, a DTensor, work on ``local``, once ``wait(param)`` has returned.
-
-    Returns the stand-in, which may be given again when ``param`` comes back to ``local``: making one takes 20 us.
-    """
+    """Let functions of ``param``, a DTensor, work on ``local``, once ``wait(param)`` has returned."""
     stand_in = over_local(param, local) if stand_in is None else stand_in
     vars(param).update({_WAIT: wait, STAND_IN: stand_in})
     _HOMED.put_on([param])
@@ -161,7 +161,3 @@ def _refuse_gradient(gradient: Tensor) -> None:
         "lives on the host (OffloadPolicy(parameters=True)), where autograd cannot follow. Compute that within the "
         "forward of the module whose parameter it is, or in the optimizer (weight_decay)."
     )
-
-
-def _name_of(func: Any) -> str:
-    return f"setting tensor.{getattr(func.__self__, '__name__', '?')}"

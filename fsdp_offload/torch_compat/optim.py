@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .dtensor import local_shard
 from .guard import unguarded_class
 from .spent_gradient import SpentGradient
+
+_MODULE: Any = sys.modules[Optimizer.__module__]
 
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
@@ -42,20 +44,34 @@ def foreach_supports(params: Iterable[Tensor]) -> bool:
 
     A guard of ours does not count: without offload, the parameter would have the class below it.
     """
-    supported = getattr(sys.modules[torch.optim.Optimizer.__module__], "_foreach_supported_types", None)
-    types = (Tensor, nn.Parameter, DTensor) if supported is None else supported
-    return all(unguarded_class(param) in types for param in params)
+    return all(unguarded_class(param) in _MODULE._foreach_supported_types for param in params)
+
+
+def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
+    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
+
+    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
+    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
+    """
+    pinned: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
+        pinned.append({} if supported else {"foreach": False})
+    return pinned
+
+
+def plain_step_of(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Return the ``step`` of a class as it was written, without the hooks that torch wraps around it."""
+    step: Callable[..., Any] = cls.step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
 @contextmanager
 def no_global_step_hooks() -> Iterator[None]:
     """Within it, hooks registered for all optimizers do not fire: a logical step has fired them already."""
-    module = sys.modules[torch.optim.Optimizer.__module__]
-    tables = [getattr(module, name, {}) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")]
+    tables = _MODULE._global_optimizer_pre_hooks, _MODULE._global_optimizer_post_hooks
     kept = [dict(table) for table in tables]
-    if not any(kept):
-        yield
-        return
     for table in tables:
         table.clear()
     try:
@@ -65,28 +81,20 @@ def no_global_step_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
-def plain_step_of(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the ``step`` of a class as it was written, without the hooks that torch wraps around it."""
-    step: Callable[..., Any] = cls.step
-    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
-
-
 @contextmanager
-def unhooked(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def unhooked(optimizer: Optimizer) -> Iterator[None]:
     """Within it, no step hooks fire: a logical step has fired them already, and a parent's step may be hooked, too."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {name: optimizer.__dict__[name] for name in names}
-    optimizer.__dict__.update({name: OrderedDict() for name in names})
+    kept = {name: vars(optimizer)[name] for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
     try:
         with no_global_step_hooks():
             yield
     finally:
-        optimizer.__dict__.update(kept)
+        vars(optimizer).update(kept)
 
 
-def run_hooked(
-    optimizer: torch.optim.Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
+def run_hooked(optimizer: Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run ``step`` as torch runs that of an optimizer: in a profiler's range, with the hooks around it.
 
     ``torch.optim.Optimizer.profile_hook_step`` would name the range after the offloaded class, which nobody looks for.
@@ -94,10 +102,8 @@ def run_hooked(
     Raises:
         RuntimeError: a pre-hook returned something else than ``None`` or new arguments.
     """
-    module = sys.modules[torch.optim.Optimizer.__module__]
     with torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step"):
-        everyone = getattr(module, "_global_optimizer_pre_hooks", {})
-        for hook in (*everyone.values(), *optimizer._optimizer_step_pre_hooks.values()):
+        for hook in (*_MODULE._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
             given = hook(optimizer, (optimizer, *args), kwargs)
             if given is None:
                 continue
@@ -105,8 +111,7 @@ def run_hooked(
                 raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {given}.")
             (_, *args), kwargs = given
         result = step(optimizer, *args, **kwargs)
-        everyone = getattr(module, "_global_optimizer_post_hooks", {})
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *everyone.values()):
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_MODULE._global_optimizer_post_hooks.values()):
             hook(optimizer, (optimizer, *args), kwargs)
         return result
 
@@ -125,17 +130,3 @@ def is_called_compiled() -> bool:
 def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Whether this step depends on what a GradScaler has found."""
     return bool(kwargs) or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")
-
-
-def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
-    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
-
-    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
-    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
-    """
-    pinned: list[dict[str, object]] = []
-    for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
-        pinned.append({} if supported else {"foreach": False})
-    return pinned

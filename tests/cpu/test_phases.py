@@ -362,17 +362,17 @@ def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer = offloaded()
     take_step(optimizer)
     lane, held = type(engine_of(optimizer).core.lanes.load), []
-    copy = lane._copy
+    copy = lane.copy_all
 
-    def noting(self: Any, copies: Any) -> None:
+    def noting(self: Any, *pairs: Any) -> None:
         in_use = self._in_use
         is_held = lambda: not (in_use.acquire(blocking=False) and not in_use.release())  # noqa: E731
         thread = threading.Thread(target=lambda: held.append(is_held()))
         thread.start()
         thread.join()
-        copy(self, copies)
+        copy(self, *pairs)
 
-    monkeypatch.setattr(lane, "_copy", noting)
+    monkeypatch.setattr(lane, "copy_all", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held
