@@ -14,11 +14,11 @@ LIMITS = {
     "fsdp_offload/api": 1_670,  # 97 are add_masters, which refuses steps captured before it
     "fsdp_offload/checkpoint": 2_240,
     "fsdp_offload/core": 5_230,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
-    "fsdp_offload/cpu_update": 1_040,
+    "fsdp_offload/cpu_update": 895,
     "fsdp_offload/device": 800,
     "fsdp_offload/integrations": 480,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
     "fsdp_offload/model": 605,
-    "fsdp_offload/optimizers": 2_360,  # 280 are the step and the loading of an optimizer with masters
+    "fsdp_offload/optimizers": 1_965,  # 270 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_400,
     "fsdp_offload/state": 565,
     "fsdp_offload/torch_compat": 1_890,  # 90 are names that checkpoints use; 10 follow parameters made late

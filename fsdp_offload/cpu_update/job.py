@@ -91,16 +91,6 @@ class HostStates(StateStore):
         self._users = {param: states.get(param) for param in self._homes}
         super().__init__(defaultdict(dict, {param: dict(user) for param, user in self._users.items()}))
 
-    def get(self, param: Tensor) -> UserState:
-        """The state of ``param``; empty if there is none."""
-        return self._own[param]
-
-    of = get
-
-    def move_last(self, params: Iterable[Tensor]) -> None:
-        """Not here."""
-        raise NotImplementedError
-
     def commit(self, created: dict[Tensor, UserState]) -> None:
         """Give counters to the user's entries; what was not there becomes ``created``, for the main thread's table."""
         for param, own in self._states.items():
