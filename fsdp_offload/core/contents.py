@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ..cpu_update.updates import HostUpdates
 from ..device.link import DeviceLink, device_link
 from ..optimizers import Capabilities
-from ..optimizers.kept_state import LayoutKey, Layouts, layout_key
-from ..optimizers.saved_form import as_kept, as_saved, rebuild_master
+from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
+from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
@@ -148,22 +148,18 @@ class Contents:
         for param, saved in loaded.items():
             shard, state = self.plan.shards[param], states.of(param)
             if not self.conventions.keeps_raw_state:
-                state.update(as_kept(self.conventions, optimizer, shard, saved))
+                state.update(self.conventions.as_kept(optimizer, param, saved, shard.homes))
                 adopt([(shard, state)])
-            if rebuild_master(self.conventions, optimizer, shard, state):
+            home = shard.homes.get(MASTER)
+            if home is not None and state.get(MASTER) is None and can_rebuild(local_shard(home).dtype):
+                weights = over_local(home, local_shard(param).detach().float())
+                state.update(self.conventions.as_kept(optimizer, param, {MASTER: weights}, shard.homes))
                 adopt([(shard, state)])
 
     def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
-        """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
-
-        Args:
-            optimizer: whose.
-            param: of which.
-            state: as the optimizer keeps it.
-            empty: what it holds means nothing; it is to be loaded into.
-        """
+        """As :meth:`Conventions.as_saved`."""
         homes = self.plan.shards[param].homes if param in self.plan.shards else {}
-        return as_saved(self.conventions, optimizer, param, state, homes, empty=empty)
+        return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
 
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
@@ -182,7 +178,7 @@ class Contents:
                 "or load with load_state_dict()."
             )
         return {
-            param: {name: _zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
+            param: {name: zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
             for param, shard in self.plan.shards.items()
             if shard.group >= 0 and not states.get(param)
         }
@@ -351,10 +347,6 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
         for name, kind in new
         if (name, kind) not in old
     )
-
-
-def _zero_like(example: object) -> object:
-    return torch.zeros_like(example) if isinstance(example, Tensor) else type(example)()
 
 
 def _settle(contents: "weakref.ref[Contents]") -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
 from ..optimizers import Capabilities
+from ..optimizers.bucket_update import step_shadow
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import is_trained
@@ -299,7 +300,7 @@ class Engine(Contents):
 
     def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         updates = self._updates
-        assert updates.shared is not None and updates.logical is not None
+        assert updates.shared is not None
         if created:
             new = set(created)
             states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
@@ -307,18 +308,19 @@ class Engine(Contents):
         if rest:  # groups of which no bucket was updated: a plain step sees them as well
             groups = enumerate(optimizer.param_groups)
             lists = [self._stand_in(group["params"]) if number in rest else [] for number, group in groups]
-            updates.shadow.run(updates.shared, lists, {}, updates.logical.kwargs, counting=rest)
+            step_shadow(self.cls, updates.shared, lists, {}, counting=rest)
         updates.shared.commit(optimizer)
-        updates.logical.finish()
-        changed = updates.shared.changed_entries
+        changed = updates.shared.changed_entries.keys()
         if not changed <= self.layouts.counters:
             self.layouts.count(changed)
             self._layout_keys = self._keys(optimizer)
 
     def _stand_in(self, params: list[Tensor]) -> list[Tensor]:
-        from ..optimizers.scratch import without_gradient
-
-        return [] if not params or self.conventions.state_without_gradient else without_gradient(params)
+        """Something without a gradient in the place of the parameters of a group."""
+        if not params or self.conventions.state_without_gradient:
+            return []
+        local = local_shard(params[0])
+        return [torch.zeros((1,) * local.dim(), dtype=local.dtype, device=self.device)]
 
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
-from ..optimizers.bound_range import BoundRange, bind_range, slot_values
+from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper

@@ -152,7 +152,7 @@ def _check_value(engine: Engine, place: str, param: Tensor, key: str, value: Val
     _check_sharding(place, home, saved)
     leaves = value.leaves
     if not engine.conventions.keeps_raw_state:
-        leaves = (leaves[0]._replace(dtype=engine.conventions.saved_dtype(key, leaves[0].dtype)),)
+        leaves = (leaves[0]._replace(dtype=engine.conventions.saved_dtype(leaves[0].dtype)),)
     got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
     if got != wanted:

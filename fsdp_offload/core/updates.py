@@ -10,14 +10,11 @@ from torch.optim import Optimizer
 from ..cpu_update.updates import HostUpdates
 from ..device.lanes import Mark
 from ..optimizers import Conventions
-from ..optimizers.base import LogicalStep
-from ..optimizers.bound_range import BoundRange, local_range
-from ..optimizers.bucket_update import FirstUpdate, same_order_on_ranks, update_bucket
+from ..optimizers.bucket_update import BoundRange, FirstUpdate, update_bucket
 from ..optimizers.kept_state import Layouts
-from ..optimizers.shadow import Shadow
 from ..optimizers.shared_values import SharedValues
 from ..state.store import OwnCounters, StateStore
-from ..torch_compat.dtensor import local_shard, version_of
+from ..torch_compat.dtensor import version_of
 from ..torch_compat.optim import pinned_implementations
 from ..torch_compat.watched_gradient import bare
 from .buckets import Bucket
@@ -44,41 +41,38 @@ class BucketUpdates:
         self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes, *, copies_options: bool
     ) -> None:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
-        self._layouts, self._plan, self._copies_options = layouts, plan, copies_options
+        self._cls, self._layouts, self._plan, self._copies_options = cls, layouts, plan, copies_options
         self._spare_homes = spare_homes
         self.host: HostUpdates | None = None
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
-        self.shadow = Shadow(cls)
         self.shared: SharedValues | None = None
-        self.logical: LogicalStep | None = None
         self.without_state: list[Tensor] = []
         self.first: FirstUpdate | None = None
         self._states: StateStore | None = None
         self.writes_gradients = False
         self.used: dict[int, set[Tensor]] = {}
-        self._groups = 0
         self.may_begin: Callable[[], bool] = lambda: False
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
-        self.logical = logical = self._conventions.begin(optimizer, kwargs)
-        pinned = [{**one, **o} for one, o in zip(pinned_implementations(optimizer), logical.pinned, strict=True)]
+        step = self._conventions.begin(optimizer, kwargs)
+        step.pinned = [{**one, **o} for one, o in zip(pinned_implementations(optimizer), step.pinned, strict=True)]
         self.shared = SharedValues(
-            *(optimizer, pinned, logical.attributes, self._conventions.attributes_by_param),
+            *(optimizer, step, self._conventions.attributes_by_param),
             writes_any_entry=not self._layouts.capabilities.known,
             copy_scheduled=self._copies_options,
         )
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())
-        self._states, self._groups = states, len(optimizer.param_groups)
+        self._states = states
         self.without_state = [param for param in self._plan.shards if not states.get(param)]
 
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
         if self._states is not None:
             self._spare_homes.commit(self._states)
-        self.shared = self.logical = self._states = self.first = None
+        self.shared = self._states = self.first = None
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
@@ -145,33 +139,28 @@ class BucketUpdates:
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""
-        assert self.shared is not None and self.logical is not None and self._states is not None
+        assert self.shared is not None and self._states is not None
         ranges = self._to_update(bucket)
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
         for one in ranges:
             grad = self._conventions.gradient(one.shard.param)
-            if grad is None:
-                one.gradient = None
-                continue
-            local = local_shard(grad)
-            read.append(grad)
-            if one.is_alias and one.shard.on_locals:
-                one.gradient = local if one.whole else local_range(local, one.start, one.stop)
+            one.gradient = one.part_of(grad)
+            if grad is not None:
+                read.append(grad)
         if self.first is None and not isinstance(self._states, OwnCounters):  # a guess is taken back if it fails
             # What is newer in the place than at home cannot be loaded again.
             watched = [value for one in ranges for value in one.values.values()] if bucket.state.dirty else []
-            self.first = FirstUpdate(self.shadow, self.shared, ranges, self._states, watched)
+            self.first = FirstUpdate(self._cls, self.shared, ranges, self._states, watched)
         seen = [one.shard.param for one in ranges if not one.is_alias]
-        shared, logical, states = self.shared, self.logical, self._states
-        conventions, groups, shadow = self._conventions, self._groups, self.shadow
+        shared, states = self.shared, self._states
+        conventions, cls = self._conventions, self._cls
         versions = [version_of(grad) for grad in read]
 
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
-                for part in same_order_on_ranks(ranges, group_by_group=conventions.group_by_group):
-                    update_bucket(shadow, shared, conventions, part, groups, states, logical.kwargs)
+                update_bucket(cls, shared, conventions, ranges, states)
             self.writes_gradients |= versions != [version_of(grad) for grad in read]
             for one in ranges:
                 one.gradient = None  # keeps no gradient

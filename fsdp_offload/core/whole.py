@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optimizers.bound_range import BoundRange
-from ..optimizers.shared_values import instance_attributes
+from ..optimizers.bucket_update import BoundRange
+from ..optimizers.shared_values import entries_of, instance_attributes
 from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leaves_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
@@ -431,8 +431,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
     """Tensors in attributes of the optimizer and in entries of its groups, parameters aside."""
     params = {id(param) for param in _params(optimizer)}
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    for tensor in tensors_in([list(instance_attributes(optimizer).values()), groups]):
+    for tensor in tensors_in([list(instance_attributes(optimizer).values()), entries_of(optimizer)]):
         if id(tensor) not in params:
             yield tensor
 

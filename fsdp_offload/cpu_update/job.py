@@ -13,21 +13,74 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..device.arena import aligned
 from ..device.lanes import Lane, Mark, recorded
-from ..optimizers.bound_range import BoundRange
-from ..optimizers.bucket_update import update_bucket
+from ..optimizers import Capabilities, LogicalStep
+from ..optimizers.bucket_update import BoundRange, update_bucket
+from ..optimizers.shared_values import SharedValues, entries_of, instance_attributes
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from .fingerprint import Hasher
-from .mirror import Mirror, like
-from .step import HostStep
+from .mirror import Hasher, Mirror, like
+
+_FLAG_BYTES = aligned(1)
+"""Bytes that say, in what a bucket brings down, whether its parameters have been written by somebody else."""
+
+
+def passing_bytes(gradient_bytes: Iterable[int]) -> int:
+    """Host memory through which a bucket with gradients of these sizes passes."""
+    return _FLAG_BYTES + sum(map(aligned, gradient_bytes))
+
+
+class HostStep:
+    """Hyperparameters as they were when a logical step was called, which its buckets share; the threads look into them.
+
+    Attributes:
+        gradient_divisor: of the user's gradients in a fused kernel: the scale, or one where it skips the step.
+        created: state that updates have made where there was none.
+        failed: an update has failed, so that later ones are left out.
+    """
+
+    def __init__(
+        self, cls: type[Optimizer], capabilities: Capabilities, optimizer: Optimizer, shards: Iterable[StateShard]
+    ) -> None:
+        """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
+        groups = entries_of(optimizer)
+        self._values = tree_map_only(Tensor, _copy, {**instance_attributes(optimizer), "param_groups": groups})
+        scale, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
+        self.gradient_divisor = scale if isinstance(scale, Tensor) else None
+        if isinstance(scale, Tensor) and isinstance(found_inf, Tensor):
+            self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
+        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
+        for shard in shards:
+            dtypes[shard.group].add(shard.param.dtype)
+        pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
+        self._step = LogicalStep({}, pinned)
+        self.cls, self.conventions = cls, capabilities.conventions
+        self.created: dict[Tensor, UserState] = {}
+        self.failed = False
+        self._shared: SharedValues | None = None
+
+    def shared(self, down: Lane) -> SharedValues:
+        """Hyperparameters, with tensors on the host: the updating thread brings them there for the first bucket."""
+        if self._shared is None:
+            with down.running():
+                values: Any = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
+            self._shared = SharedValues(values, self._step)
+        return self._shared
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 class HostStates(StateStore):
@@ -53,44 +106,28 @@ class HostStates(StateStore):
 
 @dataclass(eq=False)
 class HostJob:
-    """The update of one bucket in one step. No method raises: whoever waits for the job looks for its error.
-
-    Attributes:
-        mirror: its parameters on both sides.
-        ranges: those that have a gradient, bound to the mirror and to state at home.
-        grads: their gradients on the device, held until they have been copied.
-        moves: state to copy first, to and from: an asynchronous save still reads where it was.
-        states: the state of their parameters.
-        lanes, hashers: for what goes down and for what goes up.
-        after: what has to have passed before its gradients are read: of a wave, all that the one before has, and more.
-        errors: of all jobs: parameters that may be half updated, and why.
-        uploaded: recorded behind the parameters' way up.
-        update_seconds: time in which the optimizer ran.
-        weights_down_bytes: of parameters that came down, as the mirror did not have them.
-        done: the host may look at the results: ``uploaded``, ``failed``, and ``errors``.
-        failed: it, or another one of its step before it, has.
-    """
+    """The update of one bucket in one step. No method raises: whoever waits for the job looks for its error."""
 
     number: int
-    mirror: Mirror
-    ranges: list[BoundRange]
-    grads: list[Tensor]
-    moves: list[tuple[Tensor, Tensor]]
+    mirror: Mirror  # its parameters on both sides
+    ranges: list[BoundRange]  # those that have a gradient, bound to the mirror and to state at home
+    grads: list[Tensor]  # on the device, held until they have been copied
+    moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
     step: HostStep
     states: HostStates
-    lanes: tuple[Lane, Lane]
-    hashers: tuple[Hasher, Hasher]
-    after: tuple[Mark, ...]
-    errors: list[tuple[str, BaseException]]
+    lanes: tuple[Lane, Lane]  # for what goes down, and for what goes up
+    hashers: tuple[Hasher, Hasher]  # likewise
+    after: tuple[Mark, ...]  # passed before gradients are read: of a wave, all that the one before has, and more
+    errors: list[tuple[str, BaseException]]  # of all jobs: parameters that may be half updated, and why
     state_bytes: int
-    done: threading.Event = field(default_factory=threading.Event)
-    uploaded: Mark | None = None
-    failed: bool = False
+    done: threading.Event = field(default_factory=threading.Event)  # the host may look at results and ``errors``
+    uploaded: Mark | None = None  # recorded behind the parameters' way up
+    failed: bool = False  # it, or another one of its step before it
     update_seconds: float = 0.0
-    weights_down_bytes: int = 0
+    weights_down_bytes: int = 0  # of parameters that the mirror did not have
     _down: Mark | None = None
     _grads_on_host: list[Tensor] = field(default_factory=list)
-    _changed: Tensor | None = None  # on the host; says it behind ``_down``
+    _changed: Tensor | None = None  # on the host; says behind ``_down`` whether parameters were written
     _updated: bool = False
     _are_there: bool = False
 
@@ -131,26 +168,22 @@ class HostJob:
                 self._issue_downloads(memory)
 
     def _issue_downloads(self, memory: Tensor) -> None:
+        # What came up last: the mirror is about to be written, and what is on the device is compared with it.
         down = self.lanes[0]
-        for mark in self.after:
-            down.wait(mark)
-        if self.mirror.uploaded is not None:
-            # The mirror is about to be written, and what is on the device is compared with what went up.
-            down.wait(self.mirror.uploaded)
+        down.wait(*self.after, self.mirror.uploaded)
+        offset = _FLAG_BYTES
+        for grad in self.grads:
+            self._grads_on_host.append(like(grad, memory[offset : offset + grad.nbytes]))
+            offset += aligned(grad.nbytes)
         if self.grads:
-            offset = _FLAG_BYTES
-            for grad in self.grads:
-                self._grads_on_host.append(like(grad, memory[offset : offset + grad.nbytes]))
-                offset += aligned(grad.nbytes)
             # One piece: nobody else's small copies go down here.
             down.copy_all(self._grads_on_host, self.grads)
             with down.running():
                 self._unscale_gradients()
-            if self.mirror.is_known:
-                self._changed = memory[:1].view(torch.bool)[0]
-                with down.running():
+                if self.mirror.is_known:
+                    self._changed = memory[:1].view(torch.bool)[0]
                     self.mirror.compare(self._changed, self.hashers[0])
-            else:
+            if self._changed is None:
                 self._bring_weights_down()
         self._down = down.mark()
 
@@ -189,32 +222,25 @@ class HostJob:
         begin = time.perf_counter()
         for target, source in self.moves:
             target.copy_(source)
+        # torch's fused SGD takes ranges that all have state, or that all have none; it is us who choose fused kernels.
+        parts: tuple[list[BoundRange], list[BoundRange]] = [], []
         for bound, grad in zip(self.ranges, self._grads_on_host, strict=True):
-            if grad.stride() != bound.param.stride():  # fused kernels go through memory, and it is us who choose them
+            if grad.stride() != bound.param.stride():  # and those go through memory
                 grad = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             bound.gradient = grad
+            parts[any(value is not None for value in self.states.get(bound.shard.param).values())].append(bound)
         if self.ranges:
             self.mirror.is_known = False  # until what comes of it is on the device
         try:
-            for ranges in self._alike():
-                update_bucket(step.shadow, shared, step.conventions, ranges, step.group_count, self.states, {})
+            for part in filter(None, parts):
+                # Tables of hooks are the main thread's.
+                update_bucket(step.cls, shared, step.conventions, part, self.states, nullcontext)
         finally:
             for bound in self.ranges:
                 bound.gradient = None
         self.states.commit(step.created)
         self.update_seconds = time.perf_counter() - begin
         self._updated = True
-
-    def _alike(self) -> list[list[BoundRange]]:
-        """Divide into ranges that have state and ranges that have none yet.
-
-        torch's fused SGD takes one or the other, and it is us who have chosen a fused kernel. Each range is updated by
-        itself whatever is beside it.
-        """
-        parts: tuple[list[BoundRange], list[BoundRange]] = [], []
-        for bound in self.ranges:
-            parts[any(value is not None for value in self.states.get(bound.shard.param).values())].append(bound)
-        return [part for part in parts if part]
 
     def finish(self) -> None:
         """Issue the copies up."""
@@ -229,12 +255,3 @@ class HostJob:
     def _issue_uploads(self) -> None:
         up = self.lanes[1]
         self.uploaded = self.mirror.copy_up(up, self.hashers[1]) if self.ranges else up.mark()
-
-
-_FLAG_BYTES = aligned(1)
-"""Bytes that say, in what a bucket brings down, whether its parameters have been written by somebody else."""
-
-
-def passing_bytes(gradient_bytes: Iterable[int]) -> int:
-    """Host memory through which a bucket with gradients of these sizes passes."""
-    return _FLAG_BYTES + sum(map(aligned, gradient_bytes))

@@ -8,17 +8,78 @@
 While nobody else has written them, parameters never come down: what they are is in the mirror. Version counters do not
 say whether somebody has (``param.data.copy_`` counts nothing), so the device compares what it holds with what was
 uploaded. What is not known, because an update has failed or the memory is elsewhere, comes down again.
+
+A fingerprint is a random linear hash of each row of memory. A row is up to 1024 32-bit words; its hash is the sum of
+its words, each times an odd random 64-bit number of its place, modulo 2**64. One changed word always changes it. Any
+other write that does not know the random numbers leaves it as it was with a probability of at most 2**-32, however
+regular: exchanged halves, flipped signs, a permuted identity. (Plain sums of rows and columns do not notice a flipped
+identity.) Bits are compared, so -0.0 is not 0.0, and NaN is NaN.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..device.lanes import PIECE_BYTES, Lane, Mark, pieces_of
-from ..optimizers.bound_range import BoundRange
-from .fingerprint import Fingerprint, Hasher
+from ..optimizers.bucket_update import BoundRange
+
+ROW_WORDS = 1024
+"""A hash of 8 bytes for so many words of 4 bytes each."""
+
+_HASHED_BYTES = 4 << 20
+"""So much is hashed at a time: products take 8 bytes a word, and few launches want large pieces."""
+
+_SEED = int.from_bytes(os.urandom(7))
+
+
+class Hasher:
+    """The random numbers, and the memory for products. One for each stream: what it hashes is in order there."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the memory from the current stream: 12 MiB."""
+        chance = torch.Generator().manual_seed(_SEED)  # not the user's generator
+        weights = torch.randint(-(1 << 62), 1 << 62, (ROW_WORDS,), generator=chance, device="cpu")
+        self.weights = (2 * weights + 1).to(device)
+        self.products = torch.empty(_HASHED_BYTES // 4, dtype=torch.int64, device=device)
+        self.joined = torch.empty(_HASHED_BYTES, dtype=torch.uint8, device=device)
+
+
+class Fingerprint:
+    """Fingerprint of tensors whose memory stays where it is; it keeps that memory.
+
+    Attributes:
+        rows: how many hashes it is made of.
+    """
+
+    def __init__(self, memory: Iterable[Tensor]) -> None:
+        """Take flat ``uint8`` views of the tensors, all of one device."""
+        self._runs: list[list[Tensor]] = []  # hashed together: many small parameters cost few launches
+        left_bytes = 0
+        for piece in (piece for flat in memory for piece in flat.split(_HASHED_BYTES) if piece.numel()):
+            if piece.numel() > left_bytes:
+                self._runs.append([])
+                left_bytes = _HASHED_BYTES
+            self._runs[-1].append(piece)
+            left_bytes -= piece.numel()
+        self._nbytes = [sum(piece.numel() for piece in run) for run in self._runs]
+        self.rows = sum(-(-nbytes // (4 * ROW_WORDS)) for nbytes in self._nbytes)
+
+    def write(self, out: Tensor, hasher: Hasher) -> None:
+        """Hash what the memory holds now, in the order of the current stream, into ``out``: ``int64``, ``(rows,)``."""
+        begin = 0
+        for run, nbytes in zip(self._runs, self._nbytes, strict=True):
+            end = begin - (-nbytes // (4 * ROW_WORDS))
+            joined = hasher.joined[: (end - begin) * 4 * ROW_WORDS]
+            torch.cat(run, out=joined[:nbytes])
+            joined[nbytes:].zero_()
+            words = joined.view(torch.int32).view(-1, ROW_WORDS)
+            products = hasher.products[: words.numel()].view_as(words)
+            torch.mul(words, hasher.weights, out=products)
+            torch.sum(products, dim=1, out=out[begin:end])
+            begin = end
 
 
 class Mirror:
@@ -51,12 +112,11 @@ class Mirror:
 
     def on_host(self, index: int, side: int) -> BoundRange:
         """A range bound to the mirror, and to its state in the place ``side``."""
-        found = self._on_host.get((index, side))
-        if found is None:
+        if (index, side) not in self._on_host:
             bound = self.ranges[index]
             values = bound.shard.values_at(side, bound.start, bound.stop)
-            found = self._on_host[index, side] = replace(bound, param=self._weights[index], values=values)
-        return found
+            self._on_host[index, side] = replace(bound, param=self._weights[index], values=values)
+        return self._on_host[index, side]
 
     def choose(self, indices: Sequence[int]) -> None:
         """Choose the ranges that have a gradient in this step; no other update of this bucket is under way."""
@@ -93,11 +153,10 @@ class Mirror:
         if self._up:
             up.copy_all([param for param, _ in self._up], [own for _, own in self._up])
         if self._print is not None:
+            rows = self._print.rows
             with up.running():
-                if len(self._kept) != self._print.rows:
-                    self._kept, self._now = torch.empty(
-                        2, self._print.rows, dtype=torch.int64, device=hasher.weights.device
-                    )
+                if len(self._kept) != rows:
+                    self._kept, self._now = torch.empty(2, rows, dtype=torch.int64, device=hasher.weights.device)
                 self._print.write(self._kept, hasher)
             self.is_known = True
         self.uploaded = up.mark()

@@ -9,8 +9,8 @@ whatever means. Everything but :meth:`HostUpdates.update` and the waits runs in 
 """
 
 import time
-import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,26 +22,22 @@ from torch.optim import Optimizer
 from ..device.lanes import Mark
 from ..device.link import device_link
 from ..optimizers import Capabilities
-from ..optimizers.bound_range import BoundRange, local_range
+from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard
-from .fingerprint import Hasher
-from .job import HostJob, HostStates, passing_bytes
-from .mirror import Mirror
-from .step import HostStep
+from .job import HostJob, HostStates, HostStep, passing_bytes
+from .mirror import Hasher, Mirror
 from .worker import host_worker
 
-Errors = list[tuple[str, BaseException]]
-"""Why updates have failed, and the names of parameters that may be half updated."""
 
-
+@dataclass(frozen=True, eq=False)
 class CpuMark:
     """The end of the last update of one bucket, and of the way up of its parameters."""
 
-    def __init__(self, host: "HostUpdates", number: int) -> None:
-        self._host, self._number = host, number
+    host: "HostUpdates"
+    number: int
 
     def resolved(self) -> Mark | None:
         """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device.
@@ -51,7 +47,7 @@ class CpuMark:
         Raises:
             RuntimeError: the update has failed, or another one of its step before it.
         """
-        return self._host.wait_updated(self._number)
+        return self.host.wait_updated(self.number)
 
     def passed(self) -> bool:
         """Not known without waiting."""
@@ -88,15 +84,11 @@ class HostUpdates:
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
         self._mirrors: dict[int, Mirror] = {}
         self._step: HostStep | None = None
-        self._last: list[HostJob] = []  # those of the last step that has any, and behind them those of all steps before
-        self._last_is_over = False  # another step has begun
         self._after: dict[int, Mark] = {}
         self._creates = False
         self._waited_seconds = 0.0
-        self._errors: Errors = []
-        self.wait_without_owner = partial(_wait_without_owner, self._last, self._errors)
-        self._worker.join()
-        weakref.finalize(self, self._worker.leave).atexit = False
+        self._errors: list[tuple[str, BaseException]] = []  # why, and names of parameters that may be half updated
+        self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
     def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""
@@ -119,7 +111,7 @@ class HostUpdates:
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
-        self._waited_seconds, self._after, self._last_is_over = 0.0, {}, True
+        self._waited_seconds, self._after = 0.0, {}
         self._step = HostStep(self._cls, self._capabilities, optimizer, shards)
 
     def wait(self, *marks: Mark | None) -> None:
@@ -139,39 +131,37 @@ class HostUpdates:
         The state of ``moving`` is in its other place afterwards.
         """
         assert self._step is not None, "a step has begun"
-        if number in self._jobs:
-            self._wait_for(self._jobs[number])  # its mirror is written by one update at a time
-        conventions, mirror = self._capabilities.conventions, self._mirror(number, ranges)
-        sides = [1 - bound.shard.side if bound.shard in moving else bound.shard.side for bound in ranges]
-        moves, grads = [], {}
+        self.wait_quietly(number)  # its mirror is written by one update at a time
+        conventions, before = self._capabilities.conventions, self._mirrors.get(number)
+        mirror = before if before is not None and before.still_of(ranges) else Mirror(ranges)
+        if before is not None:
+            mirror.uploaded = before.uploaded  # from the same memory
+        self._mirrors[number] = mirror
+        active, moves, grads = [], [], {}
         for index, bound in enumerate(ranges):
-            if sides[index] != bound.shard.side:
-                existing, there = states.get(bound.shard.param), mirror.on_host(index, sides[index]).values
-                now = bound.shard.values_at(bound.shard.side, bound.start, bound.stop)
-                moves += [(value, now[name]) for name, value in there.items() if existing.get(name) is not None]
-            grad = conventions.gradient(bound.shard.param) if bound.shard.group >= 0 else None
-            if grad is not None:
-                local = local_shard(grad)
-                grads[index] = local if bound.whole else local_range(local, bound.start, bound.stop)
+            shard, state = bound.shard, states.get(bound.shard.param)
+            moved = mirror.on_host(index, 1 - shard.side if shard in moving else shard.side)
+            if shard in moving:
+                now = shard.values_at(shard.side, bound.start, bound.stop)
+                moves += [(value, now[name]) for name, value in moved.values.items() if state.get(name) is not None]
+            grad = bound.part_of(conventions.gradient(shard.param)) if shard.group >= 0 else None
+            if grad is None:
+                continue
+            grads[index] = grad
+            active.append(moved)
+            for name, value in state.items():  # counters, where they are read now
+                if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
+                    state[name] = value.cpu()
+            self._creates |= any(state.get(name) is None for name in shard.homes)
+            # Counted here, where the order with what others count is that of the program.
+            increment_version(local_shard(shard.param))
         mark = CpuMark(self, number)
         if not grads and not moves:
             return mark
-        active = [mirror.on_host(index, sides[index]) for index in grads]
-        for bound in active:
-            state = states.get(bound.shard.param)
-            for name, value in state.items():  # counters, where they are read now
-                if isinstance(value, Tensor) and value.dim() == 0 and name not in bound.shard.homes:
-                    state[name] = value.cpu()
-            self._creates |= any(state.get(name) is None for name in bound.shard.homes)
-            # Counted here, where the order with what others count is that of the program.
-            increment_version(local_shard(bound.shard.param))
         # Has been, unless gradients are wider than their parameters.
         hashers = self.reserve([[grad.nbytes for grad in grads.values()]])
         if grads:
             mirror.choose(tuple(grads))
-        if self._last_is_over:
-            self._last.clear()
-            self._last_is_over = False
         job = self._jobs[number] = HostJob(
             number=number,
             mirror=mirror,
@@ -186,35 +176,24 @@ class HostUpdates:
             errors=self._errors,
             state_bytes=sum(value.nbytes for bound in active for value in bound.values.values()),
         )
-        self._last.append(job)
         self._worker.submit(job)
         if self._policy.serial:
             self._wait_for(job)
         return mark
 
-    def _mirror(self, number: int, ranges: Sequence[BoundRange]) -> Mirror:
-        before = self._mirrors.get(number)
-        if before is not None and before.still_of(ranges):
-            return before
-        mirror = self._mirrors[number] = Mirror(ranges)
-        mirror.uploaded = None if before is None else before.uploaded  # from the same memory
-        return mirror
-
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait_updated(self, number: int) -> Mark | None:
         """Block until the last update of a bucket is done: its state is at home; see :meth:`CpuMark.resolved`."""
+        self.wait_quietly(number)
         job = self._jobs.get(number)
-        if job is None:
-            return None
-        self._wait_for(job)
-        if job.failed:
+        if job is not None and job.failed:
             self.raise_failure()
-        return job.uploaded
+        return None if job is None else job.uploaded
 
-    def wait_quietly(self) -> None:
-        """Block until nothing is under way; a failure is kept for who asks next."""
-        for job in self._last:
+    def wait_quietly(self, number: int | None = None) -> None:
+        """Block until no update is under way, or not that of one bucket; a failure is kept for who asks next."""
+        for job in self._jobs.values() if number is None else filter(None, [self._jobs.get(number)]):
             self._wait_for(job)
 
     def take_created(self) -> dict[Tensor, UserState]:
@@ -233,8 +212,8 @@ class HostUpdates:
         for mirror in self._mirrors.values():
             if mirror.uploaded is not None:
                 mirror.uploaded.synchronize()  # from memory that may be freed now
-        for forgotten in (self._mirrors, self._jobs, self._last):
-            forgotten.clear()
+        self._mirrors.clear()
+        self._jobs.clear()
 
     def _wait_for(self, job: HostJob) -> None:
         if not job.done.is_set():
@@ -281,13 +260,13 @@ class HostUpdates:
         }
 
 
-def _wait_without_owner(jobs: list[HostJob], errors: Errors) -> None:
+def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:
     """Block until all parameters of the last step are new; at once from the second time on.
 
     Raises:
         RuntimeError: the update has failed, and there is no optimizer left that would say so.
     """
-    for job in jobs:
+    for job in jobs.values():
         job.done.wait()
         if job.uploaded is not None:
             job.uploaded.synchronize()

@@ -15,12 +15,14 @@ interpreter's lock. Nobody on the device waits for the threads unless it needs w
 import contextlib
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from ..device.arena import Region
-from .cores import cores_near, update_threads
 from .job import HostJob
 
 _SLOTS = 2
@@ -29,39 +31,27 @@ passed any more."""
 
 
 class HostWorker:
-    """Two threads and their memory. They start with the first job and end when the last user has left."""
+    """Two threads and their memory. They start with the first job; users hold it, and the last one and its jobs end it.
+
+    The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an error.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.threads = device, update_threads()
-        self._changed = threading.Condition()  # its lock may be taken again: a finalizer may call leave() anywhere
+        self.device = device
+        self._changed = threading.Condition()
         self._queue: list[HostJob] = []
-        self._unfinished = self._users = 0
+        self._unfinished = 0
         self._free_slots: list[Region] = []
         self._slot_bytes, self._pinned = 0, False
-        self._creator_pid = os.getpid()
-        self._copies, self._updates = self._new_threads()
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether it was made in this process: a forked child has neither its threads nor its memory."""
-        return os.getpid() == self._creator_pid
+        self.creator_pid = os.getpid()
+        self._copies = ThreadPoolExecutor(1, "fsdp_offload host copies", partial(_use_device, device))
+        self._updates = ThreadPoolExecutor(
+            1, "fsdp_offload host updates", partial(_prepare_thread, device, update_threads())
+        )
 
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
-
-    def join(self) -> None:
-        """Count one more user."""
-        with self._changed:
-            self._users += 1
-
-    def leave(self) -> None:
-        """Count one user less. Threads and memory go with the last one and its jobs; nobody waits for that."""
-        if not self.is_mine:
-            return  # the lock may have been held when the child was made
-        with self._changed:
-            self._users -= 1
-            self._end_if_unused()
 
     def reserve(self, slot_bytes: int, *, pin: bool) -> None:
         """Make each slot at least that large. Waits until no job is under way where they have to grow."""
@@ -81,32 +71,19 @@ class HostWorker:
             self._unfinished += 1
             self._copies.submit(self._begin)
 
-    def _new_threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """One for copies and one for updates; each starts with its first job.
-
-        The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an
-        error.
-        """
-        copies = ThreadPoolExecutor(1, "fsdp_offload host copies", self._use_device)
-        return copies, ThreadPoolExecutor(1, "fsdp_offload host updates", self._prepare_thread)
-
     def _begin(self) -> None:
         with self._changed:
             if not (self._queue and self._free_slots):
                 return  # it is called again for each job, and for each slot that has become free
-            job, slot = self._take_next(), self._free_slots.pop()
+            first = 0
+            # From the end: what became ready during the look is found for the first job of a wave, not for a later one.
+            for index in reversed(range(1, len(self._queue))):
+                job = self._queue[index]
+                if job.may_pass(self._queue[0]) and not (first and self._queue[first].may_pass(job)):
+                    first = index
+            job, slot = self._queue.pop(first), self._free_slots.pop()
         job.begin(slot.bytes)
         self._updates.submit(self._update, job, slot)
-
-    def _take_next(self) -> HostJob:
-        """The job that waits for longest, or the one that passes it."""
-        first = 0
-        # From the end: what became ready during the look is found for the first job of a wave, not for a later one.
-        for index in reversed(range(1, len(self._queue))):
-            job = self._queue[index]
-            if job.may_pass(self._queue[0]) and not (first and self._queue[first].may_pass(job)):
-                first = index
-        return self._queue.pop(first)
 
     def _update(self, job: HostJob, slot: Region) -> None:
         job.update()
@@ -117,42 +94,75 @@ class HostWorker:
         with self._changed:
             self._free_slots.append(slot)
             self._unfinished -= 1
-            self._end_if_unused()
             self._changed.notify_all()
         self._begin()
 
-    def _end_if_unused(self) -> None:
-        if not (self._users or self._unfinished):
-            self._copies.shutdown(wait=False)
-            self._updates.shutdown(wait=False)
-            self._copies, self._updates = self._new_threads()
-            self._free_slots, self._slot_bytes = [], 0
 
-    def _use_device(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device.index)
-
-    def _prepare_thread(self) -> None:
-        """Device, cores and number of threads of this thread only, before its pool of threads is made."""
-        self._use_device()
-        cores = cores_near(self.device)
-        if cores != frozenset(os.sched_getaffinity(0)):
-            with contextlib.suppress(OSError):  # a sandbox may forbid it; then the kernel chooses among all
-                os.sched_setaffinity(0, cores)
-        usual = torch.get_num_threads()
-        torch.set_num_threads(min(self.threads, len(cores)))
-        # That counts for this thread, and for all that begin later, which are not ours. A thread that ends at once puts
-        # the number for those back, and ours keeps its own.
-        restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
-        restoring.start()
-        restoring.join()
-
-
-_workers: dict[torch.device, HostWorker] = {}
+_workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()
 
 
 def host_worker(device: torch.device) -> HostWorker:
-    """The worker of ``device``, made on first use."""
-    if device not in _workers or not _workers[device].is_mine:
-        _workers[device] = HostWorker(device)
-    return _workers[device]
+    """The worker of ``device``, made for its first user."""
+    worker = _workers.get(device)
+    if worker is None or worker.creator_pid != os.getpid():  # a forked child has neither its threads nor its memory
+        worker = _workers[device] = HostWorker(device)
+    return worker
+
+
+def _use_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+def _prepare_thread(device: torch.device, threads: int) -> None:
+    """Device, cores and number of threads of this thread only, before its pool of threads is made."""
+    _use_device(device)
+    cores = cores_near(device)
+    if cores != frozenset(os.sched_getaffinity(0)):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; then the kernel chooses among all
+            os.sched_setaffinity(0, cores)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(min(threads, len(cores)))
+    # That counts for this thread, and for all that begin later, which are not ours. A thread that ends at once puts the
+    # number for those back, and ours keeps its own.
+    restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    restoring.start()
+    restoring.join()
+
+
+# Cores ----------------------------------------------------------------------------------------------------------------
+
+
+def update_threads() -> int:
+    """Return how many threads may update on this rank: 7/8 of its share of the process's cores, or one less.
+
+    The rest is for the main thread and for the one that issues copies. The threads of a kernel wait for each other:
+    with one on each core, all wait for the one whose core somebody else has. (H200, 16 cores: 240 ms with 16 threads,
+    203 with 15, 211 with 14; beside copies 292, 246, 250; whole steps 320, 317, 309.)
+    """
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, cores - max(1, cores // 8))
+
+
+def cores_near(device: torch.device) -> frozenset[int]:
+    """Cores of this process on the device's NUMA node; all of them where nothing is known."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    if device.type != "cuda":
+        return allowed
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+    return cores_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers)) & allowed or allowed
+
+
+def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
+    """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``); none where the kernel does not say.
+
+    ``root`` is for tests. The kernel lists cores as ``"0-3,8,10-11"``.
+    """
+    try:
+        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
+        parts = [part.partition("-") for part in listed.split(",") if part]
+        return frozenset(core for begin, _, end in parts for core in range(int(begin), int(end or begin) + 1))
+    except (OSError, ValueError):
+        return frozenset()  # virtual machines and containers often hide it; the node is then -1 or missing

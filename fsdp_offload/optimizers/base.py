@@ -8,49 +8,32 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..state.store import UserState
+
 
 @dataclass
 class LogicalStep:
-    """Values of one step of the user's that the steps of its buckets share.
+    """What conventions make of one step of the user's, for the steps of its buckets."""
 
-    Attributes:
-        kwargs: for the optimizer's ``step``.
-        pinned: for each param group, entries that every bucket starts from instead of the group's own, and whose
-            changes nobody looks at. Tensors are copied for each bucket.
-        attributes: makes attributes that every bucket starts from, likewise.
-        finish: commits, once, what the step has changed in groups and attributes beyond that.
-    """
-
-    kwargs: Mapping[str, Any]
-    pinned: list[dict[str, Any]]
-    attributes: Callable[[], dict[str, Any]] = dict
-    finish: Callable[[], None] = lambda: None
+    kwargs: Mapping[str, Any]  # for the optimizer's ``step``
+    pinned: list[dict[str, Any]]  # for each group: entries that buckets start from instead, and whose changes are lost
+    attributes: Callable[[], dict[str, Any]] = dict  # makes attributes that buckets start from, likewise
+    finish: Callable[[], None] = lambda: None  # commits, once, what the step has changed beyond that
 
 
 class Conventions:
-    """Conventions of ``torch.optim``; an optimizer with others overrides what it does differently.
+    """Conventions of ``torch.optim``; an optimizer with others overrides what it does differently."""
 
-    Attributes:
-        keeps_raw_state: ``state_dict()`` gives and ``load_state_dict()`` takes what is in ``state``. If not, the class
-            has methods of its own for that, which want everything on the device, and :meth:`saved` and :meth:`kept`
-            take their place.
-        state_without_gradient: the first step also creates the state of parameters that have no gradient.
-        group_by_group: a step may have parameters of one group only.
-        attributes_by_param: names of attributes that are dicts with parameters as keys.
-        reads_param_grad: gradients are in ``param.grad``, where autograd puts them.
-        group_counters: what param groups get in the first step, as it is before that.
-        weights_win: its step itself lets weights that somebody wrote win over its masters.
-        instead_of_host_fraction: what to use where the CPU is to update a share, for the message that this cannot.
-    """
-
-    instead_of_host_fraction = ""
-    weights_win = False
+    # ``state_dict()`` gives and ``load_state_dict()`` takes what is in ``state``. If not, the class has methods of its
+    # own for that, which want everything on the device, and :meth:`as_saved` and :meth:`as_kept` take their place.
     keeps_raw_state = True
-    state_without_gradient = False
-    group_by_group = False
-    reads_param_grad = True
-    attributes_by_param: frozenset[str] = frozenset()
-    group_counters: Mapping[str, object] = {}  # nobody writes it
+    state_without_gradient = False  # the first step also creates the state of parameters that have no gradient
+    group_by_group = False  # a step may have parameters of one group only
+    reads_param_grad = True  # gradients are in ``param.grad``, where autograd puts them
+    weights_win = False  # its step itself lets weights that somebody wrote win over its masters
+    attributes_by_param: frozenset[str] = frozenset()  # names of attributes that are dicts with parameters as keys
+    group_counters: Mapping[str, object] = {}  # what param groups get in the first step, as it is before that
+    instead_of_host_fraction = ""  # what to use where the CPU is to update a share, as this cannot
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient that the optimizer updates ``param`` with."""
@@ -74,47 +57,41 @@ class Conventions:
         """Return ``state`` without what nobody ever reads; not a copy if it is all needed."""
         return state
 
-    def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the state ``name`` in a state dict, where it is kept in ``dtype``."""
+    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in a state dict of state that is kept in ``dtype``."""
         return dtype
 
-    def saved(self, optimizer: Optimizer, param: Tensor, name: str, local: Tensor) -> Tensor:
-        """Return the state ``name`` as a state dict has it, from the local tensor on the host."""
-        return local
+    def as_saved(
+        self, optimizer: Optimizer, param: Tensor, state: UserState, homes: Mapping[str, Tensor], *, empty: bool
+    ) -> UserState:
+        """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
 
-    def kept(self, optimizer: Optimizer, param: Tensor, name: str, saved: Tensor) -> Tensor:
-        """Undo :meth:`saved`: return what ``state[param]`` is to hold for a local tensor of a state dict."""
+        ``empty``: what ``state`` holds means nothing; it is to be loaded into.
+        """
+        return state
+
+    def as_kept(self, optimizer: Optimizer, param: Tensor, saved: UserState, homes: Mapping[str, Tensor]) -> UserState:
+        """The inverse of :meth:`as_saved`, on the device where it takes the optimizer's own arithmetic."""
         return saved
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Ways in which an optimizer may be run bucket by bucket.
+    """Ways in which an optimizer may be run bucket by bucket."""
 
-    Attributes:
-        elementwise: every element's update depends on that element alone, so it may run on local shards.
-        cuttable: (implementation, device type, parameter dtype) for which flat ranges give the same bits as the whole.
-            The implementation is ``"for-loop"``, ``"foreach"`` or ``"fused"``.
-        state_like_param: every state tensor has the parameter's shape, so a small scratch tensor shows the layout.
-        takes_masters: an elementwise class of ``torch.optim``: it may also update fp32 masters of low-precision
-            parameters (``add_masters``), and a share of the parameters on the CPU (``host_fraction``).
-        wrong_if_fused: parameter dtypes with which its fused CPU kernel computes something else.
-        refusal: why this class cannot be offloaded at all; empty if it can.
-        refuses_dtensor: why it cannot be offloaded with sharded parameters; empty if it can.
-        known: a table that was tested says how the class may be divided.
-        trusted: the user says so, of a class that no table knows.
-        conventions: in which way it differs from ``torch.optim``.
-    """
-
-    elementwise: bool = False
+    elementwise: bool = False  # every element's update depends on that element alone: it may run on local shards
+    # Implementation ("for-loop", "foreach" or "fused"), device type and parameter dtype for which flat ranges give the
+    # same bits as the whole.
     cuttable: frozenset[tuple[str, str, torch.dtype]] = frozenset()
-    state_like_param: bool = False
+    state_like_param: bool = False  # every state tensor has the parameter's shape: a small scratch tensor shows it
+    # An elementwise class of torch.optim: it may also update fp32 masters of low-precision parameters, as add_masters
+    # asks for, and a share of the parameters on the CPU (``host_fraction``).
     takes_masters: bool = False
-    wrong_if_fused: frozenset[torch.dtype] = frozenset()
-    refusal: str = ""
-    refuses_dtensor: str = ""
-    known: bool = True
-    trusted: bool = False
+    wrong_if_fused: frozenset[torch.dtype] = frozenset()  # of parameters: its fused CPU kernel miscomputes with these
+    refusal: str = ""  # why this class cannot be offloaded at all
+    refuses_dtensor: str = ""  # why it cannot be offloaded with sharded parameters
+    known: bool = True  # a table that was tested says how the class may be divided
+    trusted: bool = False  # the user says so, of a class that no table knows
     conventions: Conventions = field(default_factory=Conventions)
 
     @property

@@ -17,7 +17,7 @@ bit differs, or there is no Triton, they do the work.
 import functools
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +34,7 @@ _MOST_TRIALS = 32
 
 
 class AdamWStep(NamedTuple):
-    """Hyperparameters of one param group, as far as the arithmetic depends on them beside the step.
-
-    Attributes:
-        lr: the learning rate, a number.
-        beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
-    """
+    """Hyperparameters of one param group, as in ``torch.optim.AdamW``, of which the arithmetic depends on no others."""
 
     lr: float
     beta1: float
@@ -49,31 +44,20 @@ class AdamWStep(NamedTuple):
 
 
 class MasterRange(NamedTuple):
-    """Contiguous local tensors of one range, of the same number of elements and on one CUDA device.
+    """Contiguous local tensors of one range, of the same number of elements and on one CUDA device."""
 
-    Attributes:
-        weights: the parameter, bf16 or fp16.
-        grad: bf16, fp16 or fp32.
-        kept: the fp32 master, or the int16 remainders.
-        exp_avg, exp_avg_sq: fp32 moments.
-        step: fp32, 0-dim: so many steps have been made before this one.
-    """
-
-    weights: Tensor
-    grad: Tensor
-    kept: Tensor
-    exp_avg: Tensor
+    weights: Tensor  # the parameter, bf16 or fp16
+    grad: Tensor  # bf16, fp16 or fp32
+    kept: Tensor  # the fp32 master, or the int16 remainders
+    exp_avg: Tensor  # this and the next are fp32
     exp_avg_sq: Tensor
-    step: Tensor
+    step: Tensor  # fp32, 0-dim: so many steps have been made before this one
 
 
 def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
     """Return what a group asks for, if that is AdamW's fused step and nothing else; otherwise ``None``.
 
-    Args:
-        cls: the optimizer's class: exactly torch's, as a subclass may do anything.
-        group: hyperparameters of the group.
-        attributes: of the optimizer; GradScaler leaves its scale there.
+    A subclass of torch's may do anything. ``attributes``: of the optimizer; GradScaler leaves its scale there.
     """
     if cls not in (Adam, AdamW) or not group.get("fused"):
         return None
@@ -85,7 +69,7 @@ def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Ma
     if decay and not group.get("decoupled_weight_decay", cls is AdamW):
         return None
     numbers = (group["lr"], *group["betas"], group["eps"], decay)
-    return AdamWStep(*numbers) if all(isinstance(number, int | float) for number in numbers) else None
+    return AdamWStep(*map(float, numbers)) if all(isinstance(number, int | float) for number in numbers) else None
 
 
 def fits(part: MasterRange) -> bool:
@@ -101,11 +85,11 @@ def fits(part: MasterRange) -> bool:
     )
 
 
-def update_masters(step: AdamWStep, kind: MasterKind, parts: Sequence[MasterRange]) -> None:
-    """Update weights, masters and moments in place, on the current stream. Steps stay as they are."""
-    for part in parts:
-        if part.weights.numel():
-            _launch(step, kind, part)
+def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
+    """Update weights, masters and moments in place, on the current stream. The step stays as it is."""
+    if part.weights.numel():
+        with torch.cuda.device(part.weights.device):
+            _kernel()(part, step, remainder=kind == "remainder")
 
 
 def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
@@ -126,7 +110,7 @@ def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: tor
     try:
         one, other = (_scratch(kind, weights, grad, device) for _ in range(2))
         for _ in range(3):
-            _launch(step, kind, one)
+            update_master(step, kind, one)
             _eager(step, kind, other)
             for part in (one, other):
                 part.step.add_(1)
@@ -162,21 +146,8 @@ def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: 
 
 def _eager(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
     master = open_master(kind, part.weights, part.kept)
-    torch._fused_adamw_(
-        [master],
-        [part.grad.to(torch.float32)],
-        [part.exp_avg],
-        [part.exp_avg_sq],
-        [],
-        [part.step + 1],
-        lr=step.lr,
-        beta1=step.beta1,
-        beta2=step.beta2,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    tensors = [[master], [part.grad.to(torch.float32)], [part.exp_avg], [part.exp_avg_sq], [], [part.step + 1]]
+    torch._fused_adamw_(*tensors, **step._asdict(), amsgrad=False, maximize=False)
     close_master(kind, master, part.weights, part.kept)
 
 
@@ -191,8 +162,3 @@ def _kernel() -> Any:
         return importlib.import_module(".fused_masters_kernel", __package__).launch
     except ImportError:
         return None
-
-
-def _launch(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
-    with torch.cuda.device(part.weights.device):
-        _kernel()(part, tuple(map(float, step)), remainder=kind == "remainder")

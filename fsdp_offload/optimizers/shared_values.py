@@ -1,7 +1,7 @@
 """Values that the buckets of one logical step share: param groups, the optimizer's attributes, and changes to them."""
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..state.layout import tensors_in
+from .base import LogicalStep
 
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
@@ -27,8 +28,7 @@ class SharedValues:
     def __init__(
         self,
         optimizer: Optimizer,
-        pinned: Sequence[Mapping[str, Any]],
-        fresh_attributes: Callable[[], dict[str, Any]] = dict,
+        step: LogicalStep,
         by_param: Iterable[str] = (),
         *,
         writes_any_entry: bool = False,
@@ -38,14 +38,14 @@ class SharedValues:
 
         Args:
             optimizer: the user's.
-            pinned: overrides entries of each group for the shadow only. Tensors are copied for each bucket.
-            fresh_attributes: makes what overrides attributes for the shadow only.
+            step: what the optimizer's conventions make of it.
             by_param: names of attributes that are dicts with parameters as keys.
-            writes_any_entry: a step of this class may write the learning rate or betas of a group, so that each bucket
-                needs its own. Otherwise buckets share those tensors.
+            writes_any_entry: a step of this class may write into entries of a group, so that each bucket needs its own.
+                Otherwise buckets share tensors among them.
             copy_scheduled: copy them, and a GradScaler's, when the step begins: they may be written before it ends.
         """
-        self._start = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.step = step
+        self._start = entries_of(optimizer)
         self._start_versions = _versions(self._start)
         self._groups = self._start
         self._attributes = instance_attributes(optimizer)
@@ -59,17 +59,17 @@ class SharedValues:
             self._scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
             scheduled = [group.get(name) for group in self._groups for name in _SCHEDULED]
             self.copies = list(tensors_in([*scheduled, self._scaler]))
-        self._pinned = pinned
         self._writes_any_entry = writes_any_entry
-        self._fresh_attributes = fresh_attributes
-        self._unwatched = {*fresh_attributes(), *self._scaler, *by_param}
+        self._unwatched = {*step.attributes(), *self._scaler, *by_param}
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
-        self._group_changes: list[dict[str, Any]] = [{} for _ in self._groups]
-        self._replaced: set[tuple[int, str]] = set()  # entries that a step has exchanged, and not written into
-        self._attribute_changes: dict[str, Any] = {}
-        self._given: dict[int, dict[str, Any]] = {}
-        self._counting: set[int] = set()  # groups whose changes count in the step that runs
+        self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
+        self._exchanged: set[tuple[int | None, str]] = set()  # entries that a step has not written into
+        self._given: dict[int, dict[str, Any]] = {}  # entries of groups that the step that runs was given
         self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
+
+    def lists(self) -> list[list[Tensor]]:
+        """An empty list for each group."""
+        return [[] for _ in self._groups]
 
     def groups_for(
         self, params: Sequence[list[Tensor]], counting: Collection[int] | None = None
@@ -81,61 +81,62 @@ class SharedValues:
             counting: numbers of the groups to show, and whose changes count, if not those with parameters. A plain step
                 does not see its groups emptied, and some classes fail on that.
         """
-        filled = {number for number, of_group in enumerate(params) if of_group}
-        self._counting = filled if counting is None else set(counting)
+        shown = {number for number, of_group in enumerate(params) if of_group} if counting is None else counting
         self._given = {
-            number: {
-                name: _own(value) if self._may_write(name, value) else value
-                for name, value in self._groups[number].items()
-            }
-            for number in sorted(self._counting)
+            number: {n: _own(v) if self._writes_any_entry else v for n, v in self._groups[number].items()}
+            for number in sorted(shown)
         }
         return [
-            {**given, **{name: _own(value) for name, value in self._pinned[number].items()}, "params": params[number]}
+            {
+                **given,
+                **{name: _own(value) for name, value in self.step.pinned[number].items()},
+                "params": params[number],
+            }
             for number, given in self._given.items()
         ]
 
-    def _may_write(self, name: str, value: object) -> bool:
-        """Return whether a step may write into an entry: an unknown class into any, torch's into tensors that count."""
-        return self._writes_any_entry or (isinstance(value, Tensor) and name not in _SCHEDULED)
-
     def group(self, number: int) -> dict[str, Any]:
         """The entries of a param group that a bucket's step is given; nobody writes into them."""
-        return {**self._groups[number], **self._pinned[number]}
+        return {**self._groups[number], **self.step.pinned[number]}
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The optimizer's own attributes, for a shadow."""
-        return {**self._attributes, **self._scaler, **self._fresh_attributes()}
+        return {**self._attributes, **self._scaler, **self.step.attributes()}
 
     def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
-        """Note what a bucket's step has changed. What it did to a group without parameters is nobody's.
+        """Note what a bucket's step has changed.
 
         Raises:
             RuntimeError: the change differs from that of an earlier bucket of the same step.
         """
         for (number, given), group in zip(self._given.items(), groups, strict=True):
-            if number not in self._counting:
-                continue
             for name, value in group.items():
-                if name == "params" or name in self._pinned[number]:
-                    continue
-                if _changed(self._groups[number].get(name), given.get(name), value):
-                    _note(self._group_changes[number], name, value, f"param_groups[{number}][{name!r}]")
+                pinned = name == "params" or name in self.step.pinned[number]
+                if not pinned and _changed(self._groups[number].get(name), given.get(name), value):
+                    self._note(number, name, value, f"param_groups[{number}][{name!r}]")
                     if value is not given.get(name):
-                        self._replaced.add((number, name))
-        self.unvisited -= self._counting
+                        self._exchanged.add((number, name))
+        self.unvisited -= self._given.keys()
         for name, value in attributes.items():
-            if name in self._unwatched:
-                continue
             # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
             start = self._attributes.get(name)
-            if value is not start and _changed(start, start, value):
-                _note(self._attribute_changes, name, value, f"optimizer.{name}")
+            if name not in self._unwatched and value is not start and _changed(start, start, value):
+                self._note(None, name, value, f"optimizer.{name}")
+
+    def _note(self, number: int | None, name: str, value: Any, place: str) -> None:
+        before = self._changes.setdefault((number, name), value)
+        if not same_values(before, value):
+            ends = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(repr, (before, value))]
+            raise RuntimeError(
+                f"{place} ended at {ends[0]} in one bucket and at {ends[1]} in another of the same step: this "
+                "optimizer's step cannot be divided by parameter. Leave out trust_separable=True."
+            )
+        self._changes[number, name] = value
 
     def still_starts_from(self, optimizer: Optimizer) -> bool:
         """Return whether the param groups are what they were when this was made."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        groups = entries_of(optimizer)
         if [group.keys() for group in groups] != [group.keys() for group in self._start]:
             return False
         return _versions(groups) == self._start_versions and all(
@@ -145,24 +146,27 @@ class SharedValues:
         )
 
     @property
-    def changed_entries(self) -> set[str]:
-        """Names of what this step changes in any param group."""
-        return {name for changes in self._group_changes for name in changes}
+    def changed_entries(self) -> dict[str, Any]:
+        """What this step changes in any param group, by name."""
+        return {name: value for (number, name), value in self._changes.items() if number is not None}
 
     def commit(self, optimizer: Optimizer) -> None:
         """Give the changes of the whole step to the user's optimizer, once."""
-        for number, (group, changes) in enumerate(zip(optimizer.param_groups, self._group_changes, strict=True)):
-            for name, value in changes.items():
-                if (number, name) in self._replaced:
-                    group[name] = value
-                else:
-                    _write_into(group, name, value)
-        optimizer.__dict__.update(self._attribute_changes)
+        for (number, name), value in self._changes.items():
+            target = optimizer.__dict__ if number is None else optimizer.param_groups[number]
+            is_own = number is None or (number, name) in self._exchanged
+            if is_own or not _write_into(target.get(name), value):
+                target[name] = value
+        self.step.finish()
 
 
-def _write_into(group: dict[str, Any], name: str, value: Any) -> None:
-    """Change an entry in place, as the step did with its copy: others may hold this tensor, list or dict."""
-    current = group.get(name)
+def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Hyperparameters of each param group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _write_into(current: Any, value: Any) -> bool:
+    """Write an entry as the step did with its copy, as others may hold it; ``False``: this is no tensor, list, dict."""
     if isinstance(value, Tensor) and isinstance(current, Tensor):
         current.copy_(value)
     elif type(value) is type(current) is list:
@@ -171,7 +175,8 @@ def _write_into(group: dict[str, Any], name: str, value: Any) -> None:
         current.clear()
         current.update(value)
     else:
-        group[name] = value
+        return False
+    return True
 
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -183,13 +188,8 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _versions(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, ...]]:
-    return {
-        (number, name): versions
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if (versions := tuple(tensor._version for tensor in tensors_in(value)))
-    }
+def _versions(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [[tensor._version for tensor in tensors_in(list(group.values()))] for group in groups]
 
 
 def _own(value: Any) -> Any:
@@ -211,23 +211,6 @@ def _changed(start: object, given: object, end: object) -> bool:
         written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
         return written or not (isinstance(end, Tensor) or same_values(start, end))
     return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
-
-
-def _note(changes: dict[str, Any], name: str, value: Any, place: str) -> None:
-    if name in changes and not same_values(changes[name], value):
-        raise RuntimeError(
-            f"{place} ended at {_short(changes[name])} in one bucket and at {_short(value)} in another of the same "
-            "step: this optimizer's step cannot be divided by parameter. Leave out trust_separable=True."
-        )
-    changes[name] = value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
-
-
-_SHORT = 80
 
 
 def same_values(one: Any, other: Any) -> bool:

@@ -1,9 +1,7 @@
 """The table of optimizers, ``table.toml``: what is known of exactly a class, and how that makes it run."""
 
-import itertools
 import sys
 import tomllib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,21 +23,13 @@ _FLOATS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one class.
+    """What the table says of one class."""
 
-    Attributes:
-        library: that defines it, and the name of its part of the table.
-        versions: in which that was seen.
-        name: ``module:Class``.
-        verdict: ``"elementwise"``, ``"parameters"``, ``"refused"`` or ``"mixed"``.
-        notes: what else its row says.
-    """
-
-    library: str
-    versions: str
-    name: str
-    verdict: str
-    notes: Mapping[str, Any]
+    library: str  # that defines it, and the name of its part of the table
+    versions: str  # in which that was seen
+    name: str  # ``module:Class``
+    verdict: str  # ``"elementwise"``, ``"parameters"``, ``"refused"`` or ``"mixed"``
+    notes: Mapping[str, Any]  # what else its row says
 
 
 @cache
@@ -54,18 +44,11 @@ def rows() -> dict[str, Row]:
     }
 
 
-@cache
-def _by_class_name() -> dict[str, list[Row]]:
-    found: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in rows().values():
-        found[row.name.partition(":")[2]].append(row)
-    return found
-
-
 def row_of(cls: type[Optimizer]) -> Row | None:
     """The row of exactly this class: the one that its module has under that name, and no other of the same name."""
-    for row in _by_class_name().get(cls.__qualname__, ()):
-        if getattr(sys.modules.get(row.name.partition(":")[0]), cls.__qualname__, None) is cls:
+    for row in rows().values():
+        module, _, name = row.name.partition(":")
+        if name == cls.__qualname__ and getattr(sys.modules.get(module), name, None) is cls:
             return row
     return None
 
@@ -105,8 +88,9 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
 
 def _cuttable(fused_on: tuple[str, ...]) -> frozenset[tuple[str, str, torch.dtype]]:
     """What ``tests/cpu/test_cut_table.py`` proves: whole against cut, several steps, ``torch.equal``."""
-    entries: set[tuple[str, str, torch.dtype]] = set()
-    for device, dtypes in _FLOATS.items():
-        implementations = ("for-loop", "foreach", "fused") if device in fused_on else ("for-loop", "foreach")
-        entries |= set(itertools.product(implementations, (device,), dtypes))
-    return frozenset(entries)
+    return frozenset(
+        (how, device, dtype)
+        for device, dtypes in _FLOATS.items()
+        for how in ("for-loop", "foreach", *(["fused"] if device in fused_on else []))
+        for dtype in dtypes
+    )

@@ -20,16 +20,19 @@ overflow flag of the last group
 
 import re
 import sys
+import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..torch_compat.dtensor import has_inner_tensors, local_shard
+from ..state.layout import is_wrapper
+from ..state.store import UserState
+from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
 from .base import Capabilities, Conventions, LogicalStep
 from .masters import MASTER
 
@@ -57,8 +60,15 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
 
 def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
     """Look up how this FusedAdam may be run: that depends on the dtypes that it was made with."""
-    refusal = _version_problem(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
-    if optimizer.store_param_remainders and any(has_inner_tensors(param) for param in _params_of(optimizer)):
+    refusal, version = "", getattr(sys.modules.get("transformer_engine"), "__version__", "")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < OLDEST:
+        refusal = (
+            f"FusedAdam of Transformer Engine {version} writes out of bounds, or skips updates, where a rank's shard "
+            f"of a parameter is empty. Use {'.'.join(map(str, OLDEST))} or newer."
+        )
+    quantized = any(has_inner_tensors(param) for group in optimizer.param_groups for param in group["params"])
+    if optimizer.store_param_remainders and quantized:
         refusal = (
             "FusedAdam with store_param_remainders=True and quantized parameters gives int16 remainders to a kernel "
             "that reads fp32 masters. Use store_param_remainders=False."
@@ -66,7 +76,7 @@ def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
     kept = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
     if optimizer.master_weights:
         kept.add(optimizer.master_weight_dtype)
-    elementwise = kept.issubset(_UNSCALED) and not any(has_inner_tensors(param) for param in _params_of(optimizer))
+    elementwise = kept.issubset(_UNSCALED) and not quantized
     devices = ("cuda", "cpu")  # there is no FusedAdam for the CPU but the one that tests use
     cuttable = frozenset(("for-loop", device, dtype) for device in devices for dtype in _PARAM_DTYPES)
     return Capabilities(
@@ -76,20 +86,6 @@ def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
         refusal=refusal,
         conventions=FusedAdamConventions(optimizer, elementwise=elementwise),
     )
-
-
-def _version_problem(version: str) -> str:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or tuple(map(int, found.groups())) >= OLDEST:
-        return ""
-    return (
-        f"FusedAdam of Transformer Engine {version} writes out of bounds, or skips updates, where a rank's shard of a "
-        f"parameter is empty. Use {'.'.join(map(str, OLDEST))} or newer."
-    )
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class FusedAdamConventions(Conventions):
@@ -136,9 +132,8 @@ class FusedAdamConventions(Conventions):
         """Make the state as the first step does, also for quantized parameters, where every element counts."""
         if self._elementwise:
             return None
-        cls: Any = next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls))
-        bare = _bare(optimizer, cls, _scales={})
-        cls.initialize_state(bare, param, optimizer.store_param_remainders and param.dtype is torch.bfloat16)
+        bare = _bare(optimizer, _scales={})
+        bare.initialize_state(param, optimizer.store_param_remainders and param.dtype is torch.bfloat16)
         return dict(bare.state[param])
 
     # Counting on the device ---------------------------------------------------------------------------------------
@@ -149,7 +144,13 @@ class FusedAdamConventions(Conventions):
             return super().begin(optimizer, kwargs)
         flag = optimizer._dummy_overflow_buf
         device = flag.device
-        found_inf = _found_inf(optimizer, kwargs.get("grad_scaler"), device)
+        scaler, found_inf = kwargs.get("grad_scaler"), torch.zeros(1, device=device)
+        if scaler is not None:  # it looks at all gradients now: a bucket would look at its own alone
+            found_inf = scaler._check_inf_per_device(optimizer).get(device, found_inf)
+            checked = types.SimpleNamespace(
+                _check_inf_per_device=lambda _: {device: found_inf}, _get_scale_async=scaler._get_scale_async
+            )
+            kwargs = {**kwargs, "grad_scaler": checked}
         now = flag.clone()
         ends = []
         for group in optimizer.param_groups:
@@ -169,34 +170,44 @@ class FusedAdamConventions(Conventions):
                     group["step"] = end
             flag.copy_(now)
 
-        scaler = kwargs.get("grad_scaler")
-        given = kwargs if scaler is None else {**kwargs, "grad_scaler": _CheckedScaler(scaler, device, found_inf)}
-        return LogicalStep(
-            given,
-            [{"step": end - 1} for end in ends],
-            lambda: {"_dummy_overflow_buf": torch.zeros_like(flag)},
-            finish,
-        )
+        pinned: list[dict[str, Any]] = [{"step": end - 1} for end in ends]
+        return LogicalStep(kwargs, pinned, lambda: {"_dummy_overflow_buf": torch.zeros_like(flag)}, finish)
 
     # State dicts --------------------------------------------------------------------------------------------------
 
-    def saved_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Everything is saved in fp32, but for the remainders of masters."""
         return dtype if dtype is torch.int16 else torch.float32
 
-    def saved(self, optimizer: Any, param: Tensor, name: str, local: Any) -> Tensor:
+    def as_saved(
+        self, optimizer: Any, param: Tensor, state: UserState, homes: Mapping[str, Tensor], *, empty: bool
+    ) -> UserState:
         """Unscale as ``FusedAdam.get_unscaled_state`` does, which wants everything on the device."""
-        if self._dtypes.get(name) is torch.uint8:
-            dequantized: Tensor = local.dequantize(dtype=torch.float32)
-            return dequantized
-        if local.dtype is torch.float16:
-            unscaled: Tensor = local.float().mul_(optimizer._scales[param][name].to(local.device))
-            return unscaled
-        as_saved: Tensor = local.float() if local.dtype is torch.bfloat16 else local
-        return as_saved
+        found = dict(state)
+        for name in homes.keys() & state.keys():
+            local: Any = local_shard(state[name])
+            if local.dtype is self.saved_dtype(local.dtype) and not is_wrapper(local):
+                continue
+            if empty:
+                saved = torch.empty(local.shape, dtype=torch.float32, device="cpu")
+            elif self._dtypes.get(name) is torch.uint8:
+                saved = local.dequantize(dtype=torch.float32)
+            else:
+                saved = local.float()
+                if local.dtype is torch.float16:
+                    saved.mul_(optimizer._scales[param][name].to(local.device))
+            found[name] = over_local(param, saved)
+        return found
 
-    def kept(self, optimizer: Any, param: Tensor, name: str, saved: Tensor) -> Tensor:
+    def as_kept(self, optimizer: Any, param: Tensor, saved: UserState, homes: Mapping[str, Tensor]) -> UserState:
         """Scale as ``FusedAdam.set_scaled_state`` does, and by it where a scale has to be found; sets ``_scales``."""
+        found = dict(saved)
+        for name in homes.keys() & saved.keys():
+            local = local_shard(saved[name]).detach()
+            found[name] = over_local(homes[name], self._kept(optimizer, param, name, local))
+        return found
+
+    def _kept(self, optimizer: Any, param: Tensor, name: str, saved: Tensor) -> Tensor:
         dtype = self._dtypes.get(name, torch.float32)
         if dtype is torch.float32 or saved.dtype is torch.int16:
             return saved
@@ -204,34 +215,15 @@ class FusedAdamConventions(Conventions):
             scale = torch.ones([1], dtype=torch.float32, device=param.device)
             optimizer._scales.setdefault(param, {}).setdefault(name, scale)
             return saved.bfloat16()
-        cls: Any = next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls))
-        bare = _bare(optimizer, cls)
+        bare = _bare(optimizer)
         # A copy: fp16 is scaled in place.
-        cls.set_scaled_state(bare, param, name, saved.to(param.device, torch.float32, copy=True))
+        bare.set_scaled_state(param, name, saved.to(param.device, torch.float32, copy=True))
         value: Tensor = bare.state[param][name]
         return local_shard(value)
 
 
-def _bare(optimizer: Any, cls: Any, **attributes: Any) -> Any:
-    """Something with the optimizer's attributes and no state, for methods of its class."""
-    bare = object.__new__(cls)
+def _bare(optimizer: Any, **attributes: Any) -> Any:
+    """A FusedAdam with the optimizer's attributes and no state, for methods of its class."""
+    bare: Any = object.__new__(next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls)))
     bare.__dict__.update(optimizer.__dict__, state=defaultdict(dict), **attributes)
     return bare
-
-
-class _CheckedScaler:
-    """A GradScaler that has looked at all gradients already: a bucket would look at its own alone."""
-
-    def __init__(self, scaler: Any, device: torch.device, found_inf: Tensor) -> None:
-        self._found_inf = {device: found_inf}
-        self._get_scale_async: Callable[[], Tensor] = scaler._get_scale_async
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        return self._found_inf
-
-
-def _found_inf(optimizer: Optimizer, scaler: Any, device: torch.device) -> Tensor:
-    if scaler is None:
-        return torch.zeros(1, device=device)
-    by_device: dict[torch.device, Tensor] = scaler._check_inf_per_device(optimizer)
-    return by_device.get(device, torch.zeros(1, device=device))

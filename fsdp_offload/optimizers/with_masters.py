@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import plain_step_of, unsupported_gradient
 from .base import Capabilities, Conventions
-from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_masters
+from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_master
 from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master
 
 _OPEN_NUMEL = 1 << 26
@@ -33,17 +33,11 @@ _READ_BY_KERNEL = (MASTER, "exp_avg", "exp_avg_sq", "step")
 
 
 class WithMasters(Optimizer):
-    """Mixed into the class of an optimizer by :func:`class_with_masters`.
+    """Mixed into the class of an optimizer by :func:`class_with_masters`."""
 
-    Attributes:
-        plain_class: whose arithmetic updates the masters.
-        master_kind: what is kept of them.
-        is_stepping: its own step has been called, and not one that somebody captured before it had masters.
-    """
-
-    plain_class: type[Optimizer]
-    master_kind: MasterKind
-    is_stepping = False
+    plain_class: type[Optimizer]  # whose arithmetic updates the masters
+    master_kind: MasterKind  # what is kept of them
+    is_stepping = False  # its own step has been called, and not one that somebody captured before it had masters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,20 +66,24 @@ class WithMasters(Optimizer):
             ValueError: remainders are missing, or masters have another dtype. Nothing has changed.
         """
         loaded: dict[Tensor, Mapping[str, Any]] = {}
+        nothing = torch.empty(0)  # instead of each tensor: torch would make a rounded copy of it
 
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             ids = (number for group in saved["param_groups"] for number in group["params"])
-            of = {number: param for number, param in zip(ids, _params_of(self), strict=False) if has_master(param)}
-            loaded.update((of[number], saved["state"][number]) for number in of.keys() & saved["state"].keys())
-            for param, state in loaded.items():
-                _check_loaded(self.master_kind, param, state)
-            nothing = torch.empty(0)  # of each tensor: torch would make a rounded copy of it
-            light = {
-                number: {n: nothing if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
-                for number, state in saved["state"].items()
-                if number in of
-            }
-            return {**saved, "state": {**saved["state"], **light}}
+            state = dict(saved["state"])
+            for number, param in zip(ids, _params_of(self), strict=False):
+                if has_master(param) and number in state:
+                    loaded[param] = of_param = state[number]
+                    master, wanted = of_param.get(MASTER), kept_dtype(self.master_kind, param.dtype)
+                    found = master.dtype if isinstance(master, Tensor) else None
+                    if of_param and found != wanted and (found is not None or not can_rebuild(wanted)):
+                        raise ValueError(
+                            f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, "
+                            f"{self.master_kind!r}) keeps it, got {found}. The lower bits of a master cannot be made "
+                            "from a parameter: load a state dict of the same kind."
+                        )
+                    state[number] = {n: nothing if _is_dense(v) else v for n, v in of_param.items()}
+            return {**saved, "state": state}
 
         def put(_: Optimizer) -> None:
             for param, saved in loaded.items():
@@ -106,17 +104,13 @@ class WithMasters(Optimizer):
         return _remade, (self.plain_class, self.master_kind), self.__getstate__()
 
 
-_classes: dict[tuple[type[Optimizer], MasterKind], type[WithMasters]] = {}
+_classes: dict[tuple[type[Optimizer], MasterKind], Any] = {}
 
 
 def class_with_masters(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
-    if (cls, kind) not in _classes:
-        _classes[cls, kind] = _mix_in(cls, kind)
-    return _classes[cls, kind]
-
-
-def _mix_in(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
+    if (cls, kind) in _classes:
+        return _classes[cls, kind]  # type: ignore[no-any-return]
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
     made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
     # Compiled code would trace into attributes that are exchanged and put back. Wrapped as by torch's constructor.
@@ -132,8 +126,8 @@ def _mix_in(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
 
     made.step = torch.compiler.disable(functools.wraps(hooked)(step))
     made.step.hooked, made.step.__wrapped__ = True, plain
-    result: type[WithMasters] = made
-    return result
+    _classes[cls, kind] = made
+    return made  # type: ignore[no-any-return]
 
 
 def plain_class_of(cls: type[Optimizer]) -> type[Optimizer]:
@@ -168,16 +162,6 @@ def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _check_loaded(kind: MasterKind, param: Tensor, state: Mapping[str, Any]) -> None:
-    wanted, master = kept_dtype(kind, param.dtype), state.get(MASTER)
-    found = master.dtype if isinstance(master, Tensor) else None
-    if state and found != wanted and (found is not None or not can_rebuild(wanted)):
-        raise ValueError(
-            f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, {kind!r}) keeps it, got "
-            f"{found}. The lower bits of a master cannot be made from a parameter: load a state dict of the same kind."
-        )
-
-
 def _widened(param: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: v.to(param.device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in values.items()}
 
@@ -209,19 +193,19 @@ def _after_one_pass(optimizer: WithMasters, group: Mapping[str, Any], params: Se
     step = step_of_group(optimizer.plain_class, group, vars(optimizer))
     if step is None:
         return params
-    parts, rest = [], []
+    steps, rest = [], []
     for param in params:
         state = optimizer.state.get(param) or {}
         values = [local_shard(state[name]) for name in _READ_BY_KERNEL if state.get(name) is not None]
         if has_master(param) and len(values) == len(_READ_BY_KERNEL):
             part = MasterRange(local_shard(param).detach(), local_shard(param.grad), *values)  # type: ignore[arg-type]
             if fits(part) and is_exact(step, optimizer.master_kind, part):
-                parts.append(part)
+                update_master(step, optimizer.master_kind, part)
+                steps.append(part.step)
                 continue
         rest.append(param)
-    if parts:
-        update_masters(step, optimizer.master_kind, parts)
-        torch._foreach_add_([part.step for part in parts], 1)
+    if steps:
+        torch._foreach_add_(steps, 1)
     return rest
 
 
@@ -255,24 +239,22 @@ def _update_by_plain_class(optimizer: WithMasters, group: Mapping[str, Any], par
         before = states.get(param) or {}
         for name, value in made.items():
             if before.get(name) is None or value is not state.get(name):
-                states[param][name] = over_local(param, value) if _is_like(value, updated) else value
+                is_like = _is_dense(value) and value.shape == updated.shape
+                states[param][name] = over_local(param, value) if is_like else value
 
 
-def _is_like(value: object, updated: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == updated.shape
+def _is_dense(value: Any) -> bool:
+    """Return whether a value of state is no counter."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # For an offload ------------------------------------------------------------------------------------------------------
 
 
-class MasterConventions(Conventions):
-    """Conventions of ``torch.optim``, with a step that lets written weights win by itself."""
-
-    weights_win = True
-
-
 def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
     """Capabilities of a class with masters: low-precision parameters are updated as fp32 ones are."""
+    conventions = Conventions()
+    conventions.weights_win = True
     same = {torch.float32: (torch.float32, *LOW_PRECISION), torch.float64: (torch.float64,)}
     return replace(
         capabilities,
@@ -280,5 +262,5 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
             (how, where, one) for how, where, dtype in capabilities.cuttable for one in same.get(dtype, ())
         ),
         wrong_if_fused=capabilities.wrong_if_fused - set(LOW_PRECISION),
-        conventions=MasterConventions(),
+        conventions=conventions,
     )

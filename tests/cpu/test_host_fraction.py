@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
+from fsdp_offload.cpu_update import worker as host_worker_module
 from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import HostWorker, host_worker
@@ -146,14 +147,15 @@ def test_masters(kind: str, fraction: float) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_worker(CPU), "threads", threads)
+    host_worker_module._workers.pop(CPU, None)  # whatever still holds one that was made before
+    monkeypatch.setattr(host_worker_module, "update_threads", lambda: threads)
     mine = torch.get_num_threads()
     seen = []
     update = host_job.update_bucket
     monkeypatch.setattr(
         host_job, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
     )
-    monkeypatch.setattr("fsdp_offload.cpu_update.worker.cores_near", lambda device: frozenset(range(8)))
+    monkeypatch.setattr(host_worker_module, "cores_near", lambda device: frozenset(range(8)))
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
     wide = lambda: nn.Sequential(nn.Linear(16, 1031), nn.Linear(1031, 257), nn.Linear(257, 1), _Sum())  # noqa: E731
     make_pair(wide, fused_adamw, policy=policy(1.0, bucket_bytes=1 << 20)).train(4)
@@ -719,15 +721,14 @@ def threads_of_ours() -> list[threading.Thread]:
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_thread_and_memory_go_with_the_last_optimizer() -> None:
-    worker = host_worker(CPU)
-    assert worker._users == 0
     nets, optimizers = map(list, zip(*(linear() for _ in range(2)), strict=True))
     engines = [weakref.ref(engine_of(optimizer)) for optimizer in optimizers]
     for net, optimizer in zip(nets, optimizers, strict=True):
         backward(net)
         optimizer.step()
     (thread,) = threads_of_ours()
-    assert worker._slot_bytes > 0
+    assert host_worker(CPU)._slot_bytes > 0
+    worker = weakref.ref(host_worker(CPU))
     del optimizer
     optimizers.pop()
     assert [engine() is None for engine in engines] == [False, True]
@@ -736,7 +737,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     assert [engine() is None for engine in engines] == [True, True]
     thread.join(60)
     assert not thread.is_alive()
-    assert worker._slot_bytes == 0
+    assert worker() is None, "with its memory"
     again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
     again.step()
     assert len(threads_of_ours()) == 1

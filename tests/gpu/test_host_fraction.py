@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.cpu_update.fingerprint import Fingerprint, Hasher
 from fsdp_offload.cpu_update.job import HostJob
-from fsdp_offload.cpu_update.mirror import Mirror
+from fsdp_offload.cpu_update.mirror import Fingerprint, Hasher, Mirror
 from fsdp_offload.cpu_update.updates import HostUpdates
 from tests import host_worker_gate
 from tests.conformance import oracle

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_offload.cpu_update import fingerprint
-from fsdp_offload.cpu_update.fingerprint import ROW_WORDS, Fingerprint, Hasher
+from fsdp_offload.cpu_update import mirror
+from fsdp_offload.cpu_update.mirror import ROW_WORDS, Fingerprint, Hasher
 
 CPU = torch.device("cpu")
 HASHER = Hasher(CPU)
@@ -103,7 +103,7 @@ def test_any_sizes(sizes: list[int], data: st.DataObject) -> None:
 
 def test_pieces_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the memory for products takes at once."""
-    monkeypatch.setattr(fingerprint, "_PIECE_WORDS", 64 * ROW_WORDS)
+    monkeypatch.setattr(mirror, "_HASHED_BYTES", 256 * ROW_WORDS)
     tensors = [torch.randn(200 * ROW_WORDS + 5), *(torch.randn(ROW_WORDS * 20 + 1) for _ in range(9))]
     for tensor in tensors:
         for at in (0, -1):
