@@ -193,10 +193,7 @@ def _bytes(nbytes: int) -> str:
 
 
 def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> OffloadReport:
-    """Report on one optimizer; blocks the host until the device has finished the last step.
-
-    ``parked_bytes``: host memory taken beside the homes, for parameters that sleep.
-    """
+    """Report on one optimizer when the device has finished its last step; parameters that sleep take parked_bytes."""
     shards, on_cpu = engine.plan.shards.values(), engine.device.type == "cpu"
     of_shards = [(shard.homes, states.get(shard.param)) for shard in shards]
     exchanged_bytes = _bytes_of(

@@ -84,10 +84,7 @@ _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_li
 
 
 def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
-    """List ``optimizer`` and what is inside it, as far as these are wrappers of accelerate, Lightning or Fabric.
-
-    The last one is the real optimizer. Lightning's and Fabric's wrappers are instances of its class as well.
-    """
+    """List wrappers of accelerate, Lightning and Fabric, which may have its class as well, and the real optimizer."""
     found = [optimizer]
     while any(base.__module__.partition(".")[0] in _WRAPPING_PACKAGES for base in type(found[-1]).__mro__):
         inner = inside(found[-1])
@@ -105,10 +102,9 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 def redirect_captured_step(
     optimizer: Optimizer, old: Any, new: Any, wrappers: Sequence[object] = ()
 ) -> list[Callable[[], None]]:
-    """Let what captured ``optimizer.step`` before attaching call the new step. Returns what undoes it.
+    """Let what captured ``optimizer.step`` before attaching call the new step; returns what undoes it.
 
-    A scheduler replaces ``optimizer.step`` by a function that has captured the class's old ``step`` in its closure, and
-    so would train past us without a word. accelerate's wrapper keeps the old ``step`` to put it back after a scaler.
+    A scheduler has captured the class's old ``step`` in a closure; accelerate's wrapper puts it back after a scaler.
     """
     undo: list[Callable[[], None]] = []
 

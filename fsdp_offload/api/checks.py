@@ -245,10 +245,7 @@ def check_params(
 
 @_refuses
 def check_streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Refuse parameters that cannot have their home on the host: only what ``fully_shard`` gathers can.
-
-    A NotImplementedError says that this torch's ``fully_shard`` has other hook points, or keeps shards in another way.
-    """
+    """Refuse parameters that cannot have their home on the host: only what ``fully_shard`` gathers can."""
     groups = [] if model is None else sharding_groups(model)
     found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
     if not found:
@@ -360,10 +357,7 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
-    """Yield a sentence for each option of the policy that changes nothing, and for a model that is yet to be sharded.
-
-    ``groups``: how many groups of ``fully_shard`` have parameters of the optimizer.
-    """
+    """Warn of options that change nothing with so many groups of ``fully_shard``, and of none on several ranks."""
     policy, shards = engine.policy, engine.plan.shards.values()
     if policy.runs_on_into_forward and groups == 1:
         yield (
@@ -389,11 +383,8 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
 
 
 def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
-    """Raise where none of the parameters in ``groups`` is one of those that were there at attach.
-
-    Frameworks that shard a model after its optimizer was built (accelerate's ``prepare``) put others there. What was
-    sharded at attach is not meant: a second ``prepare`` puts it back.
-    """
+    """Refuse parameters of which none was there at attach: frameworks that shard after building it exchange them."""
+    # What was sharded at attach is not meant: a second prepare() of accelerate's puts it back.
     params = [param for group in groups for param in group["params"]]
     if params and known and not any(param in known for param in params) and not any(map(is_dtensor, known)):
         raise RuntimeError(
@@ -437,11 +428,7 @@ _post_hook: list[RemovableHandle] = []  # never taken off, as the pre-hook
 
 
 def watch_until_first_step(optimizer: Optimizer, model: nn.Module | None, attachment: Attachment) -> None:
-    """Until the first step, a framework may still exchange the parameters, or build its optimizer anew.
-
-    The first forward of a model that was sharded meanwhile is refused. Where another optimizer updates the parameters,
-    a warning says that this one was left behind.
-    """
+    """Until the first step, tell if a framework shards the model, or goes on with another optimizer."""
     watch = _Watch(attachment.engine.cls.__name__, _places_of(optimizer))
     _watches[:] = [*(other for other in _watches if not other.is_over()), watch]
     attachment.until_first_step.append(lambda: _watches.remove(watch) if watch in _watches else None)

@@ -184,13 +184,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.engine.steps.skip()
         attachment.has_loaded_inside_step = False
+        zeroed: list[Tensor] = []
         if False in (*args, *kwargs.values()):
             attachment.engine.steps.wait_for_all()
             for param in filter(is_spent, params_of(self)):
                 zero_spent(param)  # let go of in the backward
-            with without_gradients(list(filter(is_zeroed, params_of(self)))):
-                self._plain_class.zero_grad(self, *args, **kwargs)
-        else:
+            zeroed = list(filter(is_zeroed, params_of(self)))
+        with without_gradients(zeroed):
             self._plain_class.zero_grad(self, *args, **kwargs)
         attachment.forget_reductions()
 

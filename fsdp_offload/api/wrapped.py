@@ -26,10 +26,7 @@ from .attachment import attached, attachment_of, params_of, unwrap
 
 
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
-    """Find torch's optimizers inside one of Megatron's or a chain: each with the object that holds it.
-
-    Empty for an optimizer of torch, wrapped by a framework or not, and for a scheduler.
-    """
+    """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's."""
     if isinstance(unwrap(optimizer), Optimizer) or not hasattr(optimizer, "zero_grad"):
         return {}
     chained = getattr(optimizer, "chained_optimizers", None)
@@ -53,11 +50,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def optimizers_in(optimizer: Any) -> list[Optimizer]:
-    """List the optimizers of torch inside ``optimizer``, in order, each once; itself if it is one.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """List the optimizers of torch inside ``optimizer``, in order, each once; a TypeError says that there are none."""
     found = [unwrap(part) for part in parts_of(optimizer)]
     if not isinstance(found[0], Optimizer):
         raise TypeError(
@@ -75,10 +68,7 @@ def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
 
 
 def saves_all_masters(holder: Any) -> bool:
-    """Return whether Megatron saves a master of every parameter, also of those in fp32.
-
-    Its precision-aware DistributedOptimizer takes ``master_param`` out of the state of each.
-    """
+    """Return whether Megatron saves a master of every parameter, also in fp32: if its optimizer is precision-aware."""
     is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
     return bool(is_aware and [*_tensors_in(getattr(holder, "shard_fp32_groups", ()))])
 
