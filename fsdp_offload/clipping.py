@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .api.attachment import attachment_of
+from .api.attachment import attachment_of, params_of
 from .api.wrapped import optimizers_in
-from .core.guesses import Guesses
 from .torch_compat.watched_gradient import bare
 
 
@@ -71,8 +70,7 @@ def clip_in_order(
 ) -> Tensor:
     """Clip as :func:`clip_grad_norm_`, in the order that a framework has: ``params`` are those of ``optimizers``."""
     inner = (one for each in optimizers for one in optimizers_in(each))
-    engines = [attachment.engine for one in inner if (attachment := attachment_of(one)) is not None]
-    guesses = [engine.guesses for engine in engines]
+    guesses = [attachment.engine.guesses for attachment in map(attachment_of, inner) if attachment is not None]
     for one in guesses:
         one.announce()
     grads = [grad for param in params if (grad := param.grad) is not None]
@@ -85,7 +83,13 @@ def clip_in_order(
         ]
         norm = norms[0] if len(norms) == 1 else _combined(norms, float(norm_type))
         if grads:
-            _scale_or_put_off(grads, norm, float(max_norm), foreach, guesses)
+            # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
+            total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            max_norm = float(max_norm)
+            is_one = torch.clamp(max_norm / (total + 1e-6), max=1.0) == 1
+            scale = partial(_scale, max_norm, total, foreach)
+            used = set().union(*(one.put_off(is_one, scale) for one in guesses))
+            scale([grad for grad in grads if id(grad) not in used])
     return norm
 
 
@@ -101,17 +105,6 @@ def _combined(norms: Iterable[Tensor], norm_type: float) -> Tensor:
     """Compute the norm of gradients from those of their parts, as torchtitan does."""
     whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
     return whole.amax() if math.isinf(norm_type) else (whole**norm_type).sum() ** (1.0 / norm_type)
-
-
-def _scale_or_put_off(
-    grads: Sequence[Tensor], norm: Tensor, max_norm: float, foreach: bool | None, guesses: Sequence[Guesses]
-) -> None:
-    # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
-    total = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    is_one = torch.clamp(max_norm / (total + 1e-6), max=1.0) == 1
-    scale = partial(_scale, max_norm, total, foreach)
-    used = set().union(*(one.put_off(is_one, scale) for one in guesses))
-    scale([grad for grad in grads if id(grad) not in used])
 
 
 def _scale(max_norm: float, total: Tensor, foreach: bool | None, grads: Iterable[Tensor]) -> None:
@@ -135,5 +128,5 @@ def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         model = attachment.model() if attachment.model is not None else of_hooks
         for name, _ in () if model is None else model.named_parameters():
             positions.setdefault(name, len(positions))
-    params = dict.fromkeys(param for one in optimizers for group in one.param_groups for param in group["params"])
+    params = dict.fromkeys(param for one in optimizers for param in params_of(one))
     return sorted(params, key=lambda param: positions.get(names.get(param, ""), len(positions)))

@@ -32,26 +32,24 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "fsdp_offload", __version__
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}"
     yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    memory = host_memory()
-    yield (
-        "host memory",
-        f"{_gb(memory.total_bytes)} is the limit of machine and container, {_gb(memory.available_bytes)} free",
-    )
-    yield "memlock (ulimit -l)", _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    yield (
-        "NUMA nodes",
-        ", ".join(f"{node.name}: CPUs {(node / 'cpulist').read_text().strip()}" for node in nodes) or "unknown",
-    )
+    memory, locked = host_memory(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit, free = (f"{nbytes / 1e9:.1f} GB" for nbytes in (memory.total_bytes, memory.available_bytes))
+    yield "host memory", f"{limit} is the limit of machine and container, {free} free"
+    enough = locked == resource.RLIM_INFINITY
+    yield "memlock (ulimit -l)", "unlimited" if enough else f"{locked} bytes; pinning more needs a higher limit"
+    nodes = {node: node / "cpulist" for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))}
+    cpus = [f"{node.name}: CPUs {file.read_text().strip()}" for node, file in nodes.items()]
+    yield "NUMA nodes", ", ".join(cpus) or "unknown"
     yield VARIABLE, f"{os.environ.get(VARIABLE, 'not set')} (32: small copies do not wait behind loads)"
     yield "ranks of this host", os.environ.get("LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE is not set")
     if not torch.cuda.is_available():
         yield "GPU", "none that torch can use"
         return
-    yield "driver", _driver()
+    driver = Path("/proc/driver/nvidia/version")
+    yield "driver", driver.read_text().splitlines()[0].strip() if driver.exists() else "unknown"
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gb(free)} of {_gb(total)} free"
+        left, total = (f"{nbytes / 1e9:.1f} GB" for nbytes in torch.cuda.mem_get_info(index))
+        yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {left} of {total} free"
     yield from _link(torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -80,16 +78,3 @@ def _link(device: torch.device) -> Iterator[tuple[str, str]]:
     seconds(0, 1)  # the first copies of a process take longer
     for name, directions in {"host to device": (0,), "device to host": (1,), "both at once": (0, 1)}.items():
         yield name, f"{len(directions) * _COPIED_BYTES / seconds(*directions) / 1e9:.1f} GB/s"
-
-
-def _driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text().splitlines()[0].strip() if path.exists() else "unknown"
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value} bytes; pinning more needs a higher limit"

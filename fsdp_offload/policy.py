@@ -74,37 +74,29 @@ class OffloadPolicy:
     serial: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_sizes()
-
-    def _check_choices(self) -> None:
-        if not isinstance(self.parameters, bool):
-            raise TypeError(f"OffloadPolicy: parameters must be a bool, got {self.parameters!r}")
+        for name, (types, wanted) in _TYPES.items():
+            value = getattr(self, name)
+            is_so = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            if not is_so and not (value == "auto" and "'auto'" in wanted):
+                raise TypeError(f"OffloadPolicy: {name} must be {wanted}, got {value!r}")
+        for name, least in _LEAST_BYTES.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"OffloadPolicy: {name} must be at least {least} bytes, got {value}")
+        if self.overlap not in get_args(OverlapKind):
+            raise ValueError(f"OffloadPolicy: overlap must be one of {get_args(OverlapKind)}, got {self.overlap!r}")
+        if not 0 <= self.host_fraction <= 1:
+            raise ValueError(f"OffloadPolicy: host_fraction must be from 0 to 1, got {self.host_fraction!r}")
         if self.parameters and self.host_fraction:
             raise ValueError(
                 "OffloadPolicy: parameters=True updates on the device, where parameters and state pass through, and "
                 f"host_fraction={self.host_fraction!r} on the CPU. Leave out one of them."
             )
-        if not isinstance(self.serial, bool):
-            raise TypeError(f"OffloadPolicy: serial must be a bool, got {self.serial!r}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"OffloadPolicy: {name} must be one of {choices}, got {getattr(self, name)!r}")
-        _check_fraction("host_fraction", self.host_fraction)
-        if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
-            raise TypeError(f"OffloadPolicy: pin_memory must be a bool or None, got {self.pin_memory!r}")
-
-    def _check_sizes(self) -> None:
-        for name, minimum in _MINIMUM_BYTES.items():
-            value = getattr(self, name)
-            if not (value == "auto" and name in _MAY_BE_AUTO) and not (value is None and name in _MAY_BE_NONE):
-                _check_size(name, value, minimum=minimum)
         if self.device_bytes != "auto" and self.bucket_bytes != "auto" and self.device_bytes < 2 * self.bucket_bytes:
             raise ValueError(
                 "OffloadPolicy: device_bytes must hold at least two buckets, one that passes through and room for one "
                 f"that is being created; got device_bytes={self.device_bytes} with bucket_bytes={self.bucket_bytes}. "
-                f"Write device_bytes={2 * self.bucket_bytes} or more (four buckets overlap best), or lower "
-                "bucket_bytes."
+                f"Write device_bytes={2 * self.bucket_bytes} or more (four overlap best), or lower bucket_bytes."
             )
 
     @property
@@ -147,27 +139,15 @@ def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
 
 
-_CHOICES = {"overlap": get_args(OverlapKind)}
-_MINIMUM_BYTES = {
-    "device_bytes": 1,
-    "bucket_bytes": 1024,
-    "snapshot_bytes": 0,
-    "host_limit_bytes": 0,
+_BYTES = "an integer number of bytes"
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "parameters": ((bool,), "a bool"),
+    "device_bytes": ((int,), f"{_BYTES} or 'auto'"),
+    "bucket_bytes": ((int,), f"{_BYTES} or 'auto'"),
+    "host_fraction": ((int, float), "a number from 0 to 1"),
+    "snapshot_bytes": ((int,), _BYTES),
+    "host_limit_bytes": ((int, type(None)), _BYTES),
+    "pin_memory": ((bool, type(None)), "a bool or None"),
+    "serial": ((bool,), "a bool"),
 }
-_MAY_BE_AUTO = ("device_bytes", "bucket_bytes")
-_MAY_BE_NONE = ("host_limit_bytes",)
-
-
-def _check_size(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        or_auto = " or 'auto'" if name in _MAY_BE_AUTO else ""
-        raise TypeError(f"OffloadPolicy: {name} must be an integer number of bytes{or_auto}, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"OffloadPolicy: {name} must be at least {minimum} bytes, got {value}")
-
-
-def _check_fraction(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"OffloadPolicy: {name} must be a number from 0 to 1, got {value!r}")
-    if not 0 <= value <= 1:
-        raise ValueError(f"OffloadPolicy: {name} must be from 0 to 1, got {value!r}")
+_LEAST_BYTES = {"device_bytes": 1, "bucket_bytes": 1024, "snapshot_bytes": 0, "host_limit_bytes": 0}

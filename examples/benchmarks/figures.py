@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.api.offload import is_offloaded, offload_report
+from fsdp_offload.api.attach import is_offloaded, offload_report
 from fsdp_offload.torch_compat.dtensor import local_shard
 from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from fsdp_offload.torch_compat.spent_gradient import is_spent

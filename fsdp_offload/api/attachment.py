@@ -2,15 +2,13 @@
 
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, inside
 from ..core.hooks import ModelHooks
@@ -24,6 +22,7 @@ class Attachment:
     """Additions to an optimizer when it was attached, and what undoes them.
 
     Attributes:
+        undo: takes off what was put on the optimizer, its model, and what has captured its ``step``.
         parked: parameters that leave the device with the state.
         until_first_step: ends what looks until then whether the optimizer was attached too early.
         hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
@@ -31,8 +30,7 @@ class Attachment:
 
     engine: Engine
     model: "weakref.ref[nn.Module] | None"
-    undo_step: list[Callable[[], None]]
-    bypass_guard: RemovableHandle
+    undo: list[Callable[[], None]] = field(default_factory=list)
     hooks: ModelHooks | None = None
     parked: ParkedParameters = field(default_factory=ParkedParameters)
     stepping: bool = False
@@ -52,22 +50,6 @@ class Attachment:
         """Gradients have been cleared without a step."""
         if self.hooks is not None:
             self.hooks.forget_reductions()
-
-    def tell_if_never_reloaded(self) -> None:
-        """After a step: warn if the training loop never calls the hook that ``reload_before`` has wrapped."""
-        if self.hook_steps is None or self.hook_steps >= HOOK_IS_CALLED:
-            return
-        self.hook_steps += 1
-        if self.hook_steps == HOOK_IS_CALLED:
-            warnings.warn(
-                f"reload_before() has wrapped a hook that was not called in {HOOK_IS_CALLED} steps: the training loop "
-                "does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
-                stacklevel=2,
-            )
-
-
-HOOK_IS_CALLED = 3
-"""So many steps without a call are told, and then no more; a call counts as them."""
 
 
 def attachment_of(optimizer: object) -> Attachment | None:
@@ -93,14 +75,16 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
     return optimizer.state
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
-    """Yield ``optimizer`` and what is inside it, as far as these are wrappers of accelerate, Lightning or Fabric.
-
-    The last one is the real optimizer. Lightning's and Fabric's wrappers are instances of its class as well.
-    """
+    """List wrappers of accelerate, Lightning and Fabric, which may have its class as well, and the real optimizer."""
     found = [optimizer]
     while any(base.__module__.partition(".")[0] in _WRAPPING_PACKAGES for base in type(found[-1]).__mro__):
         inner = inside(found[-1])
@@ -118,36 +102,32 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 def redirect_captured_step(
     optimizer: Optimizer, old: Any, new: Any, wrappers: Sequence[object] = ()
 ) -> list[Callable[[], None]]:
-    """Let what captured ``optimizer.step`` before attaching call the new step. Returns what undoes it.
+    """Let what captured ``optimizer.step`` before attaching call the new step; returns what undoes it.
 
-    A scheduler replaces ``optimizer.step`` by a function that has captured the class's old ``step`` in its closure, and
-    so would train past us without a word. accelerate's wrapper keeps the old ``step`` to put it back after a scaler.
+    A scheduler has captured the class's old ``step`` in a closure; accelerate's wrapper puts it back after a scaler.
     """
     undo: list[Callable[[], None]] = []
 
     def is_old(method: object) -> bool:
         return isinstance(method, types.MethodType) and method.__self__ is optimizer and method.__func__ is old
 
-    pending = [optimizer.__dict__.get("step")]
-    for wrapper in wrappers:
-        for name, value in list(vars(wrapper).items()):
-            if is_old(value):
-                setattr(wrapper, name, types.MethodType(new, optimizer))
-                undo.append(functools.partial(setattr, wrapper, name, value))
-            else:
-                pending.append(value)
+    def exchange(holder: object, name: str, value: object) -> bool:
+        if value is old or is_old(value):
+            setattr(holder, name, new if value is old else types.MethodType(new, optimizer))
+            undo.append(functools.partial(setattr, holder, name, value))
+        return value is old or is_old(value)
+
+    held = [(wrapper, name, value) for wrapper in wrappers for name, value in vars(wrapper).items()]
+    pending = [
+        vars(optimizer).get("step"),
+        *(value for holder, name, value in held if not exchange(holder, name, value)),
+    ]
     seen: set[int] = set()
     while pending:
         function = pending.pop()
         function = getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        for cell in function.__closure__ or ():
-            content = cell.cell_contents
-            if content is old or is_old(content):
-                cell.cell_contents = new if content is old else types.MethodType(new, optimizer)
-                undo.append(functools.partial(setattr, cell, "cell_contents", content))
-            else:
-                pending.append(content)
+        if isinstance(function, types.FunctionType) and id(function) not in seen:
+            seen.add(id(function))
+            cells = [(cell, "cell_contents", cell.cell_contents) for cell in function.__closure__ or ()]
+            pending += [value for cell, name, value in cells if not exchange(cell, name, value)]
     return undo

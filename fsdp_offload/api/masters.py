@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from ..optimizers import capabilities_for
 from ..optimizers.masters import MasterKind
 from ..optimizers.with_masters import WithMasters, class_with_masters, has_master, widen_state
-from .attachment import attachment_of, redirect_captured_step, wrappers_around
-from .checks import names_by_place
+from .attachment import attachment_of, params_of, redirect_captured_step, wrappers_around
+from .checks import names_by_place, refuse_bypass
 from .wrapped import is_wrapped
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
@@ -46,8 +46,7 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     if isinstance(target, WithMasters) and target.master_kind == kind:
         return optimizer
     _check(target, kind)
-    params = [param for group in target.param_groups for param in group["params"]]
-    if not any(map(has_master, params)):
+    if not any(map(has_master, params_of(target))):
         warnings.warn(
             "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters.",
             stacklevel=2,
@@ -56,18 +55,9 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     target.__class__ = class_with_masters(type(target), kind)
     assert isinstance(target, WithMasters)
     redirect_captured_step(target, plain_step, type(target).step, wrappers)
-    target.register_step_pre_hook(_refuse_bypass)
+    target.register_step_pre_hook(refuse_bypass)
     widen_state(target)
     return optimizer
-
-
-def _refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook: the plain step would update the rounded parameters; the offload has a hook of its own."""
-    if isinstance(optimizer, WithMasters) and not optimizer.is_stepping and attachment_of(optimizer) is None:
-        raise RuntimeError(
-            f"{optimizer.plain_class.__name__}.step was called past the masters: something captured it before "
-            "add_masters(). Add masters first and wrap optimizer.step afterwards. Nothing has been changed."
-        )
 
 
 def _check(optimizer: Optimizer, kind: MasterKind) -> None:

@@ -1,48 +1,44 @@
 """:class:`OffloadedOptimizer`: the methods that an optimizer gets when it is offloaded."""
 
 import functools
+import inspect
 import logging
+import types
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.engine import find_offloaded, inside
+from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
-from ..measured import report_of
-from ..report import OffloadReport
+from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, zero_spent, zeroed_lifted
-from .attachment import Attachment, attached, attachment_of, states_of
-from .checks import check_gradients_are_read, check_params, names_by_place, refuse_capture
-from .wrong_order import RIGHT_ORDER, refuse_exchanged, refuse_foreign
+from .attachment import Attachment, attached, attachment_of, params_of, states_of
+from .checks import (
+    RIGHT_ORDER,
+    check_gradients_are_read,
+    device_of,
+    names_by_place,
+    refuse_capture,
+    refuse_exchanged,
+    refuse_foreign,
+)
+from .wrapped import HOOK_IS_CALLED
 
 logger = logging.getLogger(__name__)
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _of_the_real_optimizer(method: _Method) -> _Method:
-    """Call ``method`` on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
-
-    @functools.wraps(method)
-    def of_the_real_optimizer(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        inner = None if attachment_of(self) is not None else inside(self)
-        return method(self, *args, **kwargs) if inner is None else getattr(inner, method.__name__)(*args, **kwargs)
-
-    return cast("_Method", of_the_real_optimizer)
-
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
-    """Mixed into the class of an optimizer by :func:`offload_optimizer`; never instantiated by itself."""
+    """What an optimizer is, beside its own class, from :func:`offload_optimizer` on; never instantiated by itself."""
 
     _plain_class: type[Optimizer]  # the optimizer's own
 
@@ -61,13 +57,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
                 parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
-        attachment = attachment_of(self)
-        if attachment is None:
-            inner = inside(self)
-            if inner is not None:
-                return inner.step(*args, **kwargs)
-            # A scheduler made while this optimizer was offloaded holds this function; it is plain again now.
-            return type(self).step(self, *args, **kwargs)
+        attachment = attached(self)
         if not attachment.has_updated and is_called_compiled():
             logger.warning(
                 "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
@@ -75,8 +65,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             )
         attachment.stepping = True
         try:
-            one_step = _whole_step if isinstance(attachment.engine, WholeEngine) else _logical_step
-            return run_hooked(self, self._plain_class.__name__, one_step, args, kwargs)
+            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
         finally:
             attachment.stepping = False
 
@@ -96,7 +85,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         vars(find_offloaded(self) or self)["param_groups"] = groups
 
-    @_of_the_real_optimizer
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
 
@@ -112,14 +100,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             return plain
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         saved["state"] = {
             key: engine.as_saved(self, params[key], state) if isinstance(key, int) else state
             for key, state in saved["state"].items()
         }
         return saved
 
-    @_of_the_real_optimizer
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer`` does, straight into host memory; the tensors of ``state_dict`` are copied.
 
@@ -169,7 +156,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             first.remove()
         attachment.forget_reductions()
 
-    @_of_the_real_optimizer
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim.Optimizer`` does; room for the new parameters' state is taken at once."""
         self._plain_class.add_param_group(self, param_group)
@@ -179,9 +165,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         try:
             for param, name in names_by_place(self).items():
                 engine.names.setdefault(param, name)
-            check_params(
-                engine.layouts.capabilities, params, engine.names, engine.device, on_host=engine.policy.parameters
-            )
+            device_of(params, engine.names, engine.layouts.capabilities, engine.policy, engine.device)
             eager = engine.conventions.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
             engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
@@ -191,7 +175,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             raise
         attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
 
-    @_of_the_real_optimizer
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed.
 
@@ -203,21 +186,19 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment.has_loaded_inside_step = False
         if False in (*args, *kwargs.values()):
             attachment.engine.steps.wait_for_all()
-            for param in filter(is_spent, _params_of(self)):
+            for param in filter(is_spent, params_of(self)):
                 zero_spent(param)  # let go of in the backward
-            with zeroed_lifted(_params_of(self)):
+            with zeroed_lifted(params_of(self)):
                 self._plain_class.zero_grad(self, *args, **kwargs)
         else:
             self._plain_class.zero_grad(self, *args, **kwargs)
         attachment.forget_reductions()
 
-    @_of_the_real_optimizer
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
         attached(self).engine.synchronize()
         attached(self).parked.settle()
 
-    @_of_the_real_optimizer
     def offload_states(self) -> None:
         """Start storing what is newer on the device than at home: state that is kept there. Asynchronous.
 
@@ -230,7 +211,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.engine.steps.wait_for_all()  # updates on other streams write them
             attachment.parked.offload()
 
-    @_of_the_real_optimizer
     def release_states(self) -> None:
         """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
 
@@ -239,7 +219,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attached(self).engine.phases.release()
         attached(self).parked.release()
 
-    @_of_the_real_optimizer
     def reload_states(self, *, free_host_memory: bool = False) -> None:
         """Start loading what the next step uses first, as much as the policy allows. Asynchronous.
 
@@ -256,7 +235,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         if free_host_memory:
             attachment.parked.free_host_memory()
 
-    @_of_the_real_optimizer
     def offload_report(self) -> OffloadReport:
         """Bytes by place, and what the last step moved and took; waits for that step. ``str()`` of it is a table."""
         attachment = attached(self)
@@ -271,54 +249,48 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     __deepcopy__ = __reduce_ex__
 
 
-def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _logical_step(self: OffloadedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-    """One step as the user counts them: the closure runs once."""
-    attachment = _begin_step(self)
-    engine, loss = attachment.engine, None
-    if closure is not None:
-        if not engine.layouts.capabilities.known:
-            raise RuntimeError(
-                f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
-                "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
-            )
-        with torch.enable_grad():
-            loss = closure()
-    with torch.no_grad():
+def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """One step as the user counts them: the closure runs once, or as a class that moves as a whole calls it."""
+    attachment = attached(self)
+    engine = attachment.engine
+    engine.steps.check_usable("step()", mid_step=True)
+    refuse_capture(engine.device)
+    attachment.parked.bring_back()
+    if isinstance(engine, WholeEngine):
         _check_first_step(attachment)
-        if engine.conventions.reads_param_grad:
-            check_gradients_are_read(self, engine.names)
-        _end_step(attachment, updated=engine.step(self, states_of(self).unwaited, kwargs))
-    return loss
 
+        def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
+            seeing = [between(one) if callable(one) else one for one in args]
+            named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
+            with unhooked(self):
+                return plain_step_of(self._plain_class)(self, *seeing, **named)
 
-def _whole_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """The plain step of a class that moves as a whole; it calls the closure itself."""
-    attachment = _begin_step(self)
-    assert isinstance(attachment.engine, WholeEngine)
-    _check_first_step(attachment)
-
-    def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
-        seeing = [between(one) if callable(one) else one for one in args]
-        named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
-        with unhooked(self):
-            return plain_step_of(self._plain_class)(self, *seeing, **named)
-
-    result = attachment.engine.step_whole(self, lambda: states_of(self).unwaited, run)
-    closes = any(map(callable, (*args, *kwargs.values())))
-    _end_step(attachment, updated=closes or any(param.grad is not None for param in _params_of(self)))
+        result = engine.step_whole(self, lambda: states_of(self).unwaited, run)
+        closes = any(map(callable, (*args, *kwargs.values())))
+        updated = closes or any(param.grad is not None for param in params_of(self))
+    else:
+        result = _run_closure(engine, *args, **kwargs)
+        with torch.no_grad():
+            _check_first_step(attachment)
+            if engine.conventions.reads_param_grad:
+                check_gradients_are_read(self, engine.names)
+            kwargs.pop("closure", None)
+            updated = engine.step(self, states_of(self).unwaited, kwargs)
+    with torch.no_grad():
+        _end_step(attachment, updated=updated)
     return result
 
 
-def _begin_step(self: OffloadedOptimizer) -> Attachment:
-    attachment = attached(self)
-    attachment.engine.steps.check_usable("step()", mid_step=True)
-    refuse_capture(attachment.engine.device)
-    attachment.parked.bring_back()
-    return attachment
+def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+    if closure is None:
+        return None
+    if not engine.layouts.capabilities.known:
+        raise RuntimeError(
+            f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot repeat "
+            "that. Call the closure yourself, then step() without it. Nothing has been changed."
+        )
+    with torch.enable_grad():
+        return closure()
 
 
 def _check_first_step(attachment: Attachment) -> None:
@@ -328,28 +300,80 @@ def _check_first_step(attachment: Attachment) -> None:
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
-    attachment.tell_if_never_reloaded()
+    if attachment.hook_steps is not None and attachment.hook_steps < HOOK_IS_CALLED:
+        attachment.hook_steps += 1
+        if attachment.hook_steps == HOOK_IS_CALLED:
+            warnings.warn(
+                f"reload_before() has wrapped a hook that was not called in {HOOK_IS_CALLED} steps: the training loop "
+                "does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
+                stacklevel=2,
+            )
+    has_updated, has_loaded = attachment.has_updated, attachment.has_loaded_inside_step
+    attachment.has_updated, attachment.has_loaded_inside_step = has_updated or updated, False
     if updated:
-        attachment.has_updated, attachment.has_loaded_inside_step = True, False
         return
     # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
     refuse_foreign(attachment)
-    if attachment.has_loaded_inside_step:
-        attachment.has_loaded_inside_step = False
+    if has_loaded:
         warnings.warn(
             "step() updates nothing: load_state_dict() came between the backward and step(), and with "
             "overlap='iteration' the backward had updated parameters with its gradients already. After a load (of the "
             "model as well), go on with zero_grad() and another backward.",
             stacklevel=2,
         )
+    elif has_updated and not attachment.told_no_gradient:
+        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
     elif not attachment.told_no_gradient:
-        attachment.told_no_gradient = True
-        if attachment.has_updated:
-            logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-            return
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
             f"{RIGHT_ORDER}.",
             stacklevel=2,
         )
+    attachment.told_no_gradient |= not has_loaded
+
+
+# The class ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """``Offloaded<Name>``: the user's class with the methods above over its own; the same class every time.
+
+    They are copied: Python takes the layout of instances from the first base, so that those of a class with other bases
+    (ABC, Generic[T]) cannot get a class with a mixin in front.
+    """
+    ours = {key: value for key, value in vars(OffloadedOptimizer).items() if key not in _OF_EVERY_CLASS}
+    ours |= {key: _seen_through(key) for key, value in ours.items() if inspect.isfunction(value) and key[0] != "_"}
+    # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
+    ours |= {"__module__": cls.__module__, "_plain_class": cls, "step": torch.compiler.disable(ours["step"])}
+    for name in ("step", "zero_grad"):  # GradScaler asks what step() takes, accelerate what zero_grad() does
+        ours[name].__signature__ = inspect.signature(getattr(cls, name))
+    made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
+    try:
+        object.__new__(cls).__class__ = made
+    except TypeError:
+        raise ValueError(
+            f"offload_optimizer: an instance of {cls.__name__} cannot become one of a subclass: its memory layout is "
+            "fixed (__slots__, or a base written in C). Remove them, or move its step to a plain class."
+        ) from None
+    OffloadedOptimizer.register(made)
+    return made
+
+
+_OF_EVERY_CLASS = frozenset(vars(ABCMeta("Empty", (Optimizer,), {})))
+
+
+def _seen_through(name: str) -> Callable[..., Any]:
+    """Our method, on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
+
+    @functools.wraps(getattr(OffloadedOptimizer, name))
+    def seen_through(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        if attachment_of(self) is not None:
+            return getattr(OffloadedOptimizer, name)(self, *args, **kwargs)
+        if (inner := inside(self)) is not None:
+            return getattr(inner, name)(*args, **kwargs)
+        # It is plain again, and a scheduler that was made while it was offloaded holds this function.
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    return seen_through

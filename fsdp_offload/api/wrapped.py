@@ -1,4 +1,4 @@
-"""Optimizers inside other frameworks' objects: accelerate's wrapper, Megatron-LM's optimizers and chains of them.
+"""Optimizers inside other frameworks' objects, and the phases of all of them together.
 
 ==========================================  ==========================================================================
 theirs                                      what is looked at
@@ -13,112 +13,141 @@ Megatron's ``DistributedOptimizer``,        ``optimizer``; ``shard_fp32_from_flo
 Read in ``megatron/core/optimizer`` of megatron-core 0.16.1. Nothing of it is imported.
 """
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .attachment import unwrap
+from .attachment import attached, attachment_of, params_of, unwrap
 
-_MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+
+def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
+    """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's."""
+    if isinstance(unwrap(optimizer), Optimizer) or not hasattr(optimizer, "zero_grad"):
+        return {}
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if not isinstance(chained, Iterable):
+        chained = [unwrap(getattr(optimizer, "optimizer", None))]  # type: ignore[arg-type]  # None: nothing is trained
+    found: dict[Optimizer, Any] = {}
+    for one in chained:
+        inner = {one: optimizer} if isinstance(one, Optimizer) else {} if one is optimizer else holders_in(one)
+        found |= {each: holder for each, holder in inner.items() if each not in found}
+    return found
 
 
 def is_wrapped(optimizer: object) -> bool:
     """Return whether ``optimizer`` is none of torch's, but holds some: one of Megatron's, or a chain."""
-    return any(True for _ in _holders(optimizer))
+    return bool(holders_in(optimizer))
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """List the optimizers of torch in one of Megatron's or a chain; of anything else, itself."""
+    return list(holders_in(optimizer)) or [optimizer]
 
 
 def optimizers_in(optimizer: Any) -> list[Optimizer]:
-    """List the optimizers of torch inside ``optimizer``, in order, each once; itself if it is one.
-
-    Raises:
-        TypeError: there are none.
-    """
-    target = unwrap(optimizer)
-    if isinstance(target, Optimizer):
-        return [target]
-    found = list(dict.fromkeys(inner for _, inner in _holders(optimizer)))
-    if not found:
+    """List the optimizers of torch inside ``optimizer``, in order, each once; a TypeError says that there are none."""
+    found = [unwrap(part) for part in parts_of(optimizer)]
+    if not isinstance(found[0], Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer, or one of Megatron's that holds some, got {type(optimizer).__name__}."
         )
     return found
 
 
-def masters_in(optimizer: Any) -> dict[Optimizer, list[Tensor]]:
-    """Find the fp32 masters that are parameters of each optimizer, as the one around it says."""
-    masters: dict[Optimizer, list[Tensor]] = {}
-    for holder, inner in _holders(optimizer):
-        params = {param for group in inner.param_groups for param in group["params"]}
-        named = [tensor for name in _MASTER_GROUPS for tensor in _tensors_in(getattr(holder, name, ()))]
-        masters[inner] = [tensor for tensor in dict.fromkeys(named) if tensor in params]
-    return masters
+def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
+    """Find the fp32 masters that are parameters of ``optimizer``, as Megatron's around it says."""
+    params = set(params_of(optimizer))
+    names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+    named = [tensor for name in names for tensor in _tensors_in(getattr(holder, name, ()))]
+    return [tensor for tensor in dict.fromkeys(named) if tensor in params]
 
 
-def savers_of_all_masters(optimizer: Any) -> list[Optimizer]:
-    """Find the optimizers around which Megatron saves a master of every parameter, also of those in fp32.
-
-    Its precision-aware DistributedOptimizer takes ``master_param`` out of the state of each.
-    """
-    return [
-        inner
-        for holder, inner in _holders(optimizer)
-        if getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
-        and any(True for _ in _tensors_in(getattr(holder, "shard_fp32_groups", ())))
-    ]
-
-
-def refuse_own_offload(optimizer: Any) -> None:
-    """Refuse Megatron's optimizers whose config offloads the same state.
-
-    Raises:
-        ValueError: names the flag, and says what does the same here.
-    """
-    for holder, _ in _holders(optimizer):
-        config = getattr(holder, "config", None)
-        if getattr(config, "optimizer_cpu_offload", False):
-            raise ValueError(
-                f"offload_optimizer: {updated_on_host(getattr(config, 'optimizer_offload_fraction', 1.0))}"
-            )
-        if getattr(config, "offload_optimizer_states", False):
-            raise ValueError(
-                "offload_optimizer: Megatron's offload_optimizer_states=True moves the same state in the same phases. "
-                "Leave it off (--offload-optimizer-states); offload_optimizer(), offload_states(), release_states() "
-                "and reload_before() do the same for the optimizer built so."
-            )
-
-
-def updated_on_host(fraction: float) -> str:
-    """Say what does the same here as Megatron's pair of flags for updates on the CPU."""
-    return (
-        f"Megatron's optimizer_cpu_offload=True, optimizer_offload_fraction={fraction} updates a share of the "
-        "parameters on the CPU by itself. Leave optimizer_cpu_offload off (--optimizer-cpu-offload), and offload a "
-        f"torch.optim.Adam or AdamW with the same share: policy=OffloadPolicy(host_fraction={fraction})."
-    )
-
-
-def _holders(optimizer: Any) -> Iterator[tuple[Any, Optimizer]]:
-    """Each optimizer of torch inside something else, with the object that holds it. A scheduler is not one."""
-    if isinstance(unwrap(optimizer), Optimizer) or not hasattr(optimizer, "zero_grad"):
-        return
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if isinstance(chained, Iterable):
-        for one in chained:
-            if isinstance(one, Optimizer):
-                yield optimizer, one
-            else:
-                yield from _holders(one)
-        return
-    inner = unwrap(getattr(optimizer, "optimizer", None))  # type: ignore[arg-type]  # None where nothing is trained
-    if isinstance(inner, Optimizer):
-        yield optimizer, inner
-    elif inner is not None and inner is not optimizer:
-        yield from _holders(inner)
+def saves_all_masters(holder: Any) -> bool:
+    """Return whether Megatron saves a master of every parameter, also in fp32: if its optimizer is precision-aware."""
+    is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
+    return bool(is_aware and [*_tensors_in(getattr(holder, "shard_fp32_groups", ()))])
 
 
 def _tensors_in(groups: Any) -> Iterator[Tensor]:
     for group in groups or ():
-        for tensor in group if isinstance(group, list | tuple) else (group,):
-            if isinstance(tensor, Tensor):
-                yield tensor
+        yield from (one for one in (group if isinstance(group, list | tuple) else (group,)) if isinstance(one, Tensor))
+
+
+# All of them together -------------------------------------------------------------------------------------------------
+
+
+def offload_states(optimizer: Any) -> None:
+    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``: Megatron's, or a chain of them.
+
+    fp32 masters that are parameters of Megatron's inner optimizer leave with the state; they may be used until
+    :func:`release_states`. A TypeError says that one of the optimizers is not offloaded, here and below.
+
+    Raises:
+        MemoryError: there is not enough host memory for what leaves.
+    """
+    for inner in _offloaded_in(optimizer, "offload_states"):
+        inner.offload_states()
+
+
+def release_states(optimizer: Any) -> None:
+    """Call ``release_states()`` of every offloaded optimizer in ``optimizer``."""
+    for inner in _offloaded_in(optimizer, "release_states"):
+        inner.release_states()
+
+
+def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
+    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``; there has to be room on the device."""
+    for inner in _offloaded_in(optimizer, "reload_states"):
+        inner.reload_states(free_host_memory=free_host_memory)
+
+
+def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
+    found = optimizers_in(optimizer)
+    for inner in found:
+        if attachment_of(inner) is None:
+            raise TypeError(
+                f"{function}: this {type(inner).__name__} is not offloaded; call offload_optimizer() first."
+            )
+    return found
+
+
+HOOK_IS_CALLED = 3
+"""So many steps without a call of a wrapped hook are told, and then no more; a call counts as them."""
+
+_TARGETS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # wrapper → optimizers, in the order in which they reload
+
+
+def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
+    """Wrap a hook such as Megatron's ``finalize_model_grads_func``, so that ``optimizer`` reloads before it is called.
+
+    ``callback`` is what has been bound, partials included, or ``None``. One that is wrapped is returned as it is, and
+    reloads ``optimizer`` too: one of ours, or a chain or object of Megatron's that holds some; else a TypeError. Those
+    that are gone or plain again are left alone, and one warns if no call has come by its third step.
+    """
+    targets: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+
+    def reload_then_call(*args: Any, **kwargs: Any) -> Any:
+        for target in list(targets):
+            if (attachment := attachment_of(target)) is not None:
+                attachment.hook_steps = HOOK_IS_CALLED
+                target.reload_states()
+        return None if callback is None else callback(*args, **kwargs)
+
+    hook: Any = callback
+    while isinstance(hook, functools.partial | MethodType):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    wrapped: Any = callback
+    if not isinstance(hook, FunctionType) or hook not in _TARGETS:
+        hook = wrapped = reload_then_call if callback is None else functools.update_wrapper(reload_then_call, callback)
+        _TARGETS[hook] = targets
+    for target in _offloaded_in(optimizer, "reload_before"):
+        attachment = attached(target)
+        if target not in _TARGETS[hook] or attachment.hook_steps is None:
+            attachment.hook_steps = 0
+        _TARGETS[hook][target] = None
+    return wrapped  # type: ignore[no-any-return]

@@ -21,10 +21,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api.offload import is_offloaded
+from ..api.attach import is_offloaded
+from ..api.attachment import params_of
 from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, offload, policy_from
+from .plain_values import metrics_of_each, offload, policy_from
 
 
 class OffloadCallback(Callback):
@@ -47,12 +48,8 @@ class OffloadCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Called by ``Trainer``."""
-        del pl_module, args
-        if not self._log_metrics or trainer.global_step % trainer.log_every_n_steps:
-            return
-        several = len(trainer.optimizers) > 1
-        for number, optimizer in enumerate(trainer.optimizers):
-            self.log_dict(metrics_of(optimizer, f"offload-{number}/" if several else "offload/"))
+        if self._log_metrics and trainer.global_step % trainer.log_every_n_steps == 0:
+            self.log_dict(metrics_of_each(trainer.optimizers, "offload-{}/"))
 
 
 def setup_optimizers(
@@ -73,8 +70,7 @@ def setup_optimizers(
 
 def _clip(optimizer: Optimizer, clip_val: float, *options: Any) -> Any:
     """Clip in the order of the param groups, as Lightning does: the last bit of a norm depends on it."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return clip_in_order([optimizer], params, clip_val, *options)
+    return clip_in_order([optimizer], params_of(optimizer), clip_val, *options)
 
 
 def _clip_in_place_of(owner: Any, name: str, clip: Callable[..., Any]) -> None:

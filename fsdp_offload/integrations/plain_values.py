@@ -1,20 +1,21 @@
 """Policies from plain values, and reports as plain values: what configurations and loggers of frameworks deal in."""
 
-import ast
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api.offload import is_offloaded, offload_optimizer, offload_report
-from ..api.wrong_order import RIGHT_ORDER
+from ..api.attach import is_offloaded, offload_optimizer, offload_report
+from ..api.attachment import params_of
+from ..api.checks import RIGHT_ORDER
 from ..policy import OffloadPolicy, refuse_unknown
 
 _PREFIX = "FSDP_OFFLOAD_"
+_OF_TESTS = "FSDP_OFFLOAD_TEST_"  # our own
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
 
 
@@ -30,19 +31,18 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     """
     if isinstance(values, OffloadPolicy):
         return values
-    fields = [field.name for field in dataclasses.fields(OffloadPolicy)]
-    variables = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
-    given = {variable.removeprefix(_PREFIX).lower(): text for variable, text in variables.items()}
-    given = {name: text for name, text in given.items() if not name.startswith("test_")}  # our own tests' settings
-    variable_names = [_PREFIX + name.upper() for name in given]
-    refuse_unknown(variable_names, [_PREFIX + name.upper() for name in fields])
+    known = [field.name for field in dataclasses.fields(OffloadPolicy)]
+    names = {_PREFIX + name.upper(): name for name in known}
+    said = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
+    said = {variable: text for variable, text in said.items() if not variable.startswith(_OF_TESTS)}
+    refuse_unknown(said, [*names])
     asked = _from_json(values) if isinstance(values, str) else dict(values or {})
-    refuse_unknown(asked, fields)
-    given.update(asked)
+    refuse_unknown(asked, known)
+    given = {names[variable]: text for variable, text in said.items()} | asked
     try:
         return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
     except (TypeError, ValueError) as error:
-        used = ", ".join(_PREFIX + name.upper() for name in given if name not in asked)
+        used = ", ".join(variable for variable in said if names[variable] not in asked)
         raise type(error)(f"{error} (from the environment: {used})" if used else str(error)) from None
 
 
@@ -70,22 +70,22 @@ def _from_json(text: str) -> dict[str, Any]:
 
 def _value(name: str, value: Any) -> Any:
     """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
-    default = getattr(OffloadPolicy, name, None)
+    default = getattr(OffloadPolicy, name)
     if isinstance(value, str):
         word = value.strip().lower()
-        value = _WORDS[word] if word in _WORDS and not isinstance(default, str) else _literal(word)
+        try:
+            value = float(word)
+        except ValueError:
+            value = word if isinstance(default, str) else _WORDS.get(word, word)
     if isinstance(default, bool) and value in (0, 1):
         return bool(value)
-    if name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if name.endswith("_bytes") and isinstance(value, float) and value.is_integer() else value
 
 
-def _literal(word: str) -> Any:
-    try:
-        return ast.literal_eval(word)
-    except (ValueError, SyntaxError):
-        return word
+def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
+    """Find the model that has all of the optimizer's parameters."""
+    params = set(params_of(optimizer))
+    return next((model for model in models if params <= set(model.parameters())), None)
 
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
@@ -96,3 +96,10 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
     if not is_offloaded(optimizer):
         return {}
     return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}
+
+
+def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str, float]:
+    """Return those of several, with their number in the prefix ``numbered``; of one, without."""
+    prefixes = [numbered.format(number) for number in range(len(optimizers))] if len(optimizers) > 1 else ["offload/"]
+    every = [metrics_of(*each) for each in zip(optimizers, prefixes, strict=False)]
+    return {name: value for metrics in every for name, value in metrics.items()}

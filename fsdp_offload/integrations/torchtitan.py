@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 
-from ..api.offload import is_offloaded
+from ..api.attach import is_offloaded
 from ..checkpoint import ArenaStager
 from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, offload, policy_from
+from .plain_values import metrics_of_each, model_of, offload, policy_from
 
 
 class OffloadedOptimizers(OptimizersContainer):
@@ -74,9 +74,7 @@ def offload_container(
         policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
     """
     for optimizer in container.optimizers:
-        params = {param for group in optimizer.param_groups for param in group["params"]}
-        part = next((part for part in container.model_parts if params <= set(part.parameters())), None)
-        offload(optimizer, part, policy)
+        offload(optimizer, model_of(optimizer, container.model_parts), policy)
     _containers.add(container)
     titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
     return container
@@ -114,10 +112,7 @@ def _clip(
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
     """Collect ``extra_metrics`` for ``MetricsProcessor.log``: bytes by place, times of the last step; waits for it."""
-    several = len(container.optimizers) > 1
-    numbered = enumerate(container.optimizers)
-    every = [metrics_of(each, f"offload/{number}/" if several else "offload/") for number, each in numbered]
-    return {name: value for metrics in every for name, value in metrics.items()}
+    return metrics_of_each(container.optimizers, "offload/{}/")
 
 
 class ArenaCheckpointManager(CheckpointManager):

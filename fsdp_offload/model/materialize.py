@@ -6,14 +6,13 @@ So a model that is larger than the device can be initialized with the device's o
 ``to_empty()`` and ``reset_parameters()`` of all of it, where that fits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.fully_shard import sharding_groups
-from ..torch_compat.sharded_parameter import ShardedParameter
 
 
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
@@ -35,36 +34,9 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
             Nothing has been changed.
         NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
     """
-    groups = sharding_groups(model)
-    sharded = {place: one for group in groups for one in group.sharded() for place in one.places()}
-    modules = [module for module in model.modules() if _is_on_meta(module)]
-    _check(model, modules, sharded, initialize)
-    for module in modules:
-        own = [sharded[module, name] for name, param in module.named_parameters(recurse=False) if param.is_meta]
-        device = own[0].device if own else next(iter(sharded.values())).device
-        module.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            if initialize is not None:
-                initialize(module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]  # looked for above
-        for one in own:
-            one.follow_module()
-            one.live_at(local_shard(one.param).cpu())
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)
-
-
-def _check(
-    model: nn.Module,
-    modules: list[nn.Module],
-    sharded: dict[tuple[nn.Module, str], ShardedParameter],
-    initialize: Callable[[nn.Module], object] | None,
-) -> None:
+    sharded = {place: one for group in sharding_groups(model) for one in group.sharded() for place in one.places()}
     names = {module: name or "the model" for name, module in model.named_modules()}
+    modules = [module for module in model.modules() if any(one.is_meta for one in _own(module))]
     outside = [
         f"{names[module]}.{name}"
         for module in modules
@@ -83,3 +55,20 @@ def _check(
             f"reset_parameters() ({', '.join(silent[:4])}). Pass initialize=, which fills a module's own tensors, or "
             "initialize=lambda module: None if a checkpoint is loaded next."
         )
+    for module in modules:
+        own = [sharded[module, name] for name, param in module.named_parameters(recurse=False) if param.is_meta]
+        device = own[0].device if own else next(iter(sharded.values())).device
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            if initialize is not None:
+                initialize(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]  # looked for above
+        for one in own:
+            one.follow_module()
+            one.live_at(local_shard(one.param).cpu())
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)

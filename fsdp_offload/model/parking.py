@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..device.arena import BREAK_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
-from ..device.lanes import Mark
-from ..device.link import DeviceLink, device_link
+from ..device.lanes import Lane, Mark
+from ..device.link import LinkLanes, device_link
 from ..torch_compat.dtensor import local_shard
 from ..torch_compat.guard import Guard, WriteWatch
 
@@ -32,14 +32,14 @@ class _Place(NamedTuple):
     offset: int  # in the region
 
 
-Ends = list[tuple[DeviceLink, Mark]]
-"""The ends of copies, of each device."""
+Ends = list[tuple[Lane, Mark]]
+"""The ends of copies, each with the lane of its device's current stream."""
 
 
 def wait_for(ends: Ends) -> None:
     """Let the current streams wait for copies: they are about to free the source, or to use the target."""
-    for link, end in ends:
-        link.lanes(serial=False).compute.wait(end)
+    for compute, end in ends:
+        compute.wait(end)
 
 
 class Parking:
@@ -55,7 +55,7 @@ class Parking:
         self.region: Region | None = None
         self.storages: Sequence[Storage] = ()
         self._no_room, self._limit_bytes = no_room, limit_bytes
-        self._places: list[tuple[DeviceLink, list[_Place]]] = []
+        self._places: list[_Place] = []
 
     def make_room(self, storages: Sequence[Storage]) -> None:
         """Choose what is parked next, and take memory for it, page-locked where there is an accelerator.
@@ -63,12 +63,10 @@ class Parking:
         Raises:
             MemoryError: there is not enough.
         """
-        self.storages, offset = storages, 0
-        places: dict[torch.device, list[_Place]] = {}
+        self.storages, self._places, offset = storages, [], 0
         for storage in storages:
-            places.setdefault(storage.device, []).append(_Place(storage, storage.nbytes(), offset))
+            self._places.append(_Place(storage, storage.nbytes(), offset))
             offset += aligned(storage.nbytes())
-        self._places = [(device_link(device), on_device) for device, on_device in places.items()]
         if not storages or (self.region is not None and self.region.nbytes >= offset):
             return
         self.region = None  # before the next is taken: there may not be room for both
@@ -82,11 +80,10 @@ class Parking:
     def store(self) -> Ends:
         """Start copying them to the region, after what the current streams do now."""
         ends = []
-        for link, places in self._places:
-            lanes = link.lanes(serial=False)
+        for lanes, places in self._by_device():
             lanes.store.wait(lanes.compute.mark())
             lanes.store.copy(list(self._pieces(places)))
-            ends.append((link, lanes.store.mark()))
+            ends.append((lanes.compute, lanes.store.mark()))
         return ends
 
     def free(self) -> None:
@@ -102,22 +99,26 @@ class Parking:
         """
         ends = []
         try:
-            for link, places in self._places:
-                lanes = link.lanes(serial=False)
+            for lanes, places in self._by_device():
                 for place in places:
                     place.storage.resize_(place.nbytes)
                 # What the current stream gets may still be in use by what was issued to it before; so may the region,
                 # by the copies that came before.
                 lanes.load.wait(lanes.compute.mark())
                 lanes.load.copy([(own, host) for host, own in self._pieces(places)])
-                ends.append((link, lanes.load.mark()))
+                ends.append((lanes.compute, lanes.load.mark()))
         except BaseException:  # most likely, somebody else still has the memory
-            for link, _ in self._places:
-                link.synchronize()
+            for device in {storage.device for storage in self.storages}:
+                device_link(device).synchronize()
             self.free()
             raise
         self.storages, self._places = (), []
         return ends
+
+    def _by_device(self) -> Iterator[tuple[LinkLanes, list[_Place]]]:
+        for device in dict.fromkeys(storage.device for storage in self.storages):
+            places = [place for place in self._places if place.storage.device == device]
+            yield device_link(device).lanes(serial=False), places
 
     def _pieces(self, places: Sequence[_Place]) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
@@ -234,6 +235,13 @@ class ParkedParameters:
         self.reload()
         self.settle()
 
+    def free_host_memory(self) -> None:
+        """Give back the region; the host waits for copies from it. Nothing if they are away."""
+        if self._where in (_Where.HERE, _Where.COMING):
+            for _, end in self._copied:
+                end.synchronize()
+            self._parking.region = None
+
     def _store(self) -> None:
         self._copied = self._parking.store()  # after the last update, and whoever has written to them
         self._copied_versions = self._versions()
@@ -244,13 +252,6 @@ class ParkedParameters:
     def _guard(self, guard: Guard) -> None:
         self._take_off_guard()
         self._take_off_guard = guard.put_on(layer for param in self.params for layer in (param, local_shard(param)))
-
-    def free_host_memory(self) -> None:
-        """Give back the region; the host waits for copies from it. Nothing if they are away."""
-        if self._where in (_Where.HERE, _Where.COMING):
-            for _, end in self._copied:
-                end.synchronize()
-            self._parking.region = None
 
 
 def owns_its_storage(tensor: Tensor) -> bool:

@@ -13,7 +13,8 @@ The arena is one pinned region for each model. It is kept from one sleep to the 
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,8 +87,8 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     for device in dict.fromkeys(storage.device for storage in storages):
         # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
         device_link(device).synchronize()
-    for _, stored in parking.store():
-        stored.synchronize()
+    for _, end in parking.store():
+        end.synchronize()
     if gradients == "drop":
         for param in awake.values():
             param.grad = None
@@ -98,7 +99,8 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
         parking.free()
         modules: list[Any] = [model, *fsdp_modules(model)]
-        model.__dict__[_SLEEP] = _Sleep(asleep, modules)
+        refuse = partial(_refuse_use, asleep, modules)
+        model.__dict__[_SLEEP] = refuse, refuse()
     return moved_bytes
 
 
@@ -118,39 +120,36 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
             asleep, and it can be called again.
     """
     if _SLEEP in model.__dict__:
-        _load(_parkings[model], model.__dict__[_SLEEP])
-        del model.__dict__[_SLEEP]
+        refuse, allow = model.__dict__.pop(_SLEEP)
+        allow()
+        try:
+            wait_for(_parkings[model].load())
+        except BaseException:
+            model.__dict__[_SLEEP] = refuse, refuse()
+            raise
     if free_host_memory:
         _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
 
 
-class _Sleep:
-    """Tensors whose memory is away: whoever computes with one, saves it, or calls one of the modules, is told so.
+def _refuse_use(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Refuse to compute with tensors, to save them, and to call modules; returns what ends it.
 
     torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process on the CPU
     and makes a CUDA context unusable, and ``torch.save`` writes a file that lacks the bytes.
     """
+    take_off = _GUARD.put_on(tensors)
+    # Before fully_shard's own hook, which would be left half way by an error within it.
+    hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in dict.fromkeys(modules)]
 
-    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
-        self._tensors, self._modules = tensors, modules
-        self.begin()
-
-    def begin(self) -> None:
-        """Refuse from now on."""
-        self._take_off = _GUARD.put_on(self._tensors)
-        # Before fully_shard's own hook, which would be left half way by an error within it.
-        modules = dict.fromkeys(self._modules)
-        self._hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
-
-    def end(self) -> None:
-        """Refuse nothing any more."""
-        self._take_off()
-        for hook in self._hooks:
+    def allow() -> None:
+        take_off()
+        for hook in hooks:
             hook.remove()
+
+    return allow
 
 
 def _refuse_call(module: nn.Module, args: object) -> None:
-    del args
     _GUARD.refuse(f"{type(module).__name__}.forward()")
 
 
@@ -174,30 +173,13 @@ _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDict
 _told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
-def _load(parking: Parking, sleep: _Sleep) -> None:
-    """Allocate and copy, in the order of the current stream. After an error everything is asleep as before."""
-    sleep.end()
-    try:
-        wait_for(parking.load())
-    except BaseException:
-        sleep.begin()
-        raise
-
-
 # What a model consists of -------------------------------------------------------------------------------------------
-
-
-def _layers(tensor: Tensor) -> Iterator[Tensor]:
-    """``tensor`` and all tensors that it is made of."""
-    yield tensor
-    for part in _parts(tensor):
-        yield from _layers(part)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors inside a DTensor or a wrapper; none for a tensor with memory of its own.
 
-    Not ``shards.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
+    Not ``layout.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
     """
     if is_dtensor(tensor):
         return [local_shard(tensor)]
@@ -205,6 +187,12 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
     return []
+
+
+def _layers(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
+    for part in _parts(tensor):
+        yield from _layers(part)
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:

@@ -34,11 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cpu_update": {"policy", "torch_compat", "device", "state", "optimizers"},
     "model": {"policy", "torch_compat", "device"},
     "core": {"policy", "torch_compat", "device", "state", "optimizers", "cpu_update"},
-    "report": set(),
-    "measured": {"device", "state", "optimizers", "cpu_update", "core", "report"},
+    "report": {"device", "state", "optimizers", "core"},
     "api": {
         *("policy", "torch_compat", "device", "state", "optimizers"),
-        *("cpu_update", "model", "core", "report", "measured"),
+        *("cpu_update", "model", "core", "report"),
     },
     "checkpoint": {"torch_compat", "device", "state", "optimizers", "cpu_update", "core", "api"},
     "clipping": {"torch_compat", "core", "api"},

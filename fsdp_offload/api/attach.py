@@ -2,8 +2,9 @@
 
 import functools
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,30 +14,41 @@ from ..core.engine import Engine, find_offloaded
 from ..core.hooks import group_numbers, hook_model
 from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
-from ..measured import notes_of
+from ..model.parking import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
+from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
-from ..report import OffloadReport
+from ..report import OffloadReport, notes_of
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
-from .attachment import attached, attachment_of, states_of, unwrap, wrappers_around
-from .chain import offload_each
+from .attachment import (
+    Attachment,
+    attached,
+    attachment_of,
+    offloaded,
+    params_of,
+    redirect_captured_step,
+    states_of,
+    unwrap,
+    wrappers_around,
+)
 from .checks import (
     as_whole,
     check_attachable,
-    check_capabilities,
     check_divisible,
-    check_model,
     check_no_other_updates,
-    check_params,
+    check_own_offload,
     check_streamable,
+    check_types,
+    device_of,
     names_of_parameters,
     options_without_effect,
+    refuse_bypass,
+    watch_until_first_step,
 )
-from .offloaded_class import attach, detach
-from .optimizer import OffloadedOptimizer
-from .wrapped import is_wrapped, optimizers_in
-from .wrong_order import check_at_first_forward, note_if_unsharded, warn_if_another_steps
+from .optimizer import OffloadedOptimizer, offloaded_class
+from .wrapped import holders_in, is_wrapped, masters_in, parts_of, saves_all_masters
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -89,22 +101,21 @@ def offload_optimizer(
     """
     given = None if policy is None else as_policy(policy)
     if is_wrapped(optimizer):
-        each = functools.partial(
-            offload_optimizer, model=model, policy=given, exist_ok=exist_ok, trust_separable=trust_separable
-        )
-        offload_each(optimizer, each, remove_offload, None if given is None else given.host_limit_bytes)
+        again = functools.partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
+        _offload_each(optimizer, functools.partial(again, trust_separable=trust_separable), as_policy(given))
         return optimizer
     policy = as_policy(given)
-    check_model(model)
     *wrappers, target = wrappers_around(optimizer)
     if exist_ok and attachment_of(target) is not None:
         _check_same(target, model, given)
         return optimizer
+
+    # What is it, and can it be offloaded?
+    check_types(target, model)
     check_attachable(target)
-    params = [param for group in target.param_groups for param in group["params"]]
-    names = names_of_parameters(target, model)
+    params, names = params_of(target), names_of_parameters(target, model)
     capabilities = capabilities_for(target, trust=trust_separable)
-    check_capabilities(target, capabilities, policy)
+    check_divisible(target, capabilities, policy)
     if capabilities.moves_whole:
         if policy.overlap != "step":
             warnings.warn(
@@ -113,74 +124,47 @@ def offload_optimizer(
                 stacklevel=2,
             )
         policy = as_whole(policy)
-    else:
-        check_divisible(target)
-    device = check_params(capabilities, params, names, on_host=policy.parameters)
+    device = device_of(params, names, capabilities, policy)
     check_no_other_updates(params, names, policy)
-    if policy.pin_memory and device.type == "cpu":
-        raise ValueError(
-            "offload_optimizer: pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it "
-            "None, which pins where that is of use."
-        )
     together = group_numbers(model, policy)
     if policy.parameters:
         check_streamable(model, names)
+
+    # Homes for its state.
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
     engine = kind(type(target), capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
+    # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs. All
+    # others are updated as a forward needs their parameters.
+    gathered = [param for param in together if param in names]
+    order = list(dict.fromkeys([*gathered, *names])) if capabilities.elementwise else params
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
-    planned = {param for param in params if eager or is_trained(param) or target.state.get(param)}
-    # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs.
-    order = params
-    if capabilities.elementwise:
-        # As a forward needs them.
-        order = list(dict.fromkeys([*(param for param in together if param in names), *names]))
-    engine.add(target, [param for param in order if param in planned], states.unwaited)
-    attachment = attach(target, engine, states, model, wrappers)
+    planned = [param for param in order if eager or is_trained(param) or target.state.get(param)]
+    engine.add(target, planned, states.unwaited)
+
+    # From here on it is an OffloadedOptimizer.
+    plain_step = type(target).step
+    target.__class__ = offloaded_class(type(target))  # type: ignore[arg-type]  # a class has a hash
+    target.state = states
+    attachment = Attachment(engine, None if model is None else weakref.ref(model))
+    vars(target)[ENGINE_ATTRIBUTE] = attachment
+    attachment.undo += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+    attachment.undo.append(target.register_step_pre_hook(refuse_bypass).remove)
+    offloaded.add(target)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
-        # Until the first step, a framework may still exchange the parameters or the optimizer.
-        attachment.until_first_step.append(warn_if_another_steps(target))
-        if model is not None and (check := check_at_first_forward(model, attachment)) is not None:
-            attachment.until_first_step.append(check)
+        watch_until_first_step(target, model, attachment)
     except BaseException:
         remove_offload(target)
         raise
     engine.has_left_device()
     engine.take_staging()
-    groups = len({together[param] for param in names if param in together})
-    for note in filter(None, (*notes_of(engine), *options_without_effect(engine, groups), note_if_unsharded(params))):
+    groups = len({together[param] for param in gathered})
+    for note in (*notes_of(engine), *options_without_effect(engine, groups)):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
-
-
-def is_offloaded(optimizer: Optimizer) -> bool:
-    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for those that a framework wraps."""
-    if is_wrapped(optimizer):
-        return all(attachment_of(inner) is not None for inner in optimizers_in(optimizer))
-    return find_offloaded(optimizer) is not None
-
-
-def offload_report(optimizer: Optimizer) -> OffloadReport:
-    """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
-
-    Raises:
-        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
-    """
-    return _offloaded(optimizer, "offload_report").offload_report()
-
-
-def synchronize(optimizer: Optimizer) -> None:
-    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
-
-    Nothing where it is not offloaded: a plain optimizer has nothing under way.
-    """
-    for inner in optimizers_in(optimizer) if is_wrapped(optimizer) else [optimizer]:
-        target = find_offloaded(inner)
-        if isinstance(target, OffloadedOptimizer):
-            target.synchronize()
 
 
 def remove_offload(optimizer: _Optimizer) -> _Optimizer:
@@ -191,23 +175,84 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Raises:
         RuntimeError: it is not offloaded, or an exception has left its state half updated.
     """
-    if is_wrapped(optimizer):
-        for inner in optimizers_in(optimizer):
-            remove_offload(inner)
-        return optimizer
-    target = unwrap(optimizer)
-    attachment = attachment_of(target)
-    if attachment is None:
-        raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
-    engine = attachment.engine
-    engine.steps.check_usable("remove_offload()")
-    attachment.parked.bring_back()
-    states = states_of(target)
-    engine.return_to_device(states.unwaited)
-    detach(target, attachment)
-    target.state = defaultdict(dict, states)
-    engine.clear()
+    for target in map(unwrap, parts_of(optimizer)):
+        attachment = attachment_of(target)
+        if attachment is None:
+            raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+        engine = attachment.engine
+        engine.steps.check_usable("remove_offload()")
+        attachment.parked.bring_back()
+        states = states_of(target)
+        engine.return_to_device(states.unwaited)
+        attachment.unwatch()
+        if attachment.hooks is not None:
+            attachment.hooks.remove()
+        for undo in attachment.undo:
+            undo()
+        del vars(target)[ENGINE_ATTRIBUTE]
+        offloaded.discard(target)
+        target.__class__ = engine.cls
+        target.state = defaultdict(dict, states)
+        engine.clear()
     return optimizer
+
+
+def is_offloaded(optimizer: Optimizer) -> bool:
+    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for those that a framework wraps."""
+    return all(find_offloaded(part) is not None for part in parts_of(optimizer))
+
+
+def offload_report(optimizer: Optimizer) -> OffloadReport:
+    """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
+
+    Raises:
+        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
+    """
+    parts = parts_of(optimizer)
+    if len(parts) > 1:
+        raise RuntimeError(
+            f"offload_report: this {type(optimizer).__name__} has {len(parts)} optimizers, each of which has its own. "
+            "Give them one by one, as in chained_optimizers."
+        )
+    target = find_offloaded(parts[0])
+    if target is None:
+        raise RuntimeError(
+            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() "
+            "first; of a container of several optimizers, give each of them."
+        )
+    assert isinstance(target, OffloadedOptimizer)
+    return target.offload_report()
+
+
+def synchronize(optimizer: Optimizer) -> None:
+    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
+
+    Nothing where it is not offloaded: a plain optimizer has nothing under way.
+    """
+    for target in map(find_offloaded, parts_of(optimizer)):
+        if isinstance(target, OffloadedOptimizer):
+            target.synchronize()
+
+
+def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy: OffloadPolicy) -> None:
+    """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
+    held = holders_in(optimizer)
+    for holder in held.values():
+        check_own_offload(holder)
+    for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
+        keep_unread_masters(inner)
+    done: list[Optimizer] = []
+    try:
+        for inner in held:
+            offload(inner)
+            done.append(inner)
+    except BaseException:
+        for inner in reversed(done):
+            remove_offload(inner)
+        raise
+    for inner, holder in held.items():
+        if own := list(filter(owns_its_storage, masters_in(holder, inner))):
+            attached(unwrap(inner)).parked = ParkedParameters(own, policy.host_limit_bytes)
 
 
 def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
@@ -224,20 +269,3 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
             f"offload_optimizer: this optimizer is offloaded already, {' and '.join(other)}. Call remove_offload() "
             "first."
         )
-
-
-def _offloaded(optimizer: Optimizer, function: str) -> OffloadedOptimizer:
-    several = optimizers_in(optimizer) if is_wrapped(optimizer) else []
-    if len(several) > 1:
-        raise RuntimeError(
-            f"{function}: this {type(optimizer).__name__} has {len(several)} optimizers, each of which has its own. "
-            "Give them one by one, as in chained_optimizers."
-        )
-    target = find_offloaded(several[0] if several else optimizer)
-    if target is None:
-        raise RuntimeError(
-            f"{function}: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() first; of "
-            "a container of several optimizers, give each of them."
-        )
-    assert isinstance(target, OffloadedOptimizer)
-    return target
