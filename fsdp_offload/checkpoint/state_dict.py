@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..api.attachment import states_of
 from ..api.wrapped import is_wrapped, optimizers_in
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
@@ -224,13 +225,7 @@ class _Attached:
     @property
     def states(self) -> OffloadedState:
         """``optimizer.state``."""
-        states: Any = self.optimizer.state
-        if not isinstance(states, OffloadedState):
-            raise RuntimeError(
-                "optimizer.state has been replaced by another mapping since the last step; call step() or "
-                "load_state_dict() first, or assign to optimizer.state[param] instead."
-            )
-        return states
+        return states_of(self.optimizer)
 
     def check_names(self, fqns: Mapping[Tensor, str]) -> None:
         """Refuse parameters that have no FQN."""
