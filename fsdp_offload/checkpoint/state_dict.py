@@ -281,30 +281,13 @@ class _Attached:
                 "strict=False leaves them as they are."
             )
         numbers = {param: number for number, param in enumerate(self.params)}
-        groups = [self._merged_group(index, fqns, saved) for index in range(len(self.optimizer.param_groups))]
-        for group in groups:
-            group["params"] = [numbers[param] for param in group["params"]]
+        groups = [
+            {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
+            | {"params": [numbers[param] for param in group["params"]]}
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
         loaded = self._loaded_state(fqns, saved)
         return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
-
-    def _merged_group(self, index: int, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[str, Any]:
-        """A param group with the saved entries of its parameters, which have to agree."""
-        first: str | None = None
-        merged: dict[str, Any] = {}
-        for fqn in (fqns[param] for param in self.optimizer.param_groups[index]["params"]):
-            if fqn not in saved.entries:
-                continue
-            # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
-            entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
-            if first is None:
-                first, merged = fqn, entries
-            elif merged.keys() != entries.keys() or not all(_same(merged[name], entries[name]) for name in merged):
-                raise ValueError(
-                    f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved "
-                    f"with different hyperparameters: {merged} and {entries}. Build the optimizer with groups that do "
-                    "not mix them."
-                )
-        return {**self.optimizer.param_groups[index], **merged}
 
     def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
         current = self.states.unwaited
@@ -349,6 +332,23 @@ class _Attached:
             if reason or leaf is not None:
                 reasons[name] = reason or (UNTOUCHED if is_untouched is not None and is_untouched() else None)
         return reasons
+
+
+def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
+    """The saved entries of a param group: those of its parameters, which have to agree."""
+    first, agreed = "", None
+    for fqn in filter(saved.entries.__contains__, fqns):
+        # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
+        entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
+        if agreed is None:
+            first, agreed = fqn, entries
+        elif agreed.keys() != entries.keys() or not all(_same(agreed[name], entries[name]) for name in agreed):
+            raise ValueError(
+                f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved with "
+                f"different hyperparameters: {agreed} and {entries}. Build the optimizer with groups that do not mix "
+                "them."
+            )
+    return agreed or {}
 
 
 def _same(one: object, other: object) -> bool:
