@@ -169,7 +169,7 @@ class _Staging:
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
-        self._lent: dict[Lending, dict[int, Home]] = defaultdict(dict)
+        self._lent: dict[Lending, set[Home]] = defaultdict(set)
         self.copied: dict[_Key, Tensor] = {}
         self._state_dict = state_dict
         self._tensors = [(tensor, leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
@@ -189,7 +189,7 @@ class _Staging:
             self.copied.setdefault(key, leaf.detach())
             return key
         lending, home, _ = found
-        self._lent[lending][id(home)] = home
+        self._lent[lending].add(home)
         return None
 
     def staged(self, loan: "Loan", buffer: Region) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class _Staging:
         )
         staged: dict[str, Any] = _replaced(self._state_dict, tensors)  # while the device copies
         for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
-            lending.lend(loan, homes.values())
+            lending.lend(loan, homes)
         for device in {leaf.device for leaf in self.copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
         return staged
@@ -289,7 +289,7 @@ class Loan:
         self._owner = threading.current_thread()
         self.thread: threading.Thread | None = None  # that writes
         self._looks: list[Callable[[], object]] = []
-        self._is_sealed = self._is_over = False
+        self._is_over = False
         for region in regions:
             if region.nbytes:
                 address = region.bytes.data_ptr()
@@ -310,7 +310,6 @@ class Loan:
     def seal(self) -> None:
         """The loan is made: from now on only its tensors hold the memory."""
         self._memory.clear()
-        self._is_sealed = True
         self._is_gone(None)
 
     def when_over(self, look: Callable[[], object]) -> None:
@@ -318,7 +317,7 @@ class Loan:
         self._looks.append(look)
 
     def _is_gone(self, _: object) -> None:
-        if self._is_sealed and not any(memory() is not None for memory in self._alive):
+        if not any(memory() is not None for memory in self._alive):
             looks, self._looks = self._looks, []
             for look in () if self._is_abandoned() else looks:
                 look()

@@ -26,15 +26,7 @@ from torch.utils._pytree import tree_map
 from ..torch_compat.checkpoint import disabled_torch_function
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, over_part
 from ..torch_compat.fully_shard import parameter_names
-from .chunks import (
-    MEGATRON_INDEX,
-    Chunk,
-    ShardChunks,
-    chunks_of,
-    flat_range_of,
-    says_its_chunks,
-    why_misread,
-)
+from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
 from .names import Experts, bare_name, check_experts
 
 _aten = torch.ops.aten

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..api.attachment import states_of
 from ..api.wrapped import is_wrapped, optimizers_in
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
@@ -224,13 +225,7 @@ class _Attached:
     @property
     def states(self) -> OffloadedState:
         """``optimizer.state``."""
-        states: Any = self.optimizer.state
-        if not isinstance(states, OffloadedState):
-            raise RuntimeError(
-                "optimizer.state has been replaced by another mapping since the last step; call step() or "
-                "load_state_dict() first, or assign to optimizer.state[param] instead."
-            )
-        return states
+        return states_of(self.optimizer)
 
     def check_names(self, fqns: Mapping[Tensor, str]) -> None:
         """Refuse parameters that have no FQN."""
@@ -286,30 +281,13 @@ class _Attached:
                 "strict=False leaves them as they are."
             )
         numbers = {param: number for number, param in enumerate(self.params)}
-        groups = [self._merged_group(index, fqns, saved) for index in range(len(self.optimizer.param_groups))]
-        for group in groups:
-            group["params"] = [numbers[param] for param in group["params"]]
+        groups = [
+            {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
+            | {"params": [numbers[param] for param in group["params"]]}
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
         loaded = self._loaded_state(fqns, saved)
         return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
-
-    def _merged_group(self, index: int, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[str, Any]:
-        """A param group with the saved entries of its parameters, which have to agree."""
-        first: str | None = None
-        merged: dict[str, Any] = {}
-        for fqn in (fqns[param] for param in self.optimizer.param_groups[index]["params"]):
-            if fqn not in saved.entries:
-                continue
-            # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
-            entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
-            if first is None:
-                first, merged = fqn, entries
-            elif merged.keys() != entries.keys() or not all(_same(merged[name], entries[name]) for name in merged):
-                raise ValueError(
-                    f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved "
-                    f"with different hyperparameters: {merged} and {entries}. Build the optimizer with groups that do "
-                    "not mix them."
-                )
-        return {**self.optimizer.param_groups[index], **merged}
 
     def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
         current = self.states.unwaited
@@ -354,6 +332,23 @@ class _Attached:
             if reason or leaf is not None:
                 reasons[name] = reason or (UNTOUCHED if is_untouched is not None and is_untouched() else None)
         return reasons
+
+
+def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
+    """The saved entries of a param group: those of its parameters, which have to agree."""
+    first, agreed = "", None
+    for fqn in filter(saved.entries.__contains__, fqns):
+        # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
+        entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
+        if agreed is None:
+            first, agreed = fqn, entries
+        elif agreed.keys() != entries.keys() or not all(_same(agreed[name], entries[name]) for name in agreed):
+            raise ValueError(
+                f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved with "
+                f"different hyperparameters: {agreed} and {entries}. Build the optimizer with groups that do not mix "
+                "them."
+            )
+    return agreed or {}
 
 
 def _same(one: object, other: object) -> bool:
