@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, find_offloaded
+from ..device.lanes import refuse_capture
 from ..optimizers import Capabilities
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -312,12 +313,3 @@ def check_params(
     found = next(iter(devices), torch.device("cpu"))
     refuse_capture(found)
     return found
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Refuse to run while a CUDA graph is being captured on the current stream."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
-            "cannot be part of a graph. Capture forward and backward only."
-        )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..core.engine import find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
+from ..device.lanes import refuse_capture
 from ..measured import report_of
 from ..report import OffloadReport
 from ..state.layout import is_trained
@@ -22,7 +23,7 @@ from ..state.store import UserState
 from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..torch_compat.spent_gradient import is_spent, is_zeroed, without_gradients, zero_spent
 from .attachment import Attachment, attached, attachment_of, states_of
-from .checks import check_gradients_are_read, check_params, names_by_place, refuse_capture
+from .checks import check_gradients_are_read, check_params, names_by_place
 from .wrong_order import RIGHT_ORDER, refuse_exchanged, refuse_foreign
 
 logger = logging.getLogger(__name__)

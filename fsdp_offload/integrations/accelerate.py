@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..api.offload import is_offloaded
 from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
-from .plain_values import offload, policy_from
+from .plain_values import model_of, offload, params_of, policy_from
 
 
 def prepare(
@@ -45,7 +45,7 @@ def prepare(
     models = [result for result in results if isinstance(result, nn.Module)]
     for optimizer in results:
         if isinstance(optimizer, Optimizer):
-            offload(optimizer, _model_of(optimizer, models), policy)
+            offload(optimizer, model_of(optimizer, models), policy)
             clip_with(accelerator, optimizer)
     return prepared
 
@@ -53,7 +53,7 @@ def prepare(
 def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """Let ``accelerator.clip_grad_norm_`` clip the parameters of ``optimizer``, all together, by our function."""
     theirs = accelerator.clip_grad_norm_
-    own = {param for group in optimizer.param_groups for param in group["params"]}
+    own = params_of(optimizer)
 
     @functools.wraps(theirs)
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
@@ -68,9 +68,3 @@ def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
         return
     clip._clips = own  # type: ignore[attr-defined]
     accelerator.clip_grad_norm_ = clip
-
-
-def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:
-    """The model that has all of the optimizer's parameters."""
-    params = {param for group in optimizer.param_groups for param in group["params"]}
-    return next((model for model in models if params <= set(model.parameters())), None)

@@ -4,10 +4,10 @@ import ast
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.offload import is_offloaded, offload_optimizer, offload_report
@@ -56,6 +56,16 @@ def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy
         if not again:
             raise
         raise RuntimeError(f"{error} Or say in one place of the script what you want: {RIGHT_ORDER}.") from None
+
+
+def params_of(optimizer: Optimizer) -> set[Tensor]:
+    """The parameters of all groups."""
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
+    """The model that has all of the optimizer's parameters."""
+    return next((model for model in models if params_of(optimizer) <= set(model.parameters())), None)
 
 
 def _from_json(text: str) -> dict[str, Any]:

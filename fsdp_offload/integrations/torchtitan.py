@@ -29,7 +29,7 @@ from ..api.offload import is_offloaded
 from ..checkpoint import ArenaStager
 from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
-from .plain_values import metrics_of, offload, policy_from
+from .plain_values import metrics_of, model_of, offload, params_of, policy_from
 
 
 class OffloadedOptimizers(OptimizersContainer):
@@ -74,9 +74,7 @@ def offload_container(
         policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
     """
     for optimizer in container.optimizers:
-        params = {param for group in optimizer.param_groups for param in group["params"]}
-        part = next((part for part in container.model_parts if params <= set(part.parameters())), None)
-        offload(optimizer, part, policy)
+        offload(optimizer, model_of(optimizer, container.model_parts), policy)
     _containers.add(container)
     titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
     return container
@@ -90,12 +88,11 @@ _clip_as_torchtitan = titan.clip_grad_norm_
 def _clip(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    *args: Any,
     pp_mesh: Any = None,
     ep_enabled: bool = False,
-) -> Tensor:
+    **options: Any,
+) -> Any:
     """Clip the parameters of an offloaded container, all together, by our function.
 
     Pipeline stages are clipped by theirs, and so is one mesh with experts: that norm is combined with one of nothing.
@@ -104,11 +101,10 @@ def _clip(
     trained = {param for param in given if param.requires_grad}
     meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}
     for container in _containers if pp_mesh is None and len(meshes) == 1 + ep_enabled else ():
-        own = {param for group in container.param_groups for param in group["params"]}
-        if own == trained and all(map(is_offloaded, container.optimizers)):
-            norm = clip_in_order(container.optimizers, given, max_norm, norm_type, error_if_nonfinite, foreach)
+        if params_of(container) == trained and all(map(is_offloaded, container.optimizers)):
+            norm = clip_in_order(container.optimizers, given, max_norm, *args, **options)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return _clip_as_torchtitan(given, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled)
+    return _clip_as_torchtitan(given, max_norm, *args, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options)
 
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
