@@ -1,7 +1,7 @@
 """The description on an index page: README.md, whose relative links lead nowhere there. All else: pyproject.toml.
 
 With ``Repository`` in ``[project.urls]`` of pyproject.toml, links and pictures become absolute. Without it, a link
-becomes its text, and a picture is left out.
+becomes its text, and pictures and paragraphs of links alone are left out.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+LINKS_ALONE = re.compile(r"^(?:\[[^\]]+\]\([^)\s]+\)(?: ·\s)?){2,}\n", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
 
 
@@ -23,7 +24,8 @@ def description(readme: str, repository: str | None) -> str:
             return f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/HEAD/{target})"
         return "" if picture else text
 
-    return re.sub(r"\n{3,}", "\n\n", LINK.sub(absolute, readme))  # a picture leaves an empty line
+    shown = readme if repository else LINKS_ALONE.sub("", readme)
+    return re.sub(r"\n{3,}", "\n\n", LINK.sub(absolute, shown))  # what is left out leaves an empty line
 
 
 if __name__ == "__main__":

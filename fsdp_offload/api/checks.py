@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, find_offloaded
+from ..device.lanes import refuse_capture
 from ..optimizers import Capabilities
 from ..optimizers.with_masters import WithMasters
 from ..policy import OffloadPolicy
@@ -327,15 +328,6 @@ def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) 
                 "be updated. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
                 "use_precision_aware_optimizer off. Nothing has been changed."
             )
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Refuse to run while a CUDA graph is being captured on the current stream."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A CUDA graph is being captured: an offloaded step waits for events and copies of other streams, and "
-            "cannot be part of a graph. Capture forward and backward only."
-        )
 
 
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:

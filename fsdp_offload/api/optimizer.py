@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
+from ..device.lanes import refuse_capture
 from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.mapping import forget_left_out
@@ -28,7 +29,6 @@ from .checks import (
     check_gradients_are_read,
     device_of,
     names_by_place,
-    refuse_capture,
     refuse_exchanged,
     refuse_foreign,
 )

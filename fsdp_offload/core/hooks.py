@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..device.lanes import refuse_capture
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from ..torch_compat.conversions import keep_in_place
@@ -80,6 +81,7 @@ class ModelHooks:
         engine = self._engine()
         if engine is None:
             return
+        refuse_capture(engine.device)
         engine.before_gather(number)
         if engine.weights_of(number) is None:
             engine.core.gather(number, stream)

@@ -39,6 +39,16 @@ STORED_PIECE_BYTES = 32 << 20
 _ALIGNED_BYTES = 512
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to run while a CUDA graph is being captured on the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A CUDA graph is being captured: an offloaded step, and forward and backward of a model that was given as "
+            "model=, wait for events and copies of other streams, and cannot be part of a graph. Train without graphs "
+            "(torchtitan: --training.disable_cuda_graphs)."
+        )
+
+
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
     pieces: list[Copy] = []

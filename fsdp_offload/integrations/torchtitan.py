@@ -26,6 +26,7 @@ from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointMan
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
+from ..api.attachment import params_of
 from ..checkpoint import ArenaStager
 from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
@@ -88,12 +89,11 @@ _clip_as_torchtitan = titan.clip_grad_norm_
 def _clip(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    *args: Any,
     pp_mesh: Any = None,
     ep_enabled: bool = False,
-) -> Tensor:
+    **options: Any,
+) -> Any:
     """Clip the parameters of an offloaded container, all together, by our function.
 
     Pipeline stages are clipped by theirs, and so is one mesh with experts: that norm is combined with one of nothing.
@@ -102,11 +102,10 @@ def _clip(
     trained = {param for param in given if param.requires_grad}
     meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}
     for container in _containers if pp_mesh is None and len(meshes) == 1 + ep_enabled else ():
-        own = {param for group in container.param_groups for param in group["params"]}
-        if own == trained and all(map(is_offloaded, container.optimizers)):
-            norm = clip_in_order(container.optimizers, given, max_norm, norm_type, error_if_nonfinite, foreach)
+        if set(params_of(container)) == trained and all(map(is_offloaded, container.optimizers)):
+            norm = clip_in_order(container.optimizers, given, max_norm, *args, **options)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    theirs: Tensor = _clip_as_torchtitan(given, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled)
+    theirs: Tensor = _clip_as_torchtitan(given, max_norm, *args, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options)
     return theirs
 
 

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 import torchtitan.distributed.parallel_dims as titan_meshes
 import torchtitan.distributed.utils as titan
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, register_moe_load_balancing_hook
@@ -113,24 +114,19 @@ def exchange(outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> 
         output.copy_(chunk)
 
 
-@functools.cache  # spmd_types knows a mesh by its object
-def meshes(ep: int, **sizes: int) -> titan_meshes.ParallelDims:
-    titan_meshes.device_type = DEVICE_TYPE
-    if DEVICE_TYPE == "cpu":
-        dist.all_to_all = exchange
-    parallelism = ParallelismConfig(expert_parallel_degree=ep, spmd_backend=BACKEND, **sizes)
-    titan.set_spmd_backend(BACKEND)
-    return titan_meshes.ParallelDims.from_config(parallelism, dist.get_world_size())
-
-
 class Training:
     """A model and the container of its optimizer, which torchtitan's function clips, offloaded or not."""
 
     def __init__(
         self, family: str, policy: OffloadPolicy | None, *, ep: int, experts: int = 4, seed: int = 0, **sizes: int
     ) -> None:
+        titan_meshes.device_type = DEVICE_TYPE
+        if DEVICE_TYPE == "cpu":
+            dist.all_to_all = exchange
+        titan.set_spmd_backend(BACKEND)
+        _clear_sharding_prop_cache()  # of specs on meshes of other trainings, which fully_shard takes for other meshes
         parallelism = ParallelismConfig(expert_parallel_degree=ep, spmd_backend=BACKEND, **sizes)
-        self.dims = meshes(ep, **sizes)
+        self.dims = titan_meshes.ParallelDims.from_config(parallelism, dist.get_world_size())
         torch.manual_seed(seed)
         self.model = build(family, self.dims, parallelism, experts)
         adamw = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01})

@@ -1,5 +1,6 @@
 """Overlap on real streams: what no axis of ``test_conformance`` has, and other bits where a wait is missing."""
 
+import traceback
 from typing import Any
 
 import pytest
@@ -16,6 +17,15 @@ from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, SLEEP_CYCLES, Slow, off
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same
 
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
+
+
+def test_a_graph_of_forward_and_backward_is_refused(mesh: DeviceMesh) -> None:
+    """As torchtitan's trainer captures one. Torch may add that streams of ``fully_shard`` have not joined again."""
+    loop = offloaded(mesh, {}).train(2)
+    tokens = loop.batch(20)
+    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loop.model(tokens)
+    assert "disable_cuda_graphs" in "".join(traceback.format_exception(raised.value))
 
 
 @pytest.fixture(scope="module")
