@@ -26,7 +26,8 @@ from safetensors import safe_open
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
-from .reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
+from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
+from .metadata import is_name, leaves_the_folder
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -211,9 +212,8 @@ class _Opening:
 
     def opened(self, key_prefix: str | None, default_prefix: str) -> Folders:
         model_files, other_files = ([self._single], []) if self._single else self._listed()
-        for is_model, files in ((True, model_files), (False, other_files)):
-            for file in files:
-                self._add(file, is_model=is_model)
+        for is_model, file in (*((True, file) for file in model_files), *((False, file) for file in other_files)):
+            self._add(file, is_model=is_model)
         objects, paths = self._objects() if OBJECTS_FILE in self._json_files else ({}, {})
         if key_prefix is None:
             key_prefix = self._recorded_prefix
@@ -226,18 +226,13 @@ class _Opening:
                 raise CheckpointError(f"{self._path} has two values named {key}; choose another --key-prefix")
             tensors[key] = self._tensor(place[1], key, self._places[place])
         model_keys = frozenset(key for (is_model, _), key in renamed.items() if is_model)
-        defaults = {key: path_of(key, key_prefix) for key in model_keys}
-        known = {key: path for key, path in paths.items() if key in tensors or key in objects}
-        checkpoint = Checkpoint(
-            path=self._path,
-            folder=self._folder,
-            tensors=tensors,
-            objects=objects,
-            paths={**{key: (key,) for key in (*tensors, *objects)}, **defaults, **known},
-            problems=(),
-            version=None,
-            notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
-        )
+        paths = {
+            **{key: (key,) for key in (*tensors, *objects)},
+            **{key: path_of(key, key_prefix) for key in model_keys},
+            **{key: path for key, path in paths.items() if key in tensors or key in objects},
+        }
+        notes = tuple(_notes_on_parts(self._headers)) if self._is_sharded else ()
+        checkpoint = Checkpoint(self._path, self._folder, tensors, objects, paths, (), None, notes)
         return Folders(checkpoint, model_keys, key_prefix, tuple(self._json_files))
 
     def _listed(self) -> tuple[list[str], list[str]]:
@@ -247,9 +242,9 @@ class _Opening:
             raise CheckpointError(f"{self._path} is not a folder of safetensors: {error}") from error
         if OBJECTS_FILE in there:
             self._json_files.append(OBJECTS_FILE)
-        others = self._indexed(f"{OPTIMIZER}{INDEX_SUFFIX}", there) or []
-        index = f"{MODEL}{INDEX_SUFFIX}"
-        indices = [name for name in there if name.endswith(INDEX_SUFFIX) and name != f"{OPTIMIZER}{INDEX_SUFFIX}"]
+        own, index = f"{OPTIMIZER}{INDEX_SUFFIX}", f"{MODEL}{INDEX_SUFFIX}"
+        others = self._indexed(own, there) or []
+        indices = [name for name in there if name.endswith(INDEX_SUFFIX) and name != own]
         if index not in there and len(indices) > 1:
             raise CheckpointError(f"{self._path} has several indices ({', '.join(indices)}); give one file at a time")
         model = self._indexed(index if index in there or not indices else indices[0], there)
@@ -264,33 +259,34 @@ class _Opening:
         if index not in there:
             return None
         self._json_files.append(index)
-        found = self._read_json(index)
+        found, where = self._read_json(index), f"{self._folder.path}/{index}"
         weight_map = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{self._folder.path}/{index} has no weight_map of keys and files; fetch it again")
-        files = sorted(set(weight_map.values()), key=natural_order)
+            raise CheckpointError(f"{where} has no weight_map of keys and files; fetch it again")
+        keys: dict[str, set[str]] = {}
+        for key, file in weight_map.items():
+            keys.setdefault(file, set()).add(key)
+        files = sorted(keys, key=natural_order)
         for file in files:
             if leaves_the_folder(file) or not is_name(file):
-                raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
+                raise CheckpointError(f"{where} names {file!r}, which is outside of the folder")
             if file not in there and not self._folder.has(file):
-                missing = sum(name == file for name in weight_map.values())
                 raise CheckpointError(
-                    f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
+                    f"{where} names {file}, which is not there ({len(keys[file]):,} keys); fetch it as well"
                 )
-        keys: dict[str, set[str]] = {file: set() for file in files}
-        for key, file in weight_map.items():
-            keys[file].add(key)
         for file in files:
             lost = keys[file] - {tensor.key for tensor in self._header(file).tensors}
             if lost:
                 raise CheckpointError(
                     f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
                 )
-        metadata = found.get("metadata")
-        prefix = metadata.get("key_prefix") if isinstance(metadata, dict) else None
-        if isinstance(prefix, str):
-            self._recorded_prefix = prefix
+        self._record_prefix(found.get("metadata"))
         return files
+
+    def _record_prefix(self, found: Any) -> None:
+        """Note what convert has taken away from the model's keys, where it says so."""
+        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):
+            self._recorded_prefix = found["key_prefix"]
 
     def _header(self, file: str) -> Header:
         if file not in self._headers:
@@ -320,11 +316,8 @@ class _Opening:
         try:
             found = json.loads(text)
             starts = {tensor.key: tuple(found[tensor.key]["saved_offsets"]) for tensor in header.tensors}
-            if all(
-                len(starts[tensor.key]) == len(tensor.shape)
-                and all(type(at) is int and 0 <= at <= MAX_INT64 for at in starts[tensor.key])
-                for tensor in header.tensors
-            ):
+            places = [(starts[tensor.key], tensor.shape) for tensor in header.tensors]
+            if all(len(at) == len(shape) and all(map(_is_count, at)) for at, shape in places):
                 return starts
             what = "offsets of other dimensions"
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -352,11 +345,11 @@ class _Opening:
             raise CheckpointError(f"{self._folder.path}/{file} is no JSON ({error}); fetch it again") from error
 
     def _objects(self) -> tuple[dict[str, StoredObject], dict[str, Path]]:
-        found = self._read_json(OBJECTS_FILE)
+        found, where = self._read_json(OBJECTS_FILE), f"{self._folder.path}/{OBJECTS_FILE}"
         if not isinstance(found, dict) or found.get("format") != OBJECTS_FORMAT:
             raise CheckpointError(
-                f"{self._folder.path}/{OBJECTS_FILE} is not what these tools write (format {OBJECTS_FORMAT!r}); move "
-                "it away to convert the tensors alone"
+                f"{where} is not what these tools write (format {OBJECTS_FORMAT!r}); move it away to convert the "
+                "tensors alone"
             )
         try:
             stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
@@ -364,12 +357,13 @@ class _Opening:
             objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._folder.path}/{OBJECTS_FILE} is damaged ({type(error).__name__}: {error}); fetch it again"
-            ) from error
-        if isinstance(found.get("key_prefix"), str):
-            self._recorded_prefix = found["key_prefix"]
+            raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
+        self._record_prefix(found)
         return objects, paths
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:

@@ -29,9 +29,10 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.request import RECORD_FILE
 from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.verify import check_structure, verify
+from checkpoint_tools.stored.checkpoint import Item
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.metadata import Item, manifest_bytes
-from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.metadata import manifest_bytes
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.checkpoints import assert_one_line, changed, run_here, save, without_checksums
 from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, rewritten, rule
