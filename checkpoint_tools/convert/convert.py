@@ -34,7 +34,6 @@ from ..stored.safetensors_folder import (
     OBJECTS_FORMAT,
     OPTIMIZER,
     SUFFIX,
-    FileTensor,
     is_safetensors,
     open_safetensors,
     path_of,
@@ -249,9 +248,9 @@ class _NewFiles:
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
             by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
             self.heads[file], placed = with_header(
-                FileTensor(name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
+                (name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
             )
-            tensors = [by_name[entry.key] for entry in placed]
+            tensors = [by_name[name] for name in placed]
             self.files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
             weight_map.update(dict.fromkeys(by_name, file))
         return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))

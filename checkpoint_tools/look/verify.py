@@ -195,7 +195,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
     if checkpoint.manifest is None:
         return []
     problems = []
-    by_file, known = checkpoint.items_by_file(), checkpoint.manifest.files
+    by_file, known = checkpoint.items_by_file(), checkpoint.manifest
     for file in sorted({*known, *by_file}):
         expected = {(item.offset_bytes, item.length_bytes): item.around_crc for item in known.get(file, ())}
         keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}

@@ -112,14 +112,6 @@ class Item(NamedTuple):
     around_crc: int
 
 
-class Manifest(NamedTuple):
-    """A manifest's content: the length and the SHA-256 of ``.metadata``, and the items of each file by its name."""
-
-    metadata_bytes: int
-    metadata_sha256: str
-    files: Mapping[str, tuple[Item, ...]]
-
-
 class CheckpointProblem(NamedTuple):
     """One thing that is wrong with a key or a file."""
 
@@ -136,7 +128,7 @@ class Checkpoint:
         problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
         version: of the format, or ``None`` as of torch before 2.6.
         notes: what nobody can find out about it, and people should know.
-        manifest: of checksums, if there is one; ``problems`` say if it is for other metadata.
+        manifest: file → its items, if the checkpoint is sealed; ``problems`` say if it was sealed with other metadata.
         refusal: why it cannot be rewritten, if so.
         opened: by file, offset and length: the items that somebody has looked into already.
     """
@@ -149,7 +141,7 @@ class Checkpoint:
     problems: tuple[CheckpointProblem, ...]
     version: str | None
     notes: tuple[str, ...] = ()
-    manifest: Manifest | None = None
+    manifest: Mapping[str, tuple[Item, ...]] | None = None
     refusal: str = ""
     opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
-from .checkpoint import Checkpoint, CheckpointProblem, Item, Manifest, Path, StoredChunk, StoredObject, StoredTensor
+from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
@@ -48,7 +48,7 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
     return f"{head}\n{body}\n".encode()
 
 
-def _read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
+def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
     """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
         with folder.open(MANIFEST_FILE) as stream:
@@ -63,13 +63,13 @@ def _read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
             return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
         found = json.loads(body)
         files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
-        manifest = Manifest(int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"]), files)
+        sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, f"{MANIFEST_FILE} is damaged; remove it to go without"
     content = read_content(folder)
-    if (len(content), hashlib.sha256(content).hexdigest()) == manifest[:2]:
-        return manifest, None
-    return manifest, (
+    if (len(content), hashlib.sha256(content).hexdigest()) == sealed:
+        return files, None
+    return files, (
         f"it is not the one that {MANIFEST_FILE} was written for: it is damaged, or the checkpoint was saved "
         f"again since it was sealed (then remove {MANIFEST_FILE}, and seal it again)"
     )

@@ -18,7 +18,7 @@ import re
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,33 +65,11 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class FileTensor(NamedTuple):
-    """A tensor of a file, and where its elements begin from the start of the data.
+def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
+    """Read a file's header, which the safetensors package has checked: tensors in the order of their bytes, and texts.
 
-    The shape is torch's: float4 is two numbers for each element, which the header counts one by one.
+    Shapes are torch's: float4 is two numbers for each element, which the header counts one by one.
     """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    begin_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the elements in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Header(NamedTuple):
-    """Header of a file: tensors in the order of their bytes, strings by name, and the byte where the data begin."""
-
-    tensors: tuple[FileTensor, ...]
-    metadata: Mapping[str, str]
-    data_at: int
-
-
-def read_header(folder: Folder, file: str) -> Header:
-    """Read a file's header, which the safetensors package has checked."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -109,8 +87,8 @@ def read_header(folder: Folder, file: str) -> Header:
                 pass
         found = json.loads(content)
         metadata = found.pop(METADATA_KEY, None) or {}
-        tensors = sorted((_tensor(key, entry) for key, entry in found.items()), key=lambda each: each.begin_bytes)
-        return Header(tuple(tensors), metadata, _LENGTH.size + header_bytes)
+        chunks = {key: _chunk(key, entry, file, _LENGTH.size + header_bytes) for key, entry in found.items()}
+        return dict(sorted(chunks.items(), key=lambda each: each[1].offset_bytes)), metadata
     except Exception as error:  # the package has errors of its own, and what it takes may be too much for others
         raise CheckpointError(
             f"{folder.path}/{file} is not a whole safetensors file ({shortened(str(error))}); fetch it again, or use "
@@ -118,7 +96,7 @@ def read_header(folder: Folder, file: str) -> Header:
         ) from error
 
 
-def _tensor(key: str, entry: Any) -> FileTensor:
+def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
     dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
     if dtype is None or len(shape) > MAX_DIMS:
         raise ValueError(f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which torch does not have")
@@ -126,21 +104,23 @@ def _tensor(key: str, entry: Any) -> FileTensor:
         if not shape or shape[-1] % 2:
             raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
         shape = [*shape[:-1], shape[-1] // 2]
-    return FileTensor(key, tuple(shape), dtype, entry["data_offsets"][0])
+    begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
+    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, (), dtype)
 
 
-def with_header(tensors: Iterable[FileTensor]) -> tuple[bytes, list[FileTensor]]:
-    """Place tensors in a file, large elements first, so that all are aligned; return all that comes before the data."""
+def with_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, list[str]]:
+    """Place tensors in a file, large elements first, so that all are aligned.
+
+    Returns all that comes before the data, and the keys in the order of the data.
+    """
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
-    at, placed = 0, []
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        shape = list(tensor.shape)
-        if tensor.dtype == torch.float4_e2m1fn_x2:
-            shape[-1] *= 2
-        offsets = [at, at + tensor.nbytes]
-        entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-        placed.append(tensor._replace(begin_bytes=at))
-        at += tensor.nbytes
+    at = 0
+    for key, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
+        end, listed = at + math.prod(shape) * dtype.itemsize, [*shape]
+        if dtype == torch.float4_e2m1fn_x2:
+            listed[-1] *= 2
+        entries[key] = {"dtype": NAMES[dtype], "shape": listed, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
@@ -148,7 +128,7 @@ def with_header(tensors: Iterable[FileTensor]) -> tuple[bytes, list[FileTensor]]
             f"the header of a file would have {human_bytes(len(text))}, and safetensors allow "
             f"{human_bytes(MAX_HEADER_BYTES)}; choose a smaller --shard-size"
         )
-    return _LENGTH.pack(len(text)) + text, placed
+    return _LENGTH.pack(len(text)) + text, [*entries][1:]
 
 
 # A folder of them -----------------------------------------------------------------------------------------------------
@@ -205,7 +185,7 @@ class _Opening:
         self._folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self._single else path)
         self._path = path
         self._json_files: list[str] = []
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, tuple[dict[str, StoredChunk], Mapping[str, str]]] = {}
         self._places: dict[tuple[bool, str], list[StoredChunk]] = {}  # by whether it is the model's, and its name
         self._is_sharded = False
         self._recorded_prefix: str | None = None
@@ -275,7 +255,7 @@ class _Opening:
                     f"{where} names {file}, which is not there ({len(keys[file]):,} keys); fetch it as well"
                 )
         for file in files:
-            lost = keys[file] - {tensor.key for tensor in self._header(file).tensors}
+            lost = keys[file] - self._header(file)[0].keys()
             if lost:
                 raise CheckpointError(
                     f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
@@ -288,36 +268,34 @@ class _Opening:
         if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):
             self._recorded_prefix = found["key_prefix"]
 
-    def _header(self, file: str) -> Header:
+    def _header(self, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
         if file not in self._headers:
             self._headers[file] = read_header(self._folder, file)
         return self._headers[file]
 
     def _add(self, file: str, *, is_model: bool) -> None:
-        header = self._header(file)
-        starts = self._starts(file, header)
-        for tensor in header.tensors:
-            known = self._places.setdefault((is_model, tensor.key), [])
+        chunks, metadata = self._header(file)
+        starts = self._starts(file, chunks, metadata.get(_SHARDING))
+        for key, chunk in chunks.items():
+            known = self._places.setdefault((is_model, key), [])
             if known and (starts is None or known[0].file == file):
                 raise CheckpointError(
-                    f"{tensor.key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
+                    f"{key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
                     "time, or remove what does not belong there"
                 )
-            at = (0,) * len(tensor.shape) if starts is None else starts[tensor.key]
-            place = header.data_at + tensor.begin_bytes
-            known.append(StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype))
+            known.append(chunk if starts is None else chunk._replace(offsets=starts[key]))
 
-    def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
+    def _starts(
+        self, file: str, chunks: Mapping[str, StoredChunk], text: str | None
+    ) -> dict[str, tuple[int, ...]] | None:
         """Locate a file's tensors in the whole ones, if it holds parts of them."""
-        text = header.metadata.get(_SHARDING)
         if text is None:
             return None
         self._is_sharded = True
         try:
             found = json.loads(text)
-            starts = {tensor.key: tuple(found[tensor.key]["saved_offsets"]) for tensor in header.tensors}
-            places = [(starts[tensor.key], tensor.shape) for tensor in header.tensors]
-            if all(len(at) == len(shape) and all(map(_is_count, at)) for at, shape in places):
+            starts = {key: tuple(found[key]["saved_offsets"]) for key in chunks}
+            if all(len(at) == len(chunks[key].sizes) and all(map(_is_count, at)) for key, at in starts.items()):
                 return starts
             what = "offsets of other dimensions"
         except (ValueError, TypeError, KeyError, RecursionError) as error:

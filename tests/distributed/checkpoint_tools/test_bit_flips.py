@@ -244,7 +244,7 @@ def test_a_flip_in_every_bit_around_the_data_of_an_item(saved: dict[str, Path], 
     assert checkpoint.manifest is not None
     item = next(item for key, item in checkpoint.items() if key.endswith("step"))
     expected = Item(item.offset_bytes, item.length_bytes, 0)
-    (crc,) = (each.around_crc for each in checkpoint.manifest.files[item.file] if each[:2] == expected[:2])
+    (crc,) = (each.around_crc for each in checkpoint.manifest[item.file] if each[:2] == expected[:2])
     unnoticed = []
     for at in range(item.offset_bytes, item.offset_bytes + item.length_bytes):
         for bit in range(8):
@@ -376,7 +376,7 @@ def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     assert seal(url) == []
     checkpoint = open_checkpoint(url)
     assert checkpoint.manifest is not None
-    assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
+    assert checkpoint.manifest.keys() == checkpoint.items_by_file().keys()
     problems, files = check_structure(checkpoint, 1)
     assert (problems, files.notes, verify(url)) == ([], (), [])
 
