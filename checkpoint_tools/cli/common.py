@@ -3,8 +3,8 @@
 import functools
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
@@ -14,8 +14,6 @@ from ..core.errors import NEED_EXTRA, CheckpointError
 from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
 
 if TYPE_CHECKING:  # when a command runs: rich takes longer than all that help and wrong options need
-    import rich.console
-
     from ..core.tables import Table
 
 Folder = Annotated[
@@ -77,14 +75,12 @@ def say_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def console() -> "rich.console.Console":
-    """Return rich's console on standard output, as wide as any line where that is a pipe or a file."""
-    import rich.console
-
-    made = rich.console.Console(highlight=False)
-    if not made.is_terminal:
-        made.width = 100_000
-    return made
+def say_table(table: "Table") -> None:
+    """Print a table, its header in bold on a terminal."""
+    head, *rows = table.lines()
+    head = typer.style(head, bold=True) if sys.stdout.isatty() else head
+    sys.stdout.write("\n".join((head, *rows, "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -115,28 +111,6 @@ def write_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], obje
     except KeyboardInterrupt:
         say("interrupted: nothing is left of what was written", err=True)
         raise
-
-
-def say_written(destination: str, headline: str, notes: Iterable[str], begin_s: float) -> None:
-    """Print the notes, and the line that says what was written; ``begin_s`` is on the monotonic clock."""
-    say_notes(notes)
-    say(f"{destination}: {headline} ({time.monotonic() - begin_s:.1f} s)")
-
-
-def check_json(as_json: bool, dry_run: bool) -> None:
-    """Refuse --json without --dry-run: nothing would be printed as JSON."""
-    if as_json and not dry_run:
-        raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
-
-
-def say_plan(plan: "Mapping[str, Any] | Table", notes: Iterable[str], headline: str) -> None:
-    """Print what would be written: as JSON if that is what the plan is, or else as a table and a line."""
-    if isinstance(plan, Mapping):
-        say_json({**plan, "notes": list(notes)})
-        return
-    console().print(plan)
-    say_notes(notes)
-    say(f"to be written: {headline}")
 
 
 Options = ParamSpec("Options")

@@ -2,29 +2,27 @@
 
 import gc
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..core.errors import CheckpointError
-from ..core.text import counted, human_bytes, human_shape, idle_patterns, is_excluded
+from ..core.text import counted, dtype_name, human_bytes, human_shape, idle_patterns, is_excluded
 from .common import (
     Folder,
     Json,
     MaxMemory,
     Patterns,
     Threads,
-    console,
     parse_memory,
     progress,
     say,
     say_json,
     say_notes,
-    say_written,
+    say_table,
 )
 
-if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    pass
+# Of torch, which takes longer than all that help and wrong options need, each command imports what it calls itself.
 
 
 def inspect_checkpoint(
@@ -39,7 +37,7 @@ def inspect_checkpoint(
 ) -> None:
     """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
     from ..look import inspect
-    from ..stored.opening import open_checkpoint
+    from ..stored.reading import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
@@ -47,13 +45,13 @@ def inspect_checkpoint(
             what = "an object, and in one piece" if tiling_key in checkpoint.objects else "not in the checkpoint"
             raise CheckpointError(f"{tiling_key} is {what}; give the key of a tensor, as inspect lists them")
         tensor = checkpoint.tensors[tiling_key]
-        dtype, chunks = str(tensor.dtype).removeprefix("torch."), tensor.chunks
+        dtype, chunks = dtype_name(tensor.dtype), tensor.chunks
         if as_json:
             listed = [chunk._asdict() for chunk in chunks]
             say_json({"key": tiling_key, "shape": tensor.shape, "dtype": dtype, "chunks": listed})
         else:
             say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")
-            console().print(inspect.chunk_table(tensor))
+            say_table(inspect.chunk_table(tensor))
         return
     idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
     if idle:
@@ -61,8 +59,13 @@ def inspect_checkpoint(
     summary = inspect.summarize(checkpoint, patterns or ())
     if as_json:
         say_json(inspect.as_json(summary))
-    else:
-        console().print(inspect.as_tables(summary, keys=not groups, files=files))
+        return
+    say(inspect.headline(summary))
+    for table in inspect.as_tables(summary, keys=not groups, files=files):
+        say_table(table)
+    say_notes(summary.notes)
+    if summary.problems:
+        say(f"The metadata contradict themselves ({summary.problems} times): see the command verify.")
 
 
 def verify_checkpoint(
@@ -86,7 +89,7 @@ def verify_checkpoint(
     """
     memory_bytes = parse_memory(max_memory, threads, 2)
     from ..look import verify
-    from ..stored.opening import open_checkpoint
+    from ..stored.reading import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
@@ -143,7 +146,7 @@ def compare_checkpoints(
     """
     memory_bytes = parse_memory(max_memory, threads, 16)
     from ..look import diff
-    from ..stored.opening import open_checkpoint
+    from ..stored.reading import open_checkpoint
 
     first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
@@ -159,7 +162,7 @@ def compare_checkpoints(
         say_json({"a": path_a, "b": path_b, "keys": len(keys), "notes": notes, "differences": found})
     else:
         if differences:
-            console().print(diff.as_table(differences))
+            say_table(diff.as_table(differences))
         say_notes(notes)
         say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
@@ -171,8 +174,8 @@ def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:
     verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
     has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
     """
-    from ..integrity.seal import seal  # torch takes longer than all that help and wrong options need
+    from ..integrity.seal import seal
 
     begin_s = time.monotonic()
-    notes = seal(path, threads=threads)
-    say_written(path, "sealed", notes, begin_s)
+    say_notes(seal(path, threads=threads))
+    say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")

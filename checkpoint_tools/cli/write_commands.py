@@ -4,9 +4,9 @@ Errors come from where they are found; tables and last lines from ``checkpoint_t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,16 +22,19 @@ from .common import (
     Source,
     Values,
     WriteThreads,
-    check_json,
     parse_memory,
     parse_values,
-    say_plan,
-    say_written,
+    say,
+    say_json,
+    say_notes,
+    say_table,
     write_progress,
 )
 
 if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
-    from ..fuse.rules import Rule, Way
+    from ..core.tables import Table
+    from ..fuse.rules import Way
+    from ..rewrite.rewrite_plan import Rewrite
 
 
 Presets = Annotated[
@@ -71,7 +74,7 @@ def split_fused(
     DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _rewrite("split", **locals())
+    _exchange("split", **locals())
 
 
 def merge_parts(
@@ -97,10 +100,10 @@ def merge_parts(
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _rewrite("merge", **locals())
+    _exchange("merge", **locals())
 
 
-def _rewrite(
+def _exchange(
     way: "Way",
     source: str,
     destination: str,
@@ -115,51 +118,67 @@ def _rewrite(
     as_json: bool,
     yes: bool = False,
 ) -> None:
-    begin = time.monotonic()
-    memory_bytes = parse_memory(max_memory, threads, 4)
-    check_json(as_json, dry_run)
+    run = _Run(destination, threads, max_memory, dry_run, as_json)
     numbers = parse_values(values)
     from ..fuse.request import Request, check_used, complete, not_known
-    from ..rewrite import rewrite
-
-    request = Request(_rules(presets, rule_files), numbers, excluded or [], only or [], yes)
-    rewrite.check_destination(source, destination)
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    completed = complete(checkpoint, way, request)
-    planned = rewrite.plan(checkpoint, way, completed)
-    check_used(request, planned.exchange)
-    notes = [*completed.notes, *rewrite.notes_on(checkpoint, sidecars)]
-    if dry_run:
-        shown = rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned)
-        say_plan(shown, notes, rewrite.headline(planned, way))
-        return
-    if not completed.is_known:
-        raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
-    with write_progress(way, planned.nbytes) as advance:
-        rewrite.write(
-            checkpoint,
-            planned,
-            destination,
-            threads=threads,
-            max_memory_bytes=memory_bytes,
-            advance=advance,
-            sidecars=sidecars.files,
-            record=rewrite.record_after(checkpoint, way, completed, planned),
-        )
-    say_written(destination, rewrite.headline(planned, way), notes, begin)
-
-
-def _rules(presets: Sequence[str] | None, files: Sequence[Path] | None) -> "list[Rule]":
     from ..fuse.rules import load_rules, preset
+    from ..rewrite import rewrite
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
-        rules += [rule for file in files or () for rule in load_rules(file)]
+        rules += [rule for file in rule_files or () for rule in load_rules(file)]
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
-    return rules
+    request = Request(rules, numbers, excluded or [], only or [], yes)
+    rewrite.check_destination(source, destination)
+    checkpoint, sidecars = rewrite.open_whole(source, threads)
+    asked = complete(checkpoint, way, request)
+    planned = rewrite.plan(checkpoint, sidecars, way, asked)
+    check_used(request, planned.exchange)
+    if dry_run:
+        run.show(planned, rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned))
+        return
+    if not asked.is_known:
+        raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
+    run.write(way, rewrite.with_record(planned, way, asked))
+
+
+class _Run:
+    """One command that writes, from its options to its last line."""
+
+    def __init__(
+        self, destination: str, threads: int, max_memory: str, dry_run: bool = False, as_json: bool = False
+    ) -> None:
+        self._begin_s = time.monotonic()
+        self._destination = destination
+        self._threads = threads
+        self.memory_bytes = parse_memory(max_memory, threads, 4)
+        if as_json and not dry_run:
+            raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
+
+    def show(self, new: "Rewrite", plan: "Mapping[str, Any] | Table") -> None:
+        """Print what would be written: as JSON if that is what the plan is, or else as a table and a line."""
+        if isinstance(plan, Mapping):
+            say_json({**plan, "notes": list(new.notes)})
+            return
+        say_table(plan)
+        say_notes(new.notes)
+        say(f"to be written: {new.headline}")
+
+    def write(self, what: str, new: "Rewrite") -> None:
+        """Write it, and say so."""
+        from ..rewrite.rewrite import write
+
+        with write_progress(what, new.nbytes) as advance:
+            write(new, self._destination, self._threads, self.memory_bytes, advance)
+        self.say_written(new.headline, new.notes)
+
+    def say_written(self, headline: str, notes: Iterable[str]) -> None:
+        """Print the notes, and the line that says what was written."""
+        say_notes(notes)
+        say(f"{self._destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
 
 
 def convert_checkpoint(
@@ -203,69 +222,39 @@ def convert_checkpoint(
     in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
     kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    begin = time.monotonic()
-    memory_bytes = parse_memory(max_memory, threads, 4)
-    shard_bytes = parse_bytes(shard_size)
+    run, shard_bytes = _Run(destination, threads, max_memory, dry_run, as_json), parse_bytes(shard_size)
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
-    check_json(as_json, dry_run)
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if to == "torch" or (is_torch_file(source) and not dry_run):
         if to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run:
             raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
-        keys, told = _convert_torch(source, destination, to, tuple(excluded or ()), memory_bytes)
-        say_written(destination, keys, told, begin)
+        if "://" in source or "://" in destination:
+            raise CheckpointError("files of torch.save are read and written on this machine alone")
+        if excluded and to != "torch":
+            raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
+        from ..convert import torch_files
+
+        if to == "torch":
+            told = torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes)
+        else:
+            told = torch_files.to_dcp(source, destination, run.memory_bytes)
+        run.say_written(*told)
         return
     import torch
 
     from ..convert import convert
-    from ..convert.convert import Wanted
     from ..rewrite import rewrite
 
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
-    wanted = Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
+    wanted = convert.Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     rewrite.check_destination(source, destination)
-    planned = convert.plan(source, wanted, to=to, threads=threads)
+    new, prefix = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
-        say_plan(planned.as_json() if as_json else planned.as_table(), planned.notes, planned.headline)
-        return
-    with write_progress("convert", planned.rewrite.nbytes) as advance:
-        rewrite.write(
-            planned.checkpoint,
-            planned.rewrite,
-            destination,
-            threads=threads,
-            max_memory_bytes=memory_bytes,
-            advance=advance,
-            beside=planned.beside,
-            sidecars=planned.sidecars,
-        )
-    say_written(destination, planned.headline, planned.notes, begin)
-
-
-def _convert_torch(
-    source: str, destination: str, to: str | None, excluded: tuple[str, ...], memory_bytes: int
-) -> tuple[str, list[str]]:
-    """Convert to or from one file of torch.save; return the headline and the notes."""
-    if "://" in source or "://" in destination:
-        raise CheckpointError("files of torch.save are read and written on this machine alone")
-    if excluded and to != "torch":
-        raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
-    from ..convert import torch_files
-    from ..look.verify import notes_on_checksums
-    from ..rewrite import rewrite
-    from ..stored.opening import open_checkpoint
-
-    rewrite.check_destination(source, destination)
-    if to == "torch":
-        checkpoint = open_checkpoint(source)
-        rewrite.check_whole(checkpoint, 1)
-        keys = torch_files.to_torch(checkpoint, destination, excluded, memory_bytes)
-        notes = [*checkpoint.notes, *notes_on_checksums(checkpoint)]
-        return f"{counted(keys, 'key')} in one file of torch.save", notes
-    values, notes = torch_files.to_dcp(source, destination, memory_bytes)
-    return f"{counted(values, 'value')} as a checkpoint of DCP", notes
+        run.show(new, convert.as_json(new, prefix) if as_json else convert.as_table(new))
+    else:
+        run.write("convert", new)
 
 
 def rename_weights(
@@ -291,8 +280,7 @@ def rename_weights(
     begins anew.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    begin = time.monotonic()
-    memory_bytes = parse_memory(max_memory, threads, 4)
+    run = _Run(destination, threads, max_memory)
     numbers = parse_values(values)
     from ..convert.translate import translate
 
@@ -304,7 +292,7 @@ def rename_weights(
         numbers,
         excluded or [],
         threads=threads,
-        max_memory_bytes=memory_bytes,
+        max_memory_bytes=run.memory_bytes,
         progress=write_progress,
     )
-    say_written(destination, f"{counted(keys, 'key')} as {to_framework} has them", notes, begin)
+    run.say_written(f"{counted(keys, 'key')} as {to_framework} has them", notes)

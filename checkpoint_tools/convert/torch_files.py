@@ -23,22 +23,38 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.errors import CheckpointError
 from ..core.regions import whole_of
-from ..core.text import check_excluded, human_bytes, is_excluded, shortened
-from ..core.values import MAX_VALUES, has_more_values
+from ..core.text import check_excluded, counted, human_bytes, is_excluded, shortened
+from ..core.values import MAX_VALUES, has_more_values, values_in
 from ..integrity.seal import seal
+from ..look.verify import notes_on_checksums
+from ..rewrite.rewrite import check_destination, check_whole
 from ..rewrite.save import appearing
-from ..stored.items import Archive, DamagedError, ItemReader
-from ..stored.reading import Checkpoint
+from ..stored.checkpoint import Checkpoint
+from ..stored.items import Archive, DamagedError, ItemReader, NotPlainError, plain_load
+from ..stored.reading import open_checkpoint
 from ..stored.storage import Folder
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
-_WITHOUT = "torch.serialization.set_crc32_options(False) was in force"
 
 
-def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, list[str]]:
-    """Write a checkpoint with everything in a file; return how many values are at its top, and notes."""
-    has_crcs = _check(source)
-    state = _loaded(source)
+def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, list[str]]:
+    """Write a checkpoint with everything in a file; return what is at its top, and notes."""
+    check_destination(source, destination)
+    try:
+        folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
+        archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
+        with warnings.catch_warnings(action="ignore"):  # of protocols that torch may not know, which is an error later
+            state = plain_load(archive, source, mmap=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source} is not there") from error
+    except DamagedError as error:
+        raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
+    except NotPlainError as error:
+        raise CheckpointError(
+            f"{source} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
     _check_values(source, state, max_memory_bytes)
     with appearing(destination, 0) as made:
         try:
@@ -48,61 +64,30 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[int, l
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error
         seal(made)
-    return len(state), [] if has_crcs else [f"the data of {source} cannot be compared with checksums: {_WITHOUT}"]
-
-
-def _check(source: str) -> bool:
-    """Compare all of the file with its checksums, which mapping it does not. Whether it has any."""
-    try:
-        folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
-        archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
-        archive.check()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source} is not there") from error
-    except DamagedError as error:
-        raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
-    return archive.has_crcs
+    why = "torch.serialization.set_crc32_options(False) was in force"
+    notes = [] if archive.has_crcs else [f"the data of {source} cannot be compared with checksums: {why}"]
+    return f"{counted(len(state), 'value')} as a checkpoint of DCP", notes
 
 
 def _check_values(source: str, state: Mapping[str, Any], max_memory_bytes: int) -> None:
     """Refuse objects that are larger than their file: lists that contain each other, an element repeated."""
     if has_more_values(state, MAX_VALUES):
         raise CheckpointError(f"{source} has more than {MAX_VALUES:,} values")
-    pending: list[Any] = [state]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, list | tuple):
-            pending += each
-        elif isinstance(each, Tensor) and each.layout == torch.strided:
-            nbytes = each.numel() * each.itemsize
-            if nbytes > max(max_memory_bytes, each.untyped_storage().nbytes()):
+    for each in values_in(state):
+        if isinstance(each, Tensor) and each.layout == torch.strided:
+            nbytes, stored_bytes = each.numel() * each.itemsize, each.untyped_storage().nbytes()
+            if nbytes > max(max_memory_bytes, stored_bytes):
                 raise CheckpointError(
-                    f"{source} has a tensor of {human_bytes(nbytes)} in {human_bytes(each.untyped_storage().nbytes())},"
-                    " which does not fit into --max-memory; allow that much"
+                    f"{source} has a tensor of {human_bytes(nbytes)} in {human_bytes(stored_bytes)}, which does not "
+                    "fit into --max-memory; allow that much"
                 )
 
 
-def _loaded(source: str) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of protocols that it may not know, which is an error later
-            state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file can raise anything
-        text = str(error)
-        if "weights_only" in text or "Weights only" in text:
-            raise CheckpointError(
-                f"{source} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
-            ) from error
-        reason = shortened(text.partition("\n")[0])
-        raise CheckpointError(f"{source} is not what torch.save writes: {reason}") from error
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
-    return state
-
-
-def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> int:
-    """Write one file with everything in a checkpoint, nested as it was; returns how many keys that were."""
+def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> tuple[str, list[str]]:
+    """Write one file with everything in a checkpoint, nested as it was; return what is in it, and notes."""
+    check_destination(source, destination)
+    checkpoint = open_checkpoint(source)
+    check_whole(checkpoint, 1)
     check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not is_excluded(key, excluded)}
     objects = {key: item for key, item in checkpoint.objects.items() if not is_excluded(key, excluded)}
@@ -129,7 +114,8 @@ def to_torch(checkpoint: Checkpoint, destination: str, excluded: tuple[str, ...]
         raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
     finally:
         made.unlink(missing_ok=True)
-    return len(values)
+    notes = [*checkpoint.notes, *notes_on_checksums(checkpoint)]
+    return f"{counted(len(values), 'key')} in one file of torch.save", notes
 
 
 class _Nest(dict[Any, Any]):

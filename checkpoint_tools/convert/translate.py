@@ -20,16 +20,15 @@ import torch
 
 from ..core.errors import CheckpointError
 from ..core.text import is_excluded
-from ..fuse.config_values import COMMON_FILE, FORMAT_FILE, with_told
 from ..fuse.files import read_groups, relisted
 from ..fuse.names import sorted_out
-from ..fuse.plan import Draft, Exchange, listed
-from ..fuse.request import Request, complete
+from ..fuse.plan import Exchange, listed
+from ..fuse.request import COMMON_FILE, FORMAT_FILE, Request, complete, with_told
 from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import Rewrite, plan_rewrite
+from ..rewrite.rewrite_plan import plan_rewrite
 from ..rewrite.save import held
-from ..stored.reading import Checkpoint
+from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
 
@@ -56,9 +55,6 @@ class Fuse(NamedTuple):
 
     way: Way
     rules: tuple[Rule, ...]
-
-
-Step = Rename | Fuse
 
 
 @functools.cache
@@ -91,7 +87,7 @@ def _family(name: str) -> Mapping[str, Any]:
     return {"rule": [], **found}
 
 
-def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Step]:
+def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Rename | Fuse]:
     """List the steps from one framework's names to the other's."""
     found = _family(family)
     for name in (source, target):
@@ -140,36 +136,27 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     """Exchange every key for that with the new name. What keys have in front (``model.``) is left out."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     prefix = _prefix_of([key for key in names.others if key in checkpoint.tensors], rename)
-    draft = Draft(frozenset((*checkpoint.tensors, *checkpoint.objects)), checkpoint.paths)
-    objects: dict[str, bytes] = {}
+    found = Exchange()
     unknown: list[str] = []
 
-    def new_name(name: str) -> str | None:
+    def new_names(name: str) -> list[str]:
         own = name.removeprefix(prefix)
-        found = rename.renamed(own) or rename.renamed(name)
-        if found is None and not is_excluded(own, rename.ignored):
+        new = rename.renamed(own) or rename.renamed(name)
+        if new is None and not is_excluded(own, rename.ignored):
             unknown.append(name)
-        return found
+        return [new] if new else []
 
     for key in names.others:
         is_left_out = is_excluded(key, excluded) or is_excluded(key.removeprefix(prefix), rename.ignored)
         if key in checkpoint.tensors or is_left_out:
-            new = None if is_left_out else new_name(key)
-            draft.copies[key] = ()
-            if new is not None:
-                draft.copies[key] = (new,)
-                draft.paths[new] = (new,)
+            found.copies[key] = () if is_left_out else tuple(new_names(key))
+            found.paths.update((new, (new,)) for new in found.copies[key])
     for state in names.states:
-        new = None if is_excluded(state.key, excluded) else new_name(state.fqn)
-        if new is None:
-            draft.copies[state.key] = ()
-        else:
-            draft.copy(state, [new])
-    groups = read_groups(checkpoint, names.groups)
-    for name, content in groups.items():
-        fqns = {str(fqn): new_name(str(fqn)) for fqn in listed(content, name)}
+        found.copy(state, [] if is_excluded(state.key, excluded) else new_names(state.fqn))
+    for name, content in read_groups(checkpoint, names.groups).items():
+        fqns = {str(fqn): new_names(str(fqn)) for fqn in listed(content, name)}
         if fqns:
-            objects[name.key] = relisted(content, name, {fqn: (new,) if new else () for fqn, new in fqns.items()})
+            found.objects[name.key] = relisted(content, name, fqns)
     if unknown:
         more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(
@@ -177,10 +164,10 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
             "framework? What is to be left out can be named with --exclude"
         )
     try:
-        draft.check_new_keys()
+        found.check_new_keys({*checkpoint.tensors, *checkpoint.objects})
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    return Exchange((), draft.copies, objects, draft.paths, len(draft.copies))
+    return found
 
 
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
@@ -212,7 +199,6 @@ def translate(
 ) -> tuple[int, list[str]]:
     """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
     rewrite.check_destination(source, destination)
-    to = source
     checkpoint, sidecars = rewrite.open_whole(source, threads)
     tables = _family(family)["rule"]
     names = {table["each"] for table in tables if "each" in table}
@@ -229,37 +215,29 @@ def translate(
         options = " ".join(f"--value {name}=NUMBER" for name in missing)
         raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
-    planned: Rewrite | None = None
+    keys = 0
     with _room_for(destination) as room:
         for number, step in enumerate(work):
             if number:
-                checkpoint, sidecars = rewrite.open_whole(to, threads)
-            before, to = room / f"{number - 1}", destination if number + 1 == len(work) else f"{room}/{number}"
+                checkpoint, sidecars = rewrite.open_whole(f"{room}/{number - 1}", threads)
             left_out = excluded if number <= first_rename else ()
             if isinstance(step, Rename):
-                planned = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, left_out))
+                new = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, left_out))
             else:
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
-                planned = rewrite.plan(checkpoint, step.way, complete(checkpoint, step.way, request))
-            formats: dict[str, bytes] = {}
-            if to == destination and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
+                new = rewrite.plan(checkpoint, sidecars, step.way, complete(checkpoint, step.way, request))
+            is_last, beside = number + 1 == len(work), {}
+            if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
-                formats = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode()}
-            with progress(f"rename, {number + 1} of {len(work)}", planned.nbytes) as advance:
-                rewrite.write(
-                    checkpoint,
-                    planned,
-                    to,
-                    threads=threads,
-                    max_memory_bytes=max_memory_bytes,
-                    advance=advance,
-                    sidecars=sidecars.files,
-                    beside={name: made for name, made in formats.items() if name not in sidecars.files},
-                )
-            shutil.rmtree(before, ignore_errors=True)
-    assert planned is not None
-    return len(planned.tensors) + len(planned.objects), notes
+                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode()}
+                beside = {name: made for name, made in beside.items() if name not in sidecars.files}
+            new = new._replace(sidecars=sidecars.files, beside=beside)  # what is in between has no record of a split
+            with progress(f"rename, {number + 1} of {len(work)}", new.nbytes) as advance:
+                rewrite.write(new, destination if is_last else f"{room}/{number}", threads, max_memory_bytes, advance)
+            shutil.rmtree(room / f"{number - 1}", ignore_errors=True)
+            keys = new.keys
+    return keys, notes
 
 
 _TORCH_DIST = {

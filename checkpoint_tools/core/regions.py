@@ -21,11 +21,10 @@ A *stretch* of a rectangle is a smaller one whose elements follow each other in 
     └────────────┘       └────────────┘             └───────┴────┘
 """
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.chunks import contiguous_strides
@@ -193,26 +192,6 @@ def common(one: Placed, other: Placed) -> TensorRegion | None:
     ends = zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     sizes = tuple(min(a + n, b + m) - start for start, a, n, b, m in ends)
     return TensorRegion(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-PlacedT = TypeVar("PlacedT", bound=Placed)
-
-
-class Index(Generic[PlacedT]):
-    """Rectangles to look up by what they have in common with another one: fast where dimension 0 is divided."""
-
-    def __init__(self, placed: Iterable[PlacedT]) -> None:
-        self._placed = sorted((each for each in placed if math.prod(each.sizes)), key=lambda each: each.offsets)
-        self._starts = [(*each.offsets, 0)[0] for each in self._placed]
-        ends = ((*each.offsets, 0)[0] + (*each.sizes, 1)[0] for each in self._placed)
-        self._ends = list(itertools.accumulate(ends, max))
-
-    def overlapping(self, region: Placed) -> list[PlacedT]:
-        """List those that have elements in common with ``region``."""
-        begin = (*region.offsets, 0)[0]
-        first = bisect.bisect_right(self._ends, begin)
-        last = bisect.bisect_left(self._starts, begin + (*region.sizes, 1)[0])
-        return [each for each in self._placed[first:last] if common(each, region) is not None]
 
 
 def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:

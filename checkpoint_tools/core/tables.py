@@ -1,16 +1,10 @@
 """Tables of any number of rows: what takes rich a minute for a hundred thousand of them takes a second here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
-from rich.segment import Segment
-from rich.style import Style
-from rich.text import Text
 
 from .text import printable
-
-_GAP = "  "
 
 
 class Table:
@@ -25,25 +19,16 @@ class Table:
         assert len(cells) == len(self._rows[0])
         self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        """Yield the lines; the terminal wraps those that are too long."""
-        del console, options
+    def lines(self) -> list[str]:
+        """Return the lines, of which the first is the header; the terminal wraps those that are too long."""
         widths = [max(map(_width, column)) for column in zip(*self._rows, strict=True)]
-        for number, row in enumerate(self._rows):
-            cells = (self._aligned(*each) for each in enumerate(zip(row, widths, strict=True)))
-            yield Segment(_GAP.join(cells).rstrip(), Style(bold=True) if number == 0 else None)
-            yield Segment.line()
-
-    def _aligned(self, number: int, cell_and_width: tuple[str, int]) -> str:
-        cell, width = cell_and_width
-        room = " " * (width - _width(cell))
-        return cell + room if number < self._texts else room + cell
+        lines = []
+        for row in self._rows:
+            rooms = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
+            both = enumerate(zip(row, rooms, strict=True))
+            lines.append("  ".join(cell + room if n < self._texts else room + cell for n, (cell, room) in both))
+        return [line.rstrip() for line in lines]
 
 
 def _width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
-
-
-def shown(text: str) -> Text:
-    """Return a rich text of a string that others have written parts of."""
-    return Text(printable(text))

@@ -85,6 +85,11 @@ def human_shape(shape: Iterable[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
 
+def dtype_name(dtype: object) -> str:
+    """Return what torch calls a dtype, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key in which digits count as numbers."""

@@ -1,6 +1,8 @@
 """Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
 
+import itertools
 import struct
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -84,17 +86,21 @@ MAX_VALUES = 10_000_000
 """In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
 
 
-def has_more_values(value: Any, most: int) -> bool:
-    """Tell whether a tree holds more than so many values, counting each as often as it is contained."""
-    pending, number = [value], 0
-    while pending and number <= most:
+def values_in(value: Any) -> Iterator[Any]:
+    """Yield all values of a tree, keys among them, each as often as it is contained."""
+    pending = [value]
+    while pending:
         each = pending.pop()
-        number += 1
-        if isinstance(each, dict):
+        yield each
+        if isinstance(each, Mapping):
             pending += [*each, *each.values()]
         elif isinstance(each, list | tuple | set):
             pending += each
-    return number > most
+
+
+def has_more_values(value: Any, most: int) -> bool:
+    """Tell whether a tree holds more than so many values."""
+    return any(True for _ in itertools.islice(values_in(value), most, most + 1))
 
 
 def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:

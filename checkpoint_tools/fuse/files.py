@@ -9,42 +9,35 @@ import torch
 from ..core.errors import CheckpointError
 from ..core.regions import Shape
 from ..core.text import is_excluded
+from ..stored.checkpoint import Checkpoint
 from ..stored.items import ItemReader
-from ..stored.reading import Checkpoint
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
-from .rules import ALL, MissingValueError, Rule, Wanted, Way
+from .request import Request
+from .rules import MissingValueError, Way
 
 
-def find_exchange(
-    way: Way,
-    checkpoint: Checkpoint,
-    rules: Sequence[Rule],
-    values: Mapping[str, float],
-    excluded: Sequence[str] = (),
-    wanted: Wanted = ALL,
-) -> Exchange:
+def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
     """Plan a split or merge of a checkpoint; see :func:`checkpoint_tools.fuse.plan.plan_exchange`."""
-    known = {name for rule in rules for name in rule.value_names}
-    idle = [name for name in values if name not in known]
+    known = {name for rule in asked.rules for name in rule.value_names}
+    idle = [name for name in asked.values if name not in known]
     if idle:  # typing errors
         raise CheckpointError(
             f"--value that no rule uses: {', '.join(idle)}. The rules name {', '.join(sorted(known)) or 'none'}"
         )
-    source = _Files(checkpoint, values)
+    source = _Files(checkpoint, asked.values)
     try:
-        found = plan_exchange(way, source, rules, excluded, wanted)
+        found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
     except MissingValueError as error:
-        raise CheckpointError(error.told(f"--value {error.name}=NUMBER", values)) from error
+        raise CheckpointError(error.told(f"--value {error.name}=NUMBER", asked.values)) from error
     except (ValueError, KeyError) as error:  # the rules' own errors
         raise CheckpointError(str(error)) from error
-    _check_left(source, found, excluded)
-    objects = {}
+    _check_left(source, found, asked.excluded)
     for name, content in source.groups.items():
         if any((name.optimizer, str(fqn)) in found.listed for fqn in listed(content, name)):
             new = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
-            objects[name.key] = relisted(content, name, new)
-    return found._replace(objects=objects)
+            found.objects[name.key] = relisted(content, name, new)
+    return found
 
 
 class _Files(Source):

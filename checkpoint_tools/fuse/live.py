@@ -26,7 +26,7 @@ from fsdp_offload.optimizers.masters import MASTER, is_duplicate
 from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 
 from ..core.regions import Comb, part_chunks, span_of
-from ..stored.reading import Path
+from ..stored.checkpoint import Path
 from .names import GroupName, Names, sorted_out
 from .plan import Exchange, Fusion, Layout, Source, plan_exchange
 from .rules import DENSE_RANKS, EXPERT_RANKS, Match, MissingValueError, Rule, Way

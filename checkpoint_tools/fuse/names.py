@@ -19,7 +19,7 @@ have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` 
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
 
-from ..stored.reading import Path
+from ..stored.checkpoint import Path
 
 _BY_FQN = ("state", "param_groups")
 

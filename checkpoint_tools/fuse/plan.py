@@ -12,7 +12,7 @@ without a model is matched by its own FQNs. The plan reads shapes, and only thos
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..core.regions import Comb, Shape
 from ..core.text import check_excluded, is_excluded, short_repr
-from ..core.values import same_values
-from ..stored.reading import Path
+from ..core.values import same_values, values_in
+from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
 from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothing_matches
 
@@ -43,12 +43,18 @@ class Fusion(NamedTuple):
     is_flat: bool = False
     owner: str | None = None
 
+    def part_shapes(self) -> list[tuple[str, Shape]]:
+        """List the key and the shape of each part."""
+        shapes = [comb.part_shape(self.shape, self.dim) for comb in self.combs]
+        return list(zip(self.parts, shapes, strict=True))
+
 
 Fqn = tuple[str, str]
 """An optimizer's prefix, and the FQN of one of its parameters."""
 
 
-class Exchange(NamedTuple):
+@dataclass
+class Exchange:
     """The plan: what becomes of each key. Keys that it does not name stay.
 
     Attributes:
@@ -59,16 +65,37 @@ class Exchange(NamedTuple):
         parameters: how many of the fusions are tensors of a model.
         matched: the fused tensors by the names that the rules match: of the model, or of state without one.
         listed: what param groups list instead of an FQN.
+        owners: the keys of the model's tensors whose state the optimizers have.
     """
 
-    fusions: tuple[Fusion, ...]
-    copies: Mapping[str, tuple[str, ...]]
-    objects: Mapping[str, bytes]
-    paths: Mapping[str, Path]
-    parameters: int
+    fusions: list[Fusion] = field(default_factory=list)
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    parameters: int = 0
     matched: tuple[str, ...] = ()
-    listed: Mapping[Fqn, tuple[str, ...]] = {}
-    owners: Mapping[Fqn, str] = {}
+    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)
+    owners: dict[Fqn, str] = field(default_factory=dict)
+
+    def copy(self, name: StateName, fqns: Sequence[str]) -> None:
+        """Give an entry of state to these parameters."""
+        self.copies[name.key] = tuple(self.renamed(name, fqn) for fqn in fqns)
+
+    def renamed(self, name: StateName, fqn: str) -> str:
+        """Return the key of the same entry of another parameter, and note its path."""
+        key, path = name.renamed(fqn)
+        if path:
+            self.paths[key] = path
+        return key
+
+    def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
+        """Check that every new key is free; ``before`` are the keys that there were, ``old`` those that are fused."""
+        fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in old)
+        new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
+        left = before - old - self.copies.keys()
+        taken = sorted(key for key, count in new.items() if count > 1 or key in left)
+        if taken:
+            raise ValueError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
 
 
 Layout = tuple[Shape, int, tuple[Comb, ...]]
@@ -103,54 +130,6 @@ class Source:
         """Refuse state that cannot be split like its parameter, which has this shape."""
 
 
-@dataclass
-class Draft:
-    """Exchange under construction."""
-
-    keys: frozenset[str]
-    paths_before: Mapping[str, Path]
-    fusions: list[Fusion] = field(default_factory=list)
-    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    old: set[str] = field(default_factory=set)
-
-    def fuse(self, fusion: Fusion, old: Iterable[str]) -> None:
-        """Exchange a fused tensor for its parts, or the other way round; ``old`` are the keys that are stored."""
-        self.fusions.append(fusion)
-        self.old.update(old)
-
-    def copy(self, name: StateName, fqns: Sequence[str]) -> None:
-        """Give an entry of state to these parameters."""
-        self.copies[name.key] = tuple(self.renamed(name, fqn) for fqn in fqns)
-
-    def renamed(self, name: StateName, fqn: str) -> str:
-        """Return the key of the same entry of another parameter, and note its path."""
-        key, path = name.renamed(fqn)
-        if path:
-            self.paths[key] = path
-        return key
-
-    def path_beside(self, key: str, other: str) -> None:
-        """Put the new key ``other`` where ``key`` was in the nested state dict."""
-        path = self.paths_before.get(key, ())
-        if not path or ".".join(map(str, path)) != key:
-            return
-        for at in range(len(path), 0, -1):  # the longest beginning that both have
-            lead = "".join(f"{part}." for part in path[: at - 1])
-            if other.startswith(lead):
-                self.paths[other] = (*path[: at - 1], other.removeprefix(lead))
-                return
-
-    def check_new_keys(self) -> None:
-        """Check that every new key is free."""
-        fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in self.old)
-        new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
-        left = self.keys - self.old - self.copies.keys()
-        taken = sorted(key for key, count in new.items() if count > 1 or key in left)
-        if taken:
-            raise ValueError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
-
-
 def plan_exchange(
     way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str] = (), wanted: Wanted = ALL
 ) -> Exchange:
@@ -160,8 +139,10 @@ def plan_exchange(
     """
     planner = _Planner(way, source, rules, excluded, wanted)
     (planner.split if way == "split" else planner.merge)()
-    planner.draft.check_new_keys()
-    return planner.exchange()
+    found = planner.found
+    old = {key for each in found.fusions for key in ((each.fused,) if way == "split" else each.parts)}
+    found.check_new_keys(planner.keys, old)
+    return found
 
 
 class _Role(NamedTuple):
@@ -192,11 +173,11 @@ class _Planner:
         self.fqns = tuple(fqns)
         keys = [*names.others, *(name.key for name in names.states), *(name.key for name in names.groups)]
         check_excluded(excluded, [*keys, *(name for fqn in fqns for name in (fqn[1], _key_of(fqn)))])
-        self.draft = Draft(frozenset(keys), source.paths)
+        self.keys = frozenset(keys)
+        self.found = Exchange()
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
         self.used: set[int] = set()  # rules that match something
         self.of_model = self._roles(model)
-        self.owners: dict[Fqn, str] = {}
         self.of_state = self._roles_of_state(fqns, Owners(model))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
@@ -204,6 +185,10 @@ class _Planner:
                 nothing_matches(self.way, self.rules, idle, [*self.shapes, *(fqn for _, fqn in self.fqns)])
             )
         self._check_ambiguity()
+        roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
+        self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
+        for fqn, role in self.of_state.items():  # param groups list the parts, or the fused one in place of the first
+            self.found.listed[fqn] = role.parts if role.number is None else () if role.number else (role.fused,)
 
     def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
         known = [name for name in names if not is_excluded(name, self.excluded)]
@@ -226,7 +211,7 @@ class _Planner:
                 if not is_excluded(_key_of((optimizer, fqn)), self.excluded):  # users exclude the keys that they see
                     alone.setdefault(optimizer, []).append(fqn)
                 continue
-            self.owners[optimizer, fqn] = owner.key
+            self.found.owners[optimizer, fqn] = owner.key
             role = self.of_model.get(owner.key)
             if role is not None:
                 own = [owner.own(key, fqn) for key in (role.fused, *role.parts)]
@@ -257,7 +242,7 @@ class _Planner:
                 )
         for name in self.source.names.states:
             fqn = name.optimizer, name.fqn
-            is_left = fqn not in self.of_state and fqn not in self.owners and name.key in self.source.tensors
+            is_left = fqn not in self.of_state and fqn not in self.found.owners and name.key in self.source.tensors
             found = (match_of(self.way, rule, name.key) for rule in self.rules if is_left)
             is_matched = any(match is not None and self.wanted(match) for match in found)
             if is_matched and not is_excluded(name.key, self.excluded):
@@ -270,22 +255,20 @@ class _Planner:
         for key, role in self.of_model.items():
             shape, dtype = self.shapes[key], tensors[key].dtype
             dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
-            self.layouts[key] = shape, dim, combs
-            self.draft.fuse(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), [key])
-            for part in role.parts:
-                self.draft.path_beside(key, part)
+            self._fuse_model(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), key, role.parts)
         alone = self._shapes_of_state()
         for name in self.source.names.states:
             of_state = self.of_state.get((name.optimizer, name.fqn))
             if of_state is None:
                 continue
-            if name.key not in tensors and holds_tensors(self.source.value(name.key)):
+            inside = values_in(self.source.value(name.key)) if name.key not in tensors else ()
+            if any(isinstance(each, Tensor) and each.dim() > 0 for each in inside):
                 raise ValueError(
                     f"{name.key} is an object with tensors in it, and it is not known how to split that; --exclude its "
                     "parameter"
                 )
             if name.key not in tensors or tensors[name.key].shape == ():
-                self.draft.copy(name, of_state.parts)
+                self.found.copy(name, of_state.parts)
             else:
                 self._split_state(name, of_state, alone[name.optimizer])
 
@@ -298,9 +281,21 @@ class _Planner:
             values = self.source.values_for(role.match.rule, name.key)
             dim, combs = role.match.divided(shape, values, siblings)
         self.source.check_state(name.key, shape, role.fused)
-        parts = tuple(self.draft.renamed(name, part) for part in role.parts)
+        parts = tuple(self.found.renamed(name, part) for part in role.parts)
         is_flat = len(shape) > 1 and tensor.shape == (torch.Size(shape).numel(),)
-        self.draft.fuse(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner), [name.key])
+        self.found.fusions.append(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner))
+
+    def _fuse_model(self, fusion: Fusion, old: str, new: Iterable[str]) -> None:
+        """Exchange a tensor of the model; new ones are where the ``old`` one was in the nested state dict."""
+        self.found.fusions.append(fusion)
+        self.found.parameters += 1
+        self.layouts[fusion.fused] = fusion.shape, fusion.dim, fusion.combs
+        path = self.source.paths.get(old, ())
+        for key in new if path and ".".join(map(str, path)) == old else ():
+            # The longest beginning that both have.
+            leads = ((at, "".join(f"{part}." for part in path[:at])) for at in reversed(range(len(path))))
+            at, lead = next((at, lead) for at, lead in leads if key.startswith(lead))
+            self.found.paths[key] = (*path[:at], key.removeprefix(lead))
 
     def _shapes_of_state(self) -> dict[str, dict[str, Shape]]:
         """Optimizer → FQN → the shape of the parameter: that of the state with the most dimensions."""
@@ -316,9 +311,7 @@ class _Planner:
     def merge(self) -> None:
         for match in {role.fused: role.match for role in self.of_model.values()}.values():
             fusion = self._fused(match, match.fused, match.parts, match.fused)
-            self.layouts[match.fused] = fusion.shape, fusion.dim, fusion.combs
-            self.draft.fuse(fusion, match.parts)
-            self.draft.path_beside(match.parts[0], match.fused)
+            self._fuse_model(fusion, match.parts[0], [match.fused])
         self._check_options()
         entries: dict[tuple[str, str, str], dict[int, tuple[StateName, _Role]]] = {}
         for name in self.source.names.states:
@@ -339,7 +332,7 @@ class _Planner:
         names = [by_number[number][0] for number in range(len(role.parts))]
         keys = tuple(name.key for name in names)
         if all(key in self.source.tensors and self.source.tensors[key].shape != () for key in keys):
-            fused = self.draft.renamed(names[0], role.fused)
+            fused = self.found.renamed(names[0], role.fused)
             fusion = self._fused(role.match, fused, keys, role.owner and role.match.fused)
             param = None if role.owner is None else self.layouts[role.match.fused][0]
             if param is not None and param != fusion.shape:
@@ -347,7 +340,7 @@ class _Planner:
                     f"{fused} would have shape {fusion.shape}, its parameter {param}: it is not known how to merge "
                     f"that; --exclude {role.fused}"
                 )
-            self.draft.fuse(fusion, keys)
+            self.found.fusions.append(fusion)
             return
         first, *others = (self.source.value(key) for key in keys)
         for key, value in zip(keys[1:], others, strict=True):
@@ -355,8 +348,8 @@ class _Planner:
                 raise ValueError(
                     f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
                 )
-        self.draft.copy(names[0], [role.fused])
-        self.draft.copies.update((key, ()) for key in keys[1:])
+        self.found.copy(names[0], [role.fused])
+        self.found.copies.update((key, ()) for key in keys[1:])
 
     def _fused(self, match: Match, fused: str, keys: tuple[str, ...], owner: str | None) -> Fusion:
         dtypes = {key: self.source.tensors[key].dtype for key in keys}
@@ -396,22 +389,6 @@ class _Planner:
                         f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
                     )
 
-    def exchange(self) -> Exchange:
-        alone = (role for role in self.of_state.values() if role.owner is None)
-        return Exchange(
-            tuple(self.draft.fusions),
-            self.draft.copies,
-            {},
-            self.draft.paths,
-            len(self.layouts),
-            tuple(dict.fromkeys(role.match.fused for role in (*self.of_model.values(), *alone))),
-            {  # param groups list the parts, or the fused one in place of the first part
-                fqn: role.parts if role.number is None else () if role.number else (role.fused,)
-                for fqn, role in self.of_state.items()
-            },
-            self.owners,
-        )
-
 
 def _key_of(fqn: Fqn) -> str:
     """Return what the keys of a parameter's state begin with."""
@@ -435,12 +412,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return bool(one == other)
-
-
-def holds_tensors(value: Any) -> bool:
-    """Tell whether an object of state contains tensors that may be shaped like the parameter."""
-    if isinstance(value, Tensor):
-        return value.dim() > 0
-    if isinstance(value, Mapping):
-        return any(map(holds_tensors, value.values()))
-    return isinstance(value, list | tuple | set) and any(map(holds_tensors, value))

@@ -3,25 +3,33 @@
 ::
 
     --preset, --rules, --value, --exclude, --only, --yes ─┐
-    split_record.json: what was taken apart, and how ─────┼──complete──▶ Complete ──▶ rewrite.plan
+    split_record.json: what was taken apart, and how ─────┼──complete──▶ Request ──▶ rewrite.plan
     args, config.json: values of the model's config ──────┘
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
 beside its checkpoint which tensors it took apart, by which rules and values, and merge exchanges these and no others.
 The record is JSON, and is copied like all files beside the data.
+
+Users need not give the values of the model's config that a checkpoint itself contains. ``metadata.json`` of Megatron's
+``torch_dist``: ``tp_size`` and ``etp_size`` are 1, as gate and up are stored as one rank has them. Megatron's ``args``,
+in ``common.pt`` or as an object: numbers of ranks, sizes and heads. Hugging Face's ``config.json``: its numbers. No
+pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 from ..core.errors import CheckpointError
-from ..core.text import idle_patterns, is_excluded, shortened
-from ..stored.reading import Checkpoint
+from ..core.text import MAX_INT64, idle_patterns, is_excluded, shortened
+from ..stored.checkpoint import Checkpoint
+from ..stored.items import Archive, DamagedError, plain_pickle
 from ..stored.storage import read_small
-from .config_values import with_told
+from ..stored.unpickle import PickledObject
 from .plan import Exchange
 from .preset_files import preset_names
 from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
@@ -89,7 +97,13 @@ _NAMES_IN_ERRORS = 5
 class Request(NamedTuple):
     """Request for a split or merge, as the user gave it; without rules, to undo the last split.
 
-    ``excluded`` keys stay; ``only`` chooses fused tensors or parts; ``is_sure``: merge whatever the rules match.
+    Attributes:
+        excluded: patterns of keys that stay.
+        only: patterns of fused tensors or parts, which alone are exchanged.
+        is_sure: merge whatever the rules match.
+        wanted: once it is complete, which of the matches are exchanged.
+        is_known: once it is complete, whether a record or the user says which; otherwise the rules alone do.
+        notes: what was found out to complete it.
     """
 
     rules: Sequence[Rule]
@@ -97,21 +111,13 @@ class Request(NamedTuple):
     excluded: Sequence[str] = ()
     only: Sequence[str] = ()
     is_sure: bool = False
+    wanted: Wanted = ALL
+    is_known: bool = False
+    notes: Sequence[str] = ()
 
 
-class Complete(NamedTuple):
-    """Request with nothing left open. ``is_known``: a record or the user says which; otherwise the rules alone do."""
-
-    rules: Sequence[Rule]
-    values: Mapping[str, float]
-    excluded: Sequence[str]
-    wanted: Wanted
-    is_known: bool
-    notes: list[str]
-
-
-def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
-    """Complete a request by what the checkpoint contains."""
+def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
+    """Complete a request by what the checkpoint contains: rules, values, and what is wanted."""
     rules, given, fused = request.rules, request.values, None
     splits = read_record(checkpoint) if way == "merge" else []
     if not rules and splits:
@@ -141,7 +147,8 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Complete:
 
     chooses = fused is not None or bool(request.only)
     is_known = chooses or request.is_sure or way == "split"
-    return Complete(rules, values, request.excluded, wanted if chooses else ALL, is_known, notes)
+    chosen = wanted if chooses else ALL
+    return request._replace(rules=rules, values=values, wanted=chosen, is_known=is_known, notes=notes)
 
 
 def check_used(request: Request, exchange: Exchange) -> None:
@@ -160,3 +167,118 @@ def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
         f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the rules "
         f"match would be: {names}. Look at it with --dry-run, and pass --yes, or --only PATTERN for some of it"
     )
+
+
+# What the checkpoint knows itself -------------------------------------------------------------------------------------
+
+COMMON_FILE = "common.pt"
+FORMAT_FILE = "metadata.json"
+_CONFIG_FILE = "config.json"
+_ARGS = "args"
+_MAX_CONFIG_BYTES = 64 << 20  # of a file with such values
+
+_MEGATRON = {
+    DENSE_RANKS: ("tensor_model_parallel_size",),
+    EXPERT_RANKS: ("expert_tensor_parallel_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_query_groups",),
+    "kv_channels": ("kv_channels",),
+    "qk_dim": ("linear_num_key_heads", "linear_key_head_dim"),
+    "v_dim": ("linear_num_value_heads", "linear_value_head_dim"),
+    "num_value_heads": ("linear_num_value_heads",),
+}
+"""The presets' names of values → the arguments of Megatron whose product they are."""
+
+
+class _Known(NamedTuple):
+    """A value, where it was found, and whether it is how the checkpoint is stored, which users cannot know better."""
+
+    value: float
+    where: str
+    is_layout: bool = False
+
+
+def with_told(
+    checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
+) -> tuple[dict[str, float], list[str]]:
+    """Complete the given values of these names with those that the checkpoint contains, and note their source."""
+    found: dict[str, _Known] = {}
+    wanted = set(names)
+    for source in (_of_config, _of_args, _of_layout) if wanted else ():  # the last one knows best
+        found.update({name: known for name, known in source(checkpoint).items() if name in wanted})
+    values, notes = dict(given), []
+    for name, (value, where, is_layout) in sorted(found.items()):
+        if name not in given:
+            values[name] = value
+            notes.append(f"{name} = {value}, from {where}")
+        elif given[name] != value and is_layout:
+            raise CheckpointError(f"--value {name}={given[name]}, but it is {value} here ({where}); leave it out")
+        elif given[name] != value:
+            notes.append(f"{name} = {given[name]} as given; {where} has {value}")
+    return values, notes
+
+
+def _of_layout(checkpoint: Checkpoint) -> dict[str, _Known]:
+    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") != "torch_dist":
+        return {}
+    known = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
+    return {DENSE_RANKS: known, EXPERT_RANKS: known}
+
+
+def _json(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(checkpoint.folder, file, _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
+    common: Any = None
+    with contextlib.suppress(OSError):
+        common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
+    common, own = common.get(_ARGS) if isinstance(common, dict) else None, None
+    stored = checkpoint.objects.get(_ARGS)
+    if stored is not None and not stored.transforms and stored.content is None:
+        own = _unpickled(checkpoint, *stored.place)
+    for where, args in ((COMMON_FILE, common), (f"the object {_ARGS}", own)):
+        if isinstance(args, PickledObject) and isinstance(args.state, dict):
+            state = args.state
+            if state.get("group_query_attention") is False:  # then Megatron's argument is 1
+                state = {**state, "num_query_groups": state.get("num_attention_heads")}
+            counts: dict[str, list[Any]] = {name: [state.get(each) for each in of] for name, of in _MEGATRON.items()}
+            # Megatron itself divided the experts: nothing else tells over how many ranks.
+            return {
+                name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
+                for name, factors in counts.items()
+                if all(map(_is_count, factors)) and _is_count(math.prod(factors))
+            }
+    return {}
+
+
+def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
+    config = _json(checkpoint, _CONFIG_FILE)
+    if isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    found = {name: value for name, value in config.items() if _is_count(value)}
+    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    if heads:
+        found.setdefault("num_key_value_heads", heads)
+        if hidden and hidden % heads == 0:
+            found.setdefault("head_dim", hidden // heads)
+    for other in ("num_local_experts", "n_routed_experts"):
+        if other in found:
+            found.setdefault("num_experts", found[other])
+    return {name: _Known(value, _CONFIG_FILE) for name, value in found.items()}
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= MAX_INT64
+
+
+def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:
+    try:
+        content = Archive(checkpoint.folder.view(file, offset_bytes, length_bytes)).pickled()
+        return plain_pickle(content) if len(content) <= _MAX_CONFIG_BYTES else None
+    except (OSError, ValueError, DamagedError):
+        return None

@@ -14,8 +14,9 @@ from pathlib import Path
 from ..core.errors import CheckpointError
 from ..core.text import counted
 from ..look.verify import check_structure, notes_on_checksums
-from ..stored.metadata import MANIFEST_FILE, Item, manifest_bytes, read_content
-from ..stored.opening import open_checkpoint
+from ..stored.checkpoint import Item
+from ..stored.metadata import MANIFEST_FILE, manifest_bytes, read_content
+from ..stored.reading import open_checkpoint
 from ..stored.safetensors_folder import is_safetensors
 from ..stored.storage import RemoteFolder, open_folder, write_file
 

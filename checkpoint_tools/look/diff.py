@@ -17,17 +17,15 @@ from typing import NamedTuple
 from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
 from ..core.tables import Table
-from ..core.text import MAX_ITEM_BYTES, counted, human_shape, natural_order, short_repr, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, counted, dtype_name, human_shape, natural_order, short_repr, thread_bytes
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
+from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
-from ..stored.reading import Checkpoint, StoredTensor
 from .verify import check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-
-Readers = tuple[ItemReader, ...]
 
 
 class Difference(NamedTuple):
@@ -67,21 +65,14 @@ def diff(
     advance: Callable[[int], object] = lambda done: None,
 ) -> list[Difference]:
     """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order."""
-    memory_bytes = thread_bytes(max_memory_bytes, threads, 16 * MAX_ITEM_BYTES)
-    readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in (first, second))
+    sides = _Sides(first, second, tolerance, thread_bytes(max_memory_bytes, threads, 16 * MAX_ITEM_BYTES))
 
     def compare(some: Sequence[str]) -> list[Difference]:
         found = []
         for key in some:
-            difference = _diff_entries(first, second, key)
-            if difference is None and key in first.objects:
-                difference = _diff_objects(readers, first, second, key)
-            elif difference is None:
-                difference = _diff_tensors(readers, first, second, key, tolerance, memory_bytes)
+            found.append(sides.difference(key))
             advance(_bytes_of(first, key) + _bytes_of(second, key))
-            if difference is not None:
-                found.append(difference)
-        return found
+        return [each for each in found if each is not None]
 
     # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
     size = max(1, min(512, len(keys) // (4 * threads)))
@@ -148,45 +139,62 @@ def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
     return checkpoint.tensors[key].nbytes if key in checkpoint.tensors else 0
 
 
-def _diff_entries(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
-    kinds = ["tensor" if key in each.tensors else "object" if key in each.objects else None for each in (first, second)]
-    if None in kinds:
-        name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
-        return Difference(key, f"only in {name}", str(kind))
-    if kinds[0] != kinds[1]:
-        return Difference(key, "kind", f"{kinds[0]} in A, {kinds[1]} in B")
-    if kinds[0] == "object":
-        return None
-    a, b = first.tensors[key], second.tensors[key]
-    if a.shape != b.shape:
-        return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
-    if a.dtype != b.dtype:
-        return Difference(key, "dtype", f"{a.dtype} in A, {b.dtype} in B".replace("torch.", ""))
-    return None
+class _Sides:
+    """Both checkpoints, whose keys are compared one by one; ``memory_bytes`` are for one key."""
 
+    def __init__(self, first: Checkpoint, second: Checkpoint, tolerance: Tolerance, memory_bytes: int) -> None:
+        self._both = first, second
+        self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in self._both)
+        self._tolerance = tolerance
+        self._memory_bytes = memory_bytes
 
-def _diff_tensors(
-    readers: Readers, first: Checkpoint, second: Checkpoint, key: str, tolerance: Tolerance, memory_bytes: int
-) -> Difference | None:
-    a, b = first.tensors[key], second.tensors[key]
-    if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
-        if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):
+    def difference(self, key: str) -> Difference | None:
+        kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
+        if None in kinds:
+            name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
+            return Difference(key, f"only in {name}", str(kind))
+        if kinds[0] != kinds[1]:
+            return Difference(key, "kind", f"{kinds[0]} in A, {kinds[1]} in B")
+        if kinds[0] == "object":
+            return self._of_objects(key)
+        a, b = (checkpoint.tensors[key] for checkpoint in self._both)
+        if a.shape != b.shape:
+            return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
+        if a.dtype != b.dtype:
+            return Difference(key, "dtype", f"{dtype_name(a.dtype)} in A, {dtype_name(b.dtype)} in B")
+        return self._of_tensors(key, a, b)
+
+    def _of_tensors(self, key: str, a: StoredTensor, b: StoredTensor) -> Difference | None:
+        readers = self._readers
+        if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
+            if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):
+                return None
+        else:
+            for checkpoint, tensor in zip(self._both, (a, b), strict=True):
+                for _, text in check_coverage(tensor):
+                    raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
+        # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one
+        # side's is kept while the other side's is there twice, as stored and in row-major order.
+        block_numel = min(MAX_BLOCK_BYTES, self._memory_bytes // 16) // a.dtype.itemsize
+        total = Comparison(0, 0, None)
+        for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
+            values = readers[0].read_region(a, block), readers[1].read_region(b, block)
+            total = total.plus(compare_values(*values, *self._tolerance))
+        if not total.differing:
             return None
-    else:
-        for checkpoint, tensor in ((first, a), (second, b)):
-            for _, text in check_coverage(tensor):
-                raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
-    # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one side's
-    # is kept while the other side's is there twice, as stored and in row-major order.
-    block_numel = min(MAX_BLOCK_BYTES, memory_bytes // 16) // a.dtype.itemsize
-    total = Comparison(0, 0, None)
-    for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
-        here = compare_values(readers[0].read_region(a, block), readers[1].read_region(b, block), *tolerance)
-        total = total.plus(here)
-    if not total.differing:
-        return None
-    detail = f"{total.differing:,} of {total.numel:,} differ"
-    return Difference(key, "values", detail, total.differing, total.numel, total.max_abs_diff)
+        return Difference(key, "values", f"{total.differing:,} of {total.numel:,} differ", *total)
+
+    def _of_objects(self, key: str) -> Difference | None:
+        a, b = (checkpoint.objects[key] for checkpoint in self._both)
+        if self._readers[0].view(a) == self._readers[1].view(b):
+            return None
+        try:
+            objects = self._readers[0].read_object(a), self._readers[1].read_object(b)
+            is_same = same_values(*objects)
+        except (CheckpointError, RecursionError):
+            return Difference(key, "object", "their bytes differ; they cannot be looked into")
+        detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
+        return None if is_same else Difference(key, "object", detail)
 
 
 def _is_one_small_item(tensor: StoredTensor) -> bool:
@@ -194,19 +202,6 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
         return False
     chunk = tensor.chunks[0]
     return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
-
-
-def _diff_objects(readers: Readers, first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
-    a, b = first.objects[key], second.objects[key]
-    if readers[0].view(a) == readers[1].view(b):
-        return None
-    try:
-        objects = readers[0].read_object(a), readers[1].read_object(b)
-        is_same = same_values(*objects)
-    except (CheckpointError, RecursionError):
-        return Difference(key, "object", "their bytes differ; they cannot be looked into")
-    detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
-    return None if is_same else Difference(key, "object", detail)
 
 
 def as_table(differences: Sequence[Difference]) -> Table:

@@ -1,20 +1,13 @@
-"""Summarize a checkpoint from its metadata: keys, groups and files, as plain data and as tables.
-
-::
-
-    Checkpoint ──summarize──▶ Summary ──▶ as_json, or tables of rich
-"""
+"""Summarize a checkpoint from its metadata: keys, groups and files, as plain data and as tables."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-
-from ..core.tables import Table, shown
-from ..core.text import counted, human_bytes, human_shape, is_excluded, natural_order
+from ..core.tables import Table
+from ..core.text import counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order
 from ..fuse.names import KINDS
-from ..stored.reading import Checkpoint, StoredTensor
+from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 class KeyRow(NamedTuple):
@@ -47,30 +40,25 @@ class FileRow(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Totals and entries of the selected keys."""
+    """Totals and entries of the selected keys; ``problems`` are those of the metadata."""
 
     path: str
     version: str | None
-    keys: tuple[KeyRow, ...]
-    groups: tuple[GroupRow, ...]
-    files: tuple[FileRow, ...]
+    nbytes: int
     problems: int
     notes: tuple[str, ...]
+    groups: tuple[GroupRow, ...]
+    keys: tuple[KeyRow, ...]
+    files: tuple[FileRow, ...]
 
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
     """Rows for the keys that match any of ``patterns`` (as in a shell: ``*.weight``); for all keys without any."""
-    rows = []
-    for key in (*checkpoint.tensors, *checkpoint.objects):
-        if patterns and not is_excluded(key, patterns):
-            continue
-        group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
-        if tensor is None:
-            rows.append(KeyRow(key, group, None, None, 1, checkpoint.objects[key].length_bytes))
-        else:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            rows.append(KeyRow(key, group, tensor.shape, dtype, len(tensor.chunks), tensor.nbytes))
-    rows.sort(key=lambda row: natural_order(row.key))
+    rows = [
+        _row_of(checkpoint, key)
+        for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order)
+        if not patterns or is_excluded(key, patterns)
+    ]
     groups: dict[str, list[KeyRow]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -82,15 +70,23 @@ def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
     return Summary(
         path=checkpoint.path,
         version=checkpoint.version,
-        keys=tuple(rows),
+        nbytes=sum(row.nbytes for row in rows),
+        problems=len(checkpoint.problems),
+        notes=checkpoint.notes,
         groups=tuple(
             GroupRow(group, len(own), sum(row.chunks for row in own), sum(row.nbytes for row in own))
             for group, own in sorted(groups.items(), key=lambda entry: natural_order(entry[0]))
         ),
+        keys=tuple(rows),
         files=tuple(files),
-        problems=len(checkpoint.problems),
-        notes=checkpoint.notes,
     )
+
+
+def _row_of(checkpoint: Checkpoint, key: str) -> KeyRow:
+    group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
+    if tensor is None:
+        return KeyRow(key, group, None, None, 1, checkpoint.objects[key].length_bytes)
+    return KeyRow(key, group, tensor.shape, dtype_name(tensor.dtype), len(tensor.chunks), tensor.nbytes)
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
@@ -113,44 +109,35 @@ def rank_of(file: str) -> int | None:
 
 def as_json(summary: Summary) -> Mapping[str, Any]:
     """Return everything for JSON, with sizes in bytes."""
-    return {
-        "path": summary.path,
-        "version": summary.version,
-        "nbytes": sum(row.nbytes for row in summary.keys),
-        "problems": summary.problems,
-        "notes": list(summary.notes),
-        "groups": [row._asdict() for row in summary.groups],
-        "keys": [row._asdict() for row in summary.keys],
-        "files": [row._asdict() for row in summary.files],
-    }
+    rows = {name: [row._asdict() for row in getattr(summary, name)] for name in ("groups", "keys", "files")}
+    return {**summary._asdict(), **rows}
 
 
-def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> RenderableType:
-    """Return tables of the groups, and on request of every key and every file."""
-    groups = Table("group", numbers=("keys", "chunks", "size"))
-    for group in summary.groups:
-        groups.add_row(group.group, f"{group.keys:,}", f"{group.chunks:,}", human_bytes(group.nbytes))
+def headline(summary: Summary) -> str:
+    """Say in a line how much there is."""
     tensors = sum(row.shape is not None for row in summary.keys)
-    total = human_bytes(sum(row.nbytes for row in summary.keys))
     counts = f"{counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')}"
-    headline = f"{summary.path}: {counts} in {counted(len(summary.files), 'file')}, {total}"
-    parts: list[RenderableType] = [shown(headline), groups]
+    return f"{summary.path}: {counts} in {counted(len(summary.files), 'file')}, {human_bytes(summary.nbytes)}"
+
+
+def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> Iterator[Table]:
+    """Yield a table of the groups, and on request of every key and every file."""
+    table = Table("group", numbers=("keys", "chunks", "size"))
+    for group in summary.groups:
+        table.add_row(group.group, f"{group.keys:,}", f"{group.chunks:,}", human_bytes(group.nbytes))
+    yield table
     if keys:
         table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
         for row in summary.keys:
             shape = "object" if row.shape is None else human_shape(row.shape)
             table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
-        parts.append(table)
+        yield table
     if files:
         table = Table("file", numbers=("rank", "items", "size"))
         for file in summary.files:
             rank = "" if file.rank is None else str(file.rank)
             table.add_row(file.file, rank, f"{file.items:,}", human_bytes(file.stored_bytes))
-        parts.append(table)
-    parts += [shown(f"note: {note}") for note in summary.notes]
-    if summary.problems:
-        parts.append(shown(f"The metadata contradict themselves ({summary.problems} times): see the command verify."))
-    return Group(*parts)
+        yield table
 
 
 def chunk_table(tensor: StoredTensor) -> Table:

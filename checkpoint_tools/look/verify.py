@@ -23,18 +23,16 @@ from fsdp_offload.checkpoint.loading import ReadPart, overlapping
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes
+from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE
-from ..stored.opening import open_checkpoint
-from ..stored.reading import Checkpoint, CheckpointProblem, StoredChunk, StoredObject, StoredTensor
+from ..stored.reading import open_checkpoint
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
-
-Entry = tuple[str, StoredChunk | StoredObject]
 
 
 class Files(NamedTuple):
@@ -161,7 +159,7 @@ def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) 
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
     reader = ItemReader(checkpoint)
 
-    def check(key: str, item: StoredChunk | StoredObject) -> Iterator[CheckpointProblem]:
+    def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
         layout = reader.check(item)
         if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
             expected = checkpoint.tensors[key].dtype
@@ -172,7 +170,7 @@ def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) 
 
 def _in_parallel(
     checkpoint: Checkpoint,
-    check: Callable[[str, StoredChunk | StoredObject], Iterable[CheckpointProblem]],
+    check: Callable[[str, Stored], Iterable[CheckpointProblem]],
     files: Sequence[str],
     threads: int,
 ) -> list[CheckpointProblem]:
@@ -197,7 +195,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
     if checkpoint.manifest is None:
         return []
     problems = []
-    by_file, known = checkpoint.items_by_file(), checkpoint.manifest.files
+    by_file, known = checkpoint.items_by_file(), checkpoint.manifest
     for file in sorted({*known, *by_file}):
         expected = {(item.offset_bytes, item.length_bytes): item.around_crc for item in known.get(file, ())}
         keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
@@ -249,7 +247,7 @@ def check_data(
     """Compare all data in these files with their CRC-32."""
     reader = ItemReader(checkpoint)
 
-    def check(_key: str, item: StoredChunk | StoredObject) -> Iterable[CheckpointProblem]:
+    def check(_key: str, item: Stored) -> Iterable[CheckpointProblem]:
         advance(item.length_bytes)
         reader.check_data(item)
         return ()
@@ -274,7 +272,7 @@ def check_finite(
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
 
-    def check(key: str, item: StoredChunk | StoredObject) -> Iterator[CheckpointProblem]:
+    def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
         dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else torch.bool
         if not isinstance(item, StoredChunk) or not may_be_infinite(dtype) or not item.numel:
             return

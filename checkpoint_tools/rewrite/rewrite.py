@@ -2,44 +2,74 @@
 
 ::
 
-    open_checkpoint ──check──▶ Exchange ──plan──▶ Rewrite ──save──▶ DST.partial ──rename──▶ DST
+    open_whole ──▶ Checkpoint, Sidecars ──plan──▶ Rewrite ──write──▶ DST.partial ──rename──▶ DST
 
 Nothing of the source is changed, and nothing is written before the source was found to be whole.
+
+*Sidecars* are files beside the data that belong to a checkpoint all the same, and are copied with it: tokenizer,
+``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers and of
+trainers. Data that are not the checkpoint's own (files of another one saved here before, other formats of the same
+weights) stay behind, and are named.
 """
 
-import hashlib
+import itertools
+import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.errors import CheckpointError
 from ..core.tables import Table
-from ..core.text import counted, human_bytes, human_shape
+from ..core.text import counted, dtype_name, human_bytes, human_shape
 from ..fuse.files import find_exchange
-from ..fuse.plan import Exchange
-from ..fuse.request import RECORD_FILE, Complete, Split, read_record, record_bytes
+from ..fuse.request import RECORD_FILE, Request, Split, read_record, record_bytes
 from ..fuse.rules import Way
 from ..integrity.seal import seal
 from ..look.verify import check_structure, notes_on_checksums
-from ..stored.items import ItemReader
-from ..stored.metadata import MANIFEST_FILE, METADATA_FILE
-from ..stored.reading import Checkpoint, open_checkpoint
-from ..stored.storage import RemoteFolder, write_file
+from ..stored.checkpoint import Checkpoint
+from ..stored.items import Archive, DamagedError, ItemReader, is_zip_end
+from ..stored.metadata import MANIFEST_FILE, METADATA_FILE, open_dcp
+from ..stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_small, write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
 from .save import appearing, partial_of, save, written
-from .sidecars import Sidecars, read_sidecar, sidecars_of
 
 _ROUND_NOTES = 3
 _NAMES_IN_NOTES = 8
 
+MAX_BYTES = 256 << 20
+"""Total size up to which files beside the data are copied."""
+
+_MAX_FILES = 1000
+_MAX_DEPTH = 3
+
+# Data, and what only fits them: of this checkpoint, or of another one.
+_DATA = re.compile(
+    r"""
+    \..*                                                    # hidden, .metadata too
+    | .*\.(distcp|safetensors|safetensors\.index\.json|bin\.index\.json|gguf|onnx|h5|msgpack|npz|partial|lock|tmp)
+    | (pytorch_model|tf_model|flax_model|model|optimizer|consolidated)[^/]*\.(bin|pth?|ckpt)
+    | (mp_rank|zero_pp_rank|bf16_zero)_.*
+    | optimizer\.json                                       # what convert itself writes
+    """,
+    re.VERBOSE,
+)
+
+
+class Sidecars(NamedTuple):
+    """Files beside the data, by their names in the folder: those that are copied, and those that are left."""
+
+    files: tuple[str, ...]
+    left: tuple[str, ...]
+
 
 def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
-    """Open a checkpoint and list the files beside its data."""
-    checkpoint = open_checkpoint(source)
+    """Open a checkpoint of DCP that nothing is missing of, and list the files beside its data."""
+    checkpoint = open_dcp(source)
     check_whole(checkpoint, threads)
     return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
 
@@ -66,57 +96,58 @@ def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
     return [*notes, *checkpoint.notes, *notes_on_checksums(checkpoint)]
 
 
-def plan(checkpoint: Checkpoint, way: Way, asked: Complete) -> Rewrite:
-    """Plan the new checkpoint."""
-    exchange = find_exchange(way, checkpoint, asked.rules, asked.values, asked.excluded, asked.wanted)
-    return plan_rewrite(checkpoint, exchange)
+def plan(checkpoint: Checkpoint, sidecars: Sidecars, way: Way, asked: Request) -> Rewrite:
+    """Plan the split or the merge of a checkpoint."""
+    exchange = find_exchange(way, checkpoint, asked)
+    new = plan_rewrite(checkpoint, exchange)
+    state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
+    exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
+    size = f"{human_bytes(_fused_bytes(new))} of {human_bytes(new.nbytes)}"
+    return new._replace(
+        notes=(*asked.notes, *notes_on(checkpoint, sidecars)),
+        sidecars=sidecars.files,
+        headline=f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}",
+    )
 
 
-def record_after(checkpoint: Checkpoint, way: Way, asked: Complete, rewrite: Rewrite) -> dict[str, bytes]:
-    """Make the split record of the new checkpoint; nothing if all is merged again."""
-    matched, splits = frozenset(rewrite.exchange.matched), read_record(checkpoint)
+def with_record(rewrite: Rewrite, way: Way, asked: Request) -> Rewrite:
+    """Put the new split record beside the data in place of the old one; none if all is merged again."""
+    matched, splits = frozenset(rewrite.exchange.matched), read_record(rewrite.checkpoint)
     if way == "split":
         splits.append(Split(tuple(asked.rules), asked.values, matched))
     else:
         splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
-    return {RECORD_FILE: record_bytes(splits)} if splits else {}
-
-
-def stamps_of(checkpoint: Checkpoint) -> str:
-    """Hash lengths and times of the data files: a change of any of them changes this."""
-    files = {file: checkpoint.folder.stamp(file) for file in checkpoint.items_by_file()}
-    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+    copied = tuple(file for file in rewrite.sidecars if file != RECORD_FILE)
+    return rewrite._replace(sidecars=copied, beside={RECORD_FILE: record_bytes(splits)} if splits else {})
 
 
 def check_destination(source: str, destination: str) -> None:
     """Refuse a destination that is there, or is in the source, or the other way round."""
     if not destination.strip():
         raise CheckpointError("DST is empty; give the name of a new folder, or a URL")
-    old, new = _local_path(source), _local_path(destination)
+    old, new, path = _local_path(source), _local_path(destination), Path(destination)
+    is_inside = old is not None and new is not None and (new == old or old in new.parents)
+    contains = old is not None and new is not None and new in old.parents
+    taken = f"{destination} exists; give a name that is not taken, or remove it first"
     if "://" in destination:
         ends = [each.rstrip("/") + "/" for each in (source, destination)]
-        is_inside = ends[0].startswith(ends[1]) or ends[1].startswith(ends[0])
-        if is_inside or (
-            old is not None and new is not None and (old == new or old in new.parents or new in old.parents)
-        ):
+        if is_inside or contains or ends[0].startswith(ends[1]) or ends[1].startswith(ends[0]):
             raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
         remote = RemoteFolder(destination)
         remote.fs.invalidate_cache()
         if remote.fs.exists(remote.root) and remote.files():
-            raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
+            raise CheckpointError(taken)
         return
-    path = Path(destination)
-    if os.path.lexists(path):
-        raise CheckpointError(f"{destination} exists; give a name that is not taken, or remove it first")
-    if not path.name or path.name in (".", ".."):
-        raise CheckpointError(f"{destination!r} is not the name of a new folder")
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent} is not a folder; make it first, or choose another place")
-    if old is not None and new is not None:
-        if new == old or old in new.parents:
-            raise CheckpointError(f"{destination} lies inside of {source}; choose a place outside of it")
-        if new in old.parents or partial_of(new) in (old, *old.parents):
-            raise CheckpointError(f"{source} lies inside of {destination}; choose another place")
+    holds_partial = old is not None and new is not None and new.name and partial_of(new) in (old, *old.parents)
+    for is_wrong, text in (
+        (os.path.lexists(path), taken),
+        (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),
+        (not path.parent.is_dir(), f"{path.parent} is not a folder; make it first, or choose another place"),
+        (is_inside, f"{destination} lies inside of {source}; choose a place outside of it"),
+        (contains or holds_partial, f"{source} lies inside of {destination}; choose another place"),
+    ):
+        if is_wrong:
+            raise CheckpointError(text)
 
 
 def _local_path(path: str) -> Path | None:
@@ -126,43 +157,37 @@ def _local_path(path: str) -> Path | None:
 
 
 def write(
-    checkpoint: Checkpoint,
     rewrite: Rewrite,
     destination: str,
-    *,
     threads: int,
     max_memory_bytes: int,
     advance: Callable[[int], object] = lambda done: None,
-    beside: Mapping[str, bytes] | None = None,
-    sidecars: Sequence[str] = (),
-    record: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
 
-    ``beside`` are other files, by name; ``sidecars`` are files of the old checkpoint that are copied, unless there is a
-    new one of that name; ``record`` is :func:`record_after`: without it, the old one goes on. ``max_memory_bytes``: for
-    pieces that are put together, over all threads. ``advance`` is told of bytes that are written, from any thread.
+    ``max_memory_bytes``: for pieces that are put together, over all threads. ``advance`` is told of bytes that are
+    written, from any thread.
     """
     # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
+    checkpoint = rewrite.checkpoint
     mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
     each_bytes = min(LARGEST_PIECE_BYTES, rewrite.nbytes) + mapped_bytes + 1
     threads = max(min(threads, max_memory_bytes // each_bytes), 1)
-    stamps = stamps_of(checkpoint)
-    others = {**(beside or {}), **(record or {})}
-    reader = ItemReader(checkpoint, max_memory_bytes // 4)
+    files = checkpoint.items_by_file()
+    stamps = [checkpoint.folder.stamp(file) for file in files]
     with appearing(destination, rewrite.nbytes) as folder:
         try:
-            save(rewrite, reader, folder, destination, threads, advance)
-            for file in sidecars:
-                if file not in others and (record is None or file != RECORD_FILE):
-                    others[file] = read_sidecar(checkpoint.folder, file)
-            for file, content in others.items():
+            save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
+            for file in rewrite.sidecars:
+                if file not in rewrite.beside:
+                    write_file(folder / file, read_sidecar(checkpoint.folder, file))
+            for file, content in rewrite.beside.items():
                 write_file(folder / file, content)
         except (OSError, RuntimeError) as error:
             raise written(error) from error
         if not rewrite.heads and (folder / METADATA_FILE).exists():
             seal(folder, threads=threads)
-        if stamps_of(checkpoint) != stamps:
+        if [checkpoint.folder.stamp(file) for file in files] != stamps:
             raise CheckpointError(
                 f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
             )
@@ -175,13 +200,10 @@ def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
         {
             "fused": fusion.fused,
             "shape": fusion.shape,
-            "dtype": str(fusion.dtype).removeprefix("torch."),
+            "dtype": dtype_name(fusion.dtype),
             "dim": fusion.dim,
             "chunks": counts.get(fusion.fused),
-            "parts": [
-                {"key": key, "shape": comb.part_shape(fusion.shape, fusion.dim), "chunks": counts.get(key)}
-                for key, comb in zip(fusion.parts, fusion.combs, strict=True)
-            ],
+            "parts": [{"key": key, "shape": shape, "chunks": counts.get(key)} for key, shape in fusion.part_shapes()],
         }
         for fusion in rewrite.exchange.fusions
     ]
@@ -192,7 +214,7 @@ def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
         "rewritten": sorted(rewrite.exchange.objects),
         "files": rewrite.file_bytes(),
         "nbytes": rewrite.nbytes,
-        "fused_bytes": _fused_bytes(rewrite.exchange),
+        "fused_bytes": _fused_bytes(rewrite),
     }
 
 
@@ -201,30 +223,73 @@ def as_table(rewrite: Rewrite) -> Table:
     table = Table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
     counts = {key: f"{count:,}" for key, count in _chunk_counts(rewrite).items()}
     for fusion in rewrite.exchange.fusions:
-        dtype = str(fusion.dtype).removeprefix("torch.")
+        dtype = dtype_name(fusion.dtype)
         table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, counts.get(fusion.fused, ""))
-        for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-            shape = human_shape(comb.part_shape(fusion.shape, fusion.dim))
-            table.add_row("", key, shape, dtype, counts.get(key, ""))
+        for key, shape in fusion.part_shapes():
+            table.add_row("", key, human_shape(shape), dtype, counts.get(key, ""))
     return table
 
 
-def _chunk_counts(rewrite: Rewrite) -> Mapping[str, int]:
+def _chunk_counts(rewrite: Rewrite) -> Counter[str]:
     return Counter(piece.key for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
 
 
-def _fused_bytes(exchange: Exchange) -> int:
-    return sum(torch.Size(fusion.shape).numel() * fusion.dtype.itemsize for fusion in exchange.fusions)
+def _fused_bytes(rewrite: Rewrite) -> int:
+    return sum(torch.Size(fusion.shape).numel() * fusion.dtype.itemsize for fusion in rewrite.exchange.fusions)
 
 
-def headline(rewrite: Rewrite, way: Way) -> str:
-    """Say in a line what is done."""
-    exchange = rewrite.exchange
-    state = len(exchange.fusions) - exchange.parameters
-    verb = "split" if way == "split" else "merged"
-    objects = len(rewrite.tensors) + len(rewrite.objects)
-    return (
-        f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {verb}, "
-        f"{human_bytes(_fused_bytes(exchange))} of {human_bytes(rewrite.nbytes)}; "
-        f"{counted(objects, 'key')} in {counted(len(rewrite.files), 'file')}"
-    )
+# Files beside the data ----------------------------------------------------------------------------------------------
+
+
+def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
+    """List the files beside the data; ``own`` are the checkpoint's other files."""
+    folder, known = checkpoint.folder, {*own, *checkpoint.items_by_file()}
+    files: list[str] = []
+    left: list[str] = []
+    room_bytes: float = MAX_BYTES
+    for name in folder.files():
+        if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
+            continue
+        is_data = _DATA.fullmatch(name.removesuffix("/"))
+        inside = [] if is_data else list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
+        if any(_DATA.fullmatch(file.rpartition("/")[2]) for file in inside):
+            inside = []  # a folder goes as a whole, or not at all
+        try:
+            nbytes: float = sum(map(folder.size_bytes, inside))
+        except OSError:
+            nbytes = math.inf
+        if inside and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
+            files += inside
+            room_bytes -= nbytes
+        else:
+            left.append(name)
+    return Sidecars(tuple(files), tuple(left))
+
+
+def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
+    """List the file itself, or all files in a folder that has no data files."""
+    if not name.endswith("/"):
+        yield name
+    elif depth == 0:
+        yield f"{name}.deep"  # no name of a sidecar: the folder is left
+    else:
+        inside = open_folder(f"{folder.path.rstrip('/')}/{name.rstrip('/')}")
+        for each in inside.files():
+            yield from _files_in(folder, f"{name}{each}", depth - 1)
+
+
+def read_sidecar(folder: Folder, file: str) -> bytes:
+    """Read such a file; one of ``torch.save`` is compared with its checksums."""
+    try:
+        content = read_small(folder, file, MAX_BYTES)
+        # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are none.
+        if file.endswith(TORCH_SUFFIXES) and (content.startswith(b"PK\3\4") or is_zip_end(content)):
+            Archive(memoryview(content)).read_all()
+    except OSError as error:
+        raise CheckpointError(f"{folder.path}/{file} cannot be read: {error.strerror or error}") from error
+    except DamagedError as error:
+        raise CheckpointError(
+            f"{folder.path}/{file} is not what torch.save writes ({error}), and would be copied as it is; fetch it "
+            "again, or move it away"
+        ) from error
+    return content

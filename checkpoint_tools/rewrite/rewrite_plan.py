@@ -14,10 +14,12 @@ merge      a rectangle of the fused tensor, put together from the items of the p
 Each rank keeps a file of its own: its files become one of the new checkpoint. No data are read here.
 """
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +29,9 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.errors import CheckpointError
 from ..core.regions import (
-    Index,
+    Placed,
     TensorRegion,
+    common,
     fused_regions,
     joined,
     nothing_of,
@@ -38,20 +41,13 @@ from ..core.regions import (
 )
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
+from ..stored.checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 from ..stored.items import ItemReader, typed
-from ..stored.reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
 
-
-Given = TypeVar("Given", bytes, Tensor)
-
-
-def writer_of(file: str) -> str:
-    """Tell which files of the old checkpoint become one of the new: those of a rank."""
-    rank = rank_of(file)
-    return file if rank is None else str(rank)
+Read = Callable[[ItemReader], Tensor | bytes | memoryview]
 
 
 class Piece(NamedTuple):
@@ -60,21 +56,41 @@ class Piece(NamedTuple):
     key: str
     region: TensorRegion | None
     nbytes: int
-    read: Callable[[ItemReader], Tensor | bytes | memoryview]
+    read: Read
 
 
 class Rewrite(NamedTuple):
-    """The whole plan: keys of the new checkpoint, the pieces of each file, and paths in the state dict, if known.
+    """A new checkpoint that is planned, and not yet written.
 
-    ``tensors`` have no chunks yet. ``heads``: bytes at the start of files, for those of safetensors.
+    Attributes:
+        checkpoint: the old one, which was found to be whole.
+        tensors: of the new one; they have no chunks yet.
+        files: file → what is written to it.
+        paths: where values are in the nested state dict, if known.
+        exchange: the plan that this one follows, if any.
+        heads: bytes at the start of files, for those of safetensors.
+        notes: what people should know.
+        sidecars: files beside the data that are copied, by name.
+        beside: new files beside the data.
+        headline: says in a line what is written.
     """
 
+    checkpoint: Checkpoint
     tensors: Mapping[str, StoredTensor]
     objects: tuple[str, ...]
     files: Mapping[str, Sequence[Piece]]
     paths: Mapping[str, Path]
-    exchange: Exchange
+    exchange: Exchange = Exchange()
     heads: Mapping[str, bytes] = {}
+    notes: tuple[str, ...] = ()
+    sidecars: tuple[str, ...] = ()
+    beside: Mapping[str, bytes] = {}
+    headline: str = ""
+
+    @property
+    def keys(self) -> int:
+        """Count the keys of the new checkpoint."""
+        return len(self.tensors) + len(self.objects)
 
     @property
     def nbytes(self) -> int:
@@ -93,94 +109,103 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     """Plan the new checkpoint."""
     if checkpoint.refusal:
         raise CheckpointError(checkpoint.refusal)
-    return _RewriteBuilder(checkpoint, exchange).rewrite()
+    new = _NewFiles(checkpoint)
+    fused = {fusion.fused: fusion for fusion in exchange.fusions if fusion.fused in checkpoint.tensors}
+    merged = {part: fusion for fusion in exchange.fusions if fusion.fused not in fused for part in fusion.parts}
+    for fusion in exchange.fusions:
+        is_split = fusion.fused in fused
+        like = checkpoint.tensors[fusion.fused if is_split else fusion.parts[0]].properties
+        for key, shape in fusion.part_shapes() if is_split else [(fusion.fused, fusion.shape)]:
+            new.tensors[key] = StoredTensor(key, shape, fusion.dtype, (), like)
+    for file, entries in checkpoint.items_by_file().items():
+        for key, item in entries:
+            content = exchange.objects.get(key)
+            if item.transforms and content is None and exchange.copies.get(key) != ():
+                raise CheckpointError(
+                    f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load "
+                    "the checkpoint with DCP and save it without"
+                )
+            if content is not None:
+                new.add(file, Piece(key, None, len(content), given(content)))
+            elif key not in fused and key not in merged:
+                for new_key in exchange.copies.get(key, (key,)):
+                    new.add_copy(file, new_key, key, item)
+    for fusion in fused.values():
+        new.add_split(fusion)
+    for fusion in dict.fromkeys(merged.values()):
+        new.add_merged(fusion)
+    paths = {key: path for key, path in {**checkpoint.paths, **exchange.paths}.items() if key in new.keys}
+    files = {f"__{number}_0.distcp": pieces for number, pieces in enumerate(new.pieces.values())}
+    return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange)
 
 
-class _RewriteBuilder:
-    def __init__(self, checkpoint: Checkpoint, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._checkpoint = checkpoint
-        self._pieces: dict[str, list[Piece]] = {}
-        self._split: dict[str, Fusion] = {}
-        self._merged: dict[str, Fusion] = {}
-        self._tensors: dict[str, StoredTensor] = {}
-        self._objects: list[str] = []
-        for fusion in exchange.fusions:
-            if fusion.fused in checkpoint.tensors:
-                self._split[fusion.fused] = fusion
-                like = checkpoint.tensors[fusion.fused].properties
-                for key, comb in zip(fusion.parts, fusion.combs, strict=True):
-                    shape = comb.part_shape(fusion.shape, fusion.dim)
-                    self._tensors[key] = StoredTensor(key, shape, fusion.dtype, (), like)
-            else:
-                self._merged.update(dict.fromkeys(fusion.parts, fusion))
-                like = checkpoint.tensors[fusion.parts[0]].properties
-                self._tensors[fusion.fused] = StoredTensor(fusion.fused, fusion.shape, fusion.dtype, (), like)
+class _NewFiles:
+    """Pieces by the rank whose file they go to."""
 
-    def rewrite(self) -> Rewrite:
-        for file, entries in self._checkpoint.items_by_file().items():
-            for key, item in entries:
-                if item.transforms and key not in self._exchange.objects and self._exchange.copies.get(key) != ():
-                    raise CheckpointError(
-                        f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load "
-                        "the checkpoint with DCP and save it without"
-                    )
-                if key in self._merged or key in self._split:
-                    continue
-                content = self._exchange.objects.get(key)
-                new_keys = (key,) if content is not None else self._exchange.copies.get(key, (key,))
-                for new_key in new_keys:
-                    if content is not None:
-                        piece = Piece(key, None, len(content), given(content))
-                    elif isinstance(item, StoredObject):
-                        piece = Piece(new_key, None, item.length_bytes, functools.partial(_object, item))
-                    else:
-                        tensor = self._checkpoint.tensors[key]
-                        self._tensors[new_key] = tensor._replace(key=new_key, chunks=())
-                        nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
-                        piece = Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype))
-                    self._add(file, piece)
-        for fusion in self._split.values():
-            self._add_split(fusion)
-        for fusion in dict.fromkeys(self._merged.values()):
-            chunks = [self._checkpoint.tensors[part].chunks for part in fusion.parts]
-            sources = tuple(map(Index, chunks))
-            for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
-                for piece in (piece for region in regions for piece in gathered(fusion, region, sources)):
-                    self._add(file, piece)
-        new = {*self._tensors, *self._objects}
-        paths = {key: path for key, path in self._checkpoint.paths.items() if key in new}
-        paths |= {key: path for key, path in self._exchange.paths.items() if key in new}
-        files = {f"__{number}_0.distcp": pieces for number, pieces in enumerate(self._pieces.values())}
-        return Rewrite(self._tensors, tuple(dict.fromkeys(self._objects)), files, paths, self._exchange)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.pieces: dict[int | str, list[Piece]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, None] = {}
 
-    def _add(self, file: str, piece: Piece) -> None:
+    @property
+    def keys(self) -> set[str]:
+        return {*self.tensors, *self.objects}
+
+    def add(self, file: str, piece: Piece) -> None:
         if piece.region is None:
-            self._objects.append(piece.key)
-        self._pieces.setdefault(writer_of(file), []).append(piece)
+            self.objects[piece.key] = None
+        self.pieces.setdefault(_writer_of(file), []).append(piece)
 
-    def _add_split(self, fusion: Fusion) -> None:
-        has: dict[str, dict[str, str]] = {key: {} for key in fusion.parts}  # part → writer → a file of it
-        writers: dict[str, str] = {}
-        for source in self._checkpoint.tensors[fusion.fused].chunks:
-            writers.setdefault(writer_of(source.file), source.file)
+    def add_copy(self, file: str, new_key: str, key: str, item: StoredChunk | StoredObject) -> None:
+        if isinstance(item, StoredObject):
+            self.add(file, Piece(new_key, None, item.length_bytes, functools.partial(_object, item)))
+            return
+        tensor = self.checkpoint.tensors[key]
+        self.tensors[new_key] = tensor._replace(key=new_key, chunks=())
+        nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
+        self.add(file, Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype)))
+
+    def add_split(self, fusion: Fusion) -> None:
+        has: dict[str, set[int | str]] = {key: set() for key in fusion.parts}  # part → whose files have some of it
+        files: dict[int | str, str] = {}
+        for source in self.checkpoint.tensors[fusion.fused].chunks:
+            writer = _writer_of(source.file)
+            files.setdefault(writer, source.file)
             for region, first in _rectangles(fusion, source):
                 for part, chunk in pieces_of(fusion, region):
                     key = fusion.parts[part]
-                    has[key][writer_of(source.file)] = source.file
-                    for small in _cut(chunk, fusion.dtype):
-                        read = functools.partial(_carved, fusion.dtype, source, first, small)
-                        nbytes = small.numel * fusion.dtype.itemsize
-                        self._add(source.file, Piece(key, TensorRegion(small.offsets, small.sizes), nbytes, read))
+                    has[key].add(writer)
+                    for small in stretches(
+                        TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // fusion.dtype.itemsize
+                    ):
+                        moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
+                        start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
+                        cut = Chunk(*small, start, chunk.local_strides)
+                        read = functools.partial(_carved, fusion.dtype, source, cut)
+                        self.add(source.file, Piece(key, small, small.numel * fusion.dtype.itemsize, read))
         for key, own in has.items():
             # A rank that holds fused rows but none of a part has an empty chunk, as it would have saved it itself; DCP
             # keeps one of those that several ranks have.
-            without = [file for writer, file in writers.items() if writer not in own]
-            shape = self._tensors[key].shape
-            if without and shape:
-                nothing = nothing_of(shape)
+            without = [file for writer, file in files.items() if writer not in own]
+            if without and self.tensors[key].shape:
+                nothing = nothing_of(self.tensors[key].shape)
                 empty = torch.empty(nothing.sizes, dtype=fusion.dtype)
-                self._add(without[0], Piece(key, nothing, 0, given(empty)))
+                self.add(without[0], Piece(key, nothing, 0, given(empty)))
+
+    def add_merged(self, fusion: Fusion) -> None:
+        chunks = [self.checkpoint.tensors[part].chunks for part in fusion.parts]
+        sources = tuple(map(Index, chunks))
+        for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
+            for region in regions:
+                for piece in gathered(fusion, region, sources):
+                    self.add(file, piece)
+
+
+def _writer_of(file: str) -> int | str:
+    """Tell which files of the old checkpoint become one of the new: those of a rank."""
+    rank = rank_of(file)
+    return file if rank is None else rank
 
 
 def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorRegion, int]]:
@@ -191,6 +216,23 @@ def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorReg
     begin, end = source.offsets[0], source.offsets[0] + source.sizes[0]
     for chunk in chunks_of(fusion.shape, (begin, end)).chunks:
         yield TensorRegion(chunk.offsets, chunk.sizes), chunk.local_start
+
+
+class Index:
+    """Chunks to look up by what they have in common with a rectangle: fast where dimension 0 is divided."""
+
+    def __init__(self, chunks: Iterable[StoredChunk]) -> None:
+        self._chunks = sorted((each for each in chunks if each.numel), key=lambda each: each.offsets)
+        self._starts = [(*each.offsets, 0)[0] for each in self._chunks]
+        ends = ((*each.offsets, 0)[0] + (*each.sizes, 1)[0] for each in self._chunks)
+        self._ends = list(itertools.accumulate(ends, max))
+
+    def overlapping(self, region: Placed) -> list[StoredChunk]:
+        """List those that have elements in common with ``region``."""
+        begin = (*region.offsets, 0)[0]
+        first = bisect.bisect_right(self._ends, begin)
+        last = bisect.bisect_left(self._starts, begin + (*region.sizes, 1)[0])
+        return [each for each in self._chunks[first:last] if common(each, region) is not None]
 
 
 def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
@@ -206,15 +248,8 @@ def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk
                 yield part, piece
 
 
-def _cut(chunk: Chunk, dtype: torch.dtype) -> Iterator[Chunk]:
-    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // dtype.itemsize):
-        moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
-        start = chunk.local_start + sum((at - first) * stride for at, first, stride in moved)
-        yield Chunk(small.offsets, small.sizes, start, chunk.local_strides)
-
-
 def gathered(
-    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], cast: torch.dtype | None = None
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index], cast: torch.dtype | None = None
 ) -> Iterator[Piece]:
     """Yield a rectangle of a fused tensor in pieces that are put together from the chunks of its parts."""
     dtype = cast or fusion.dtype
@@ -243,7 +278,7 @@ def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> 
     return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
 
 
-def given(content: Given) -> Callable[[ItemReader], Given]:
+def given(content: bytes | Tensor) -> Read:
     """Return what gives this, whatever is read."""
     return lambda reader: content
 
@@ -258,38 +293,38 @@ def _chunk(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor
     return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
 
 
-def _carved(dtype: torch.dtype, source: StoredChunk, first: int, part: Chunk, reader: ItemReader) -> Tensor:
-    bits = reader.bits(source, dtype)
-    view = _view(bits, part, first * dtype.itemsize + int(bits.storage_offset()))
+def _carved(dtype: torch.dtype, source: StoredChunk, part: Chunk, reader: ItemReader) -> Tensor:
+    view = _view(reader.bits(source, dtype), part)
     return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
 
 def _gathered(
-    fusion: Fusion, region: TensorRegion, sources: Sequence[Index[StoredChunk]], dtype: torch.dtype, reader: ItemReader
+    fusion: Fusion, region: TensorRegion, sources: Sequence[Index], dtype: torch.dtype, reader: ItemReader
 ) -> Tensor:
     whole = torch.empty(*region.sizes, fusion.dtype.itemsize, dtype=torch.uint8)
     for part, piece in pieces_of(fusion, region) if region.numel else ():
-        into = _view(whole.view(-1, fusion.dtype.itemsize), piece, 0)
+        into = _view(whole.view(-1, fusion.dtype.itemsize), piece)
         for source in sources[part].overlapping(piece):
             reader.paste(source, fusion.dtype, TensorRegion(piece.offsets, piece.sizes), into)
     return typed(whole, fusion.dtype).to(dtype)
 
 
-def _view(bits: Tensor, chunk: Chunk, start: int) -> Tensor:
+def _view(bits: Tensor, chunk: Chunk) -> Tensor:
+    """View a rectangle in the bytes of elements, one row for each."""
     itemsize = bits.shape[-1]
     strides = (stride * itemsize for stride in chunk.local_strides)
-    return bits.as_strided((*chunk.sizes, itemsize), (*strides, 1), start + chunk.local_start * itemsize)
+    start = int(bits.storage_offset()) + chunk.local_start * itemsize
+    return bits.as_strided((*chunk.sizes, itemsize), (*strides, 1), start)
 
 
-def in_files(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
+def in_files(pieces: Iterable[Piece], shard_bytes: int) -> list[list[Piece]]:
     """Divide pieces into files, in their order, as many as fit together."""
-    shard: list[Piece] = []
+    shards: list[list[Piece]] = []
     filled = 0
     for piece in pieces:
-        if shard and filled + piece.nbytes > shard_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(piece)
+        if not shards or filled + piece.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(piece)
         filled += piece.nbytes
-    if shard:
-        yield shard
+    return shards

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -41,7 +40,6 @@ from ..core.text import human_bytes
 from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
-from ..stored.reading import StoredTensor
 from ..stored.storage import RemoteFolder
 from .rewrite_plan import Piece, Rewrite
 
@@ -64,26 +62,27 @@ class _Planner:
             for _, same_key in itertools.groupby(regions, key=lambda each: each[0])
             for number, each in enumerate(same_key)
         }
-        self._entries = {key: _entry(tensor) for key, tensor in rewrite.tensors.items()}
+        self._entries = {
+            key: TensorStorageMetadata(
+                dataclasses.replace(tensor.properties, dtype=tensor.dtype), torch.Size(tensor.shape), []
+            )
+            for key, tensor in rewrite.tensors.items()
+        }
         self.stop = threading.Event()
 
     def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
         """Return the plan of a file."""
-        return SavePlan([self._item(piece) for piece in pieces])
-
-    def _item(self, piece: Piece) -> WriteItem:
-        if piece.region is None:
-            index = MetadataIndex(piece.key)
-            item = WriteItem(index, WriteItemType.BYTE_IO)
-        else:
-            tensor = self._entries[piece.key]
-            chunk = ChunkStorageMetadata(*map(torch.Size, piece.region))
-            index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece.key, piece.region])
-            item = WriteItem(
-                index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, tensor.properties, tensor.size)
-            )
-        self._pieces[index] = piece
-        return item
+        plan = SavePlan([])
+        for piece in pieces:
+            item = WriteItem(MetadataIndex(piece.key), WriteItemType.BYTE_IO)
+            if piece.region is not None:
+                entry, chunk = self._entries[piece.key], ChunkStorageMetadata(*map(torch.Size, piece.region))
+                index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece.key, piece.region])
+                data = TensorWriteData(chunk, entry.properties, entry.size)
+                item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+            self._pieces[item.index] = piece
+            plan.items.append(item)
+        return plan
 
     def metadata(self) -> Metadata:
         """Return the metadata of all plans."""
@@ -93,27 +92,17 @@ class _Planner:
         return Metadata(state_dict_metadata={**objects, **self._entries}, planner_data=dict(self._rewrite.paths))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Read the piece of an item of a plan."""
+        found = self.read(self._pieces[write_item.index])
+        return found if isinstance(found, Tensor) else io.BytesIO(found)
+
+    def read(self, piece: Piece) -> Tensor | bytes | memoryview:
         """Read a piece."""
         if self.stop.is_set():
             raise CheckpointError("another file could not be written")
-        piece = self._pieces[write_item.index]
         found = piece.read(self._reader)
         self._advance(piece.nbytes)
-        return found if isinstance(found, Tensor) else io.BytesIO(found)
-
-
-_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-
-
-def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    requires_grad, memory_format, pin_memory = tensor.properties
-    properties = TensorProperties(
-        dtype=tensor.dtype,
-        requires_grad=requires_grad,
-        memory_format=_MEMORY_FORMATS[memory_format % len(_MEMORY_FORMATS)],
-        pin_memory=pin_memory,
-    )
-    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+        return found
 
 
 class _Writer(FileSystemWriter):
@@ -130,8 +119,19 @@ class _Writer(FileSystemWriter):
 def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
     """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
     planner = _Planner(rewrite, reader, advance)
+
+    def write_safetensors(file: str) -> None:
+        with (folder / file).open("wb") as stream:
+            stream.write(rewrite.heads[file])
+            for piece in rewrite.files[file]:
+                values = planner.read(piece)
+                assert isinstance(values, Tensor)
+                stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            stream.flush()
+            os.fsync(stream.fileno())
+
     if rewrite.heads:
-        _in_threads(lambda file: _save_bare(planner, rewrite, folder, file), [*rewrite.files], threads, planner.stop)
+        _in_threads(write_safetensors, [*rewrite.files], threads, planner.stop)
         return
     writer = _Writer(folder, per_thread_copy_ahead=0)
     writer.destination = destination
@@ -151,19 +151,6 @@ def _in_threads(run: Callable[[Any], Any], things: Sequence[Any], threads: int, 
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _save_bare(planner: _Planner, rewrite: Rewrite, folder: Path, file: str) -> None:
-    """Write a file of safetensors: elements alone, behind the header."""
-    plan = planner.plan_of(rewrite.files[file])
-    with (folder / file).open("wb") as stream:
-        stream.write(rewrite.heads[file])
-        for item in plan.items:
-            values = planner.resolve_data(item)
-            assert isinstance(values, Tensor)
-            stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def partial_of(destination: Path) -> Path:

@@ -25,7 +25,7 @@ from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
-from .reading import Checkpoint, Layout, Opened, StoredChunk, StoredObject, StoredTensor
+from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 try:
@@ -39,17 +39,18 @@ crc32: Callable[..., int] = _crc32
 _SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
 _MAX_INFLATED_BYTES = 256 << 20  # of an item; torch.save does not compress
 _PICKLE = "data.pkl"
-_END_BYTES = 22  # of a zip file's last record
 _KNOWN_HEADS = 1024
-
-Stored = StoredChunk | StoredObject
 
 
 class DamagedError(Exception):
     """Not what ``torch.save`` writes; the message says in which way."""
 
 
-# --- the zip file of an item -----------------------------------------------------------------------------------------
+class NotPlainError(Exception):
+    """More than tensors and plain values: unpickling it could run anything."""
+
+
+# The zip file of an item ---------------------------------------------------------------------------------------------
 
 
 class _View(io.RawIOBase):
@@ -58,12 +59,6 @@ class _View(io.RawIOBase):
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = max((0, self._at, len(self._view))[whence] + offset, 0)
@@ -83,10 +78,7 @@ class _Record(NamedTuple):
     info: zipfile.ZipInfo
     start: int
     stop: int
-
-    @property
-    def is_stored(self) -> bool:
-        return self.info.compress_type == zipfile.ZIP_STORED
+    is_stored: bool
 
 
 class Archive:
@@ -94,7 +86,7 @@ class Archive:
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
-        if bytes(view[-_END_BYTES : -_END_BYTES + 4]) != b"PK\5\6":
+        if not is_zip_end(view):
             raise DamagedError("its end is not that of a zip file")
         try:
             self._zip = zipfile.ZipFile(cast(Any, _View(view)))
@@ -123,12 +115,12 @@ class Archive:
         if not name.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != name.encode():
             raise DamagedError(f"the header of its record {name} and its directory say two things")
         start = at + 30 + name_bytes + extra_bytes
-        stop = start + info.compress_size
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
+        stop, is_stored = start + info.compress_size, info.compress_type == zipfile.ZIP_STORED
+        if not (is_stored or info.compress_type == zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
             raise DamagedError(f"its record {name} is compressed or encrypted in an unknown way")
-        if stop > len(self._view) or (info.compress_type == zipfile.ZIP_STORED and stop - start != info.file_size):
+        if stop > len(self._view) or (is_stored and stop - start != info.file_size):
             raise DamagedError(f"its record {name} is cut short")
-        return _Record(name.removeprefix(prefix), info, start, stop)
+        return _Record(name.removeprefix(prefix), info, start, stop, is_stored)
 
     def read(self, record: _Record) -> bytes | memoryview:
         """Return a record's content, compared with its CRC-32."""
@@ -145,11 +137,15 @@ class Archive:
         """Return the pickle, without the bytes of tensors."""
         return bytes(self.read(self.records[_PICKLE]))
 
-    def check(self) -> None:
-        """Compare all contents, and check that ``torch.load`` can take the pickle without harm to this process."""
+    def read_all(self) -> None:
+        """Compare all contents with their CRC-32."""
         for record in self.records.values():
             self.read(record)
-        plain_pickle(self.pickled())
+
+
+def is_zip_end(content: memoryview | bytes) -> bool:
+    """Tell whether bytes end with a zip file's last record."""
+    return bytes(content[-22:-18]) == b"PK\5\6"
 
 
 def plain_pickle(content: bytes) -> Any:
@@ -160,7 +156,23 @@ def plain_pickle(content: bytes) -> Any:
         raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
-# --- the pickle of a tensor ------------------------------------------------------------------------------------------
+def plain_load(archive: Archive, file: Any, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save``, compared with its checksums, which mapping it does not do.
+
+    Only if ``torch.load`` can take its pickle without harm to this process.
+    """
+    archive.read_all()
+    plain_pickle(archive.pickled())
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # a damaged file can raise anything
+        text = str(error)
+        if "weights_only" in text or "Weights only" in text:
+            raise NotPlainError from error
+        raise DamagedError(shortened(text.partition("\n")[0])) from error
+
+
+# The pickle of a tensor ----------------------------------------------------------------------------------------------
 
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -192,8 +204,7 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    is_view_of_bits: bool  # conjugated or negated lazily
+    is_row_major: bool
 
 
 @functools.lru_cache(256)
@@ -210,7 +221,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
         dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
         if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
             return None
-        if kind != "storage" or not isinstance(name, str) or max(len(shape), len(strides)) > MAX_DIMS:
+        if kind != "storage" or not isinstance(name, str) or len(shape) > MAX_DIMS:
             raise DamagedError("it refers to something that is no storage, or its shape is none")
         if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
             raise DamagedError("a size in it is not one")
@@ -221,7 +232,10 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     except Exception as error:  # bytes that are no pickle can raise anything
         raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
     nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
-    return _Tensor(f"data/{name}", nbytes, dtype, offset, tuple(shape), tuple(strides), bool(rest and rest[0]))
+    is_view_of_bits = bool(rest and rest[0])  # conjugated or negated lazily
+    steps = zip(shape, strides, contiguous_strides(tuple(shape)), strict=True)
+    is_row_major = 0 in shape or all(size == 1 or one == other for size, one, other in steps)
+    return _Tensor(f"data/{name}", nbytes, dtype, offset, tuple(shape), is_row_major and not is_view_of_bits)
 
 
 def _layout_in(archive: Archive) -> Layout | None:
@@ -234,11 +248,9 @@ def _layout_in(archive: Archive) -> Layout | None:
     if record.info.file_size != tensor.storage_bytes:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
-    pairs = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
-    is_row_major = 0 in tensor.shape or all(size == 1 or one == other for size, one, other in pairs)
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
-    if not is_row_major or tensor.is_view_of_bits or not record.is_stored or not is_ours:
+    if not tensor.is_row_major or not record.is_stored or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
     first = tensor.offset * tensor.dtype.itemsize
     if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
@@ -246,7 +258,21 @@ def _layout_in(archive: Archive) -> Layout | None:
     return Layout(tensor.dtype, tensor.shape, record.start + first)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
+    archive = Archive(view)
+    contents, at, around = [], 0, 0
+    for record in archive.records.values():  # in the order of their bytes
+        if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
+            contents.append((record.start, record.stop, record.info.CRC))
+            around, at = crc32(view[at : record.start], around), record.stop
+        else:
+            archive.read(record)
+    is_small = archive.records[_PICKLE].info.file_size <= _SMALL_BYTES
+    layout = _layout_in(archive) if is_tensor and is_small else None
+    return Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 class ItemReader:
@@ -255,7 +281,6 @@ class ItemReader:
     def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
         self._checkpoint = checkpoint
         self._max_whole_bytes = max_whole_bytes
-        self._compared: set[tuple[str, int, int]] = set()
         self._heads: dict[tuple[tuple[int, ...], torch.dtype, int], tuple[bytes, int]] = {}
 
     def view(self, item: Stored) -> memoryview:
@@ -282,13 +307,13 @@ class ItemReader:
     def check_data(self, item: Stored) -> None:
         """Check an item as :meth:`check` does, and compare its large contents with their CRC-32."""
         if not item.transforms and getattr(item, "bare_dtype", None) is None:
-            view = self.view(item)
-            self._compare(item, view, self._opened(item, view))
+            self._compared_layout(item, self.view(item))
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
-        numel, itemsize = chunk.numel, dtype.itemsize
-        layout, view = self._compared_layout(chunk, dtype)
+        numel, itemsize, view = chunk.numel, dtype.itemsize, self.view(chunk)
+        is_zip = chunk.bare_dtype is None and not chunk.transforms
+        layout = self._known_layout(chunk, dtype, view) if is_zip else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
@@ -327,7 +352,7 @@ class ItemReader:
         known = self._checkpoint.opened.get(item.place)
         if known is None or (isinstance(item, StoredObject) and item.content is not None):
             try:
-                known = _look_into(Archive(view), view, is_tensor=isinstance(item, StoredChunk))
+                known = _look_into(view, is_tensor=isinstance(item, StoredChunk))
             except DamagedError as error:
                 raise self._damaged(item, str(error)) from error
             self._checkpoint.opened[item.place] = known
@@ -335,9 +360,8 @@ class ItemReader:
             self._check_sizes(item, known.layout.shape)
         return known
 
-    def _compare(self, item: Stored, view: memoryview, opened: Opened) -> None:
-        if item.place in self._compared:
-            return
+    def _compared_layout(self, item: Stored, view: memoryview) -> Layout | None:
+        opened = self._opened(item, view)
         for start, stop, crc in opened.contents:
             if crc32(view[start:stop]) != crc:
                 begin, end = item.offset_bytes + start, item.offset_bytes + stop
@@ -345,30 +369,25 @@ class ItemReader:
                     f"bytes {begin} to {end} of {self._file(item)} are damaged: their CRC-32 is not the one that was "
                     "written with them; fetch the file again, or use another checkpoint"
                 )
-        self._compared.add(item.place)
+        if opened.contents:  # once is enough
+            self._checkpoint.opened[item.place] = opened._replace(contents=())
+        return opened.layout
 
-    def _compared_layout(self, chunk: StoredChunk, dtype: torch.dtype) -> tuple[Layout | None, memoryview]:
-        view = self.view(chunk)
-        if chunk.bare_dtype is not None:
-            return Layout(chunk.bare_dtype, chunk.sizes, 0), view
-        if chunk.transforms:
-            return None, view
+    def _known_layout(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> Layout | None:
         # Small tensors of one shape begin with the same bytes, and behind the elements is their CRC-32.
         shape = chunk.sizes, dtype, chunk.length_bytes
         head, stop = self._heads.get(shape, (b"", 0))
         if head and view[: len(head)] == head:
             crc = struct.pack("<4sI", b"PK\7\10", crc32(view[len(head) : stop]))
             if view[stop : stop + len(crc)] == crc:
-                return Layout(dtype, chunk.sizes, len(head)), view
-        opened = self._opened(chunk, view)
-        self._compare(chunk, view, opened)
-        layout = opened.layout
+                return Layout(dtype, chunk.sizes, len(head))
+        layout = self._compared_layout(chunk, view)
         if layout is not None and layout.start_bytes and layout.dtype == dtype and chunk.length_bytes <= _SMALL_BYTES:
             if len(self._heads) >= _KNOWN_HEADS:
                 self._heads.clear()
             begin = layout.start_bytes
             self._heads[shape] = bytes(view[:begin]), begin + chunk.numel * dtype.itemsize
-        return layout, view
+        return layout
 
     def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         if self._max_whole_bytes is not None and chunk.length_bytes > self._max_whole_bytes:
@@ -390,19 +409,14 @@ class ItemReader:
             )
         view = self.view(item)
         try:
-            Archive(view).check()
+            return plain_load(Archive(view), cast(Any, _View(view)))
+        except NotPlainError as error:
+            raise CheckpointError(
+                f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
+                "loaded: unpickling it could run anything"
+            ) from error
         except DamagedError as error:
             raise self._damaged(item, str(error)) from error
-        try:
-            return torch.load(cast(Any, _View(view)), map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged archive can raise anything
-            text = str(error)
-            if "weights_only" in text or "Weights only" in text:
-                raise CheckpointError(
-                    f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
-                    "loaded: unpickling it could run anything"
-                ) from error
-            raise self._damaged(item, text.partition("\n")[0]) from error
 
     def _file(self, item: Stored) -> str:
         return f"{self._checkpoint.path}/{item.file}"
@@ -416,19 +430,6 @@ class ItemReader:
     def _check_sizes(self, chunk: StoredChunk, shape: tuple[int, ...]) -> None:
         if shape != chunk.sizes:
             raise self._damaged(chunk, f"a tensor of shape {shape} where one of {chunk.sizes} is expected")
-
-
-def _look_into(archive: Archive, view: memoryview, *, is_tensor: bool) -> Opened:
-    contents, at, around = [], 0, 0
-    for record in archive.records.values():  # in the order of their bytes
-        if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
-            contents.append((record.start, record.stop, record.info.CRC))
-            around, at = crc32(view[at : record.start], around), record.stop
-        else:
-            archive.read(record)
-    pickled = archive.records[_PICKLE]
-    layout = _layout_in(archive) if is_tensor and pickled.info.file_size <= _SMALL_BYTES else None
-    return Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
 
 
 def typed(bits: Tensor, dtype: torch.dtype) -> Tensor:

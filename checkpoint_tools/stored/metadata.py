@@ -1,6 +1,8 @@
-"""The file ``.metadata``, read without running what it names, and the manifest beside it.
+"""The file ``.metadata`` of ``torch.distributed.checkpoint``, read without running what it names, and its manifest.
 
 ::
+
+    .metadata ──unpickle──▶ records ──checked──▶ Checkpoint, and the problems in which they contradict each other
 
     .checksums    {"format": ..., "sha256": of the next line}
                   {"metadata": {"nbytes": ..., "sha256": ...},
@@ -10,71 +12,75 @@ The directory of an item has the CRC-32 of all its contents, which ``torch.save`
 tells every byte of the checkpoint, and large contents need not be read once more to write it.
 """
 
+import functools
+import gc
 import hashlib
 import json
+import math
+import os
+import reprlib
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ..core.errors import CheckpointError
-from ..core.text import human_bytes, shortened
-from .storage import Folder
+from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
+from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
+METADATA_FILE = ".metadata"
 MANIFEST_FILE = ".checksums"
-FORMAT = "fsdp_offload checksums 2"
+_FORMAT = "fsdp_offload checksums 2"
+_MAX_BYTES = 4 << 30
 
-
-class Item(NamedTuple):
-    """An item of a file, and the CRC-32 of all of it but large contents."""
-
-    offset_bytes: int
-    length_bytes: int
-    around_crc: int
-
-
-class Manifest(NamedTuple):
-    """A manifest's content: the length and the SHA-256 of ``.metadata``, and the items of each file by its name."""
-
-    metadata_bytes: int
-    metadata_sha256: str
-    files: Mapping[str, tuple[Item, ...]]
-
-    def why_not(self, metadata: bytes) -> str | None:
-        """Why this is not the content of ``.metadata`` that the manifest was written for; ``None`` if it is."""
-        if (len(metadata), hashlib.sha256(metadata).hexdigest()) == (self.metadata_bytes, self.metadata_sha256):
-            return None
-        return (
-            f"it is not the one that {MANIFEST_FILE} was written for: it is damaged, or the checkpoint was saved "
-            f"again since it was sealed (then remove {MANIFEST_FILE}, and seal it again)"
-        )
+# The manifest --------------------------------------------------------------------------------------------------------
 
 
 def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> bytes:
     """The content of the file, for a ``.metadata`` of this content."""
     found = {"nbytes": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
     body = json.dumps({"metadata": found, "files": {file: sorted(items) for file, items in sorted(files.items())}})
-    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()})
+    head = json.dumps({"format": _FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()})
     return f"{head}\n{body}\n".encode()
 
 
-def parse_manifest(content: bytes) -> Manifest:
-    """Parse the content of a manifest file."""
-    head, _, body = content.partition(b"\n")
+def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
+    """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
-        expected = {"format": FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
+        with folder.open(MANIFEST_FILE) as stream:
+            head, _, body = stream.read().partition(b"\n")
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"cannot be read: {error}"
+    try:
+        expected = {"format": _FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
-            raise CheckpointError(f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without")
+            return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
         found = json.loads(body)
         files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
-        return Manifest(int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"]), files)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST_FILE} is damaged; remove it to go without") from error
+        sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, f"{MANIFEST_FILE} is damaged; remove it to go without"
+    content = read_content(folder)
+    if (len(content), hashlib.sha256(content).hexdigest()) == sealed:
+        return files, None
+    return files, (
+        f"it is not the one that {MANIFEST_FILE} was written for: it is damaged, or the checkpoint was saved "
+        f"again since it was sealed (then remove {MANIFEST_FILE}, and seal it again)"
+    )
 
+
+# The metadata --------------------------------------------------------------------------------------------------------
 
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
 # Names that DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
-METADATA_NAMES: Mapping[str, Set[str]] = {
+_NAMES: Mapping[str, Set[str]] = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
         *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
@@ -95,18 +101,43 @@ METADATA_NAMES: Mapping[str, Set[str]] = {
     "builtins": {"getattr"},
     "__builtin__": {"getattr"},
 }
+_ATTRIBUTES = {
+    "MetadataIndex": {"fqn", "offset", "index"},
+    "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
+    "TensorStorageMetadata": {"properties", "size", "chunks"},
+    "ChunkStorageMetadata": {"offsets", "sizes"},
+}
+"""Of the objects that are read. With others, torch would set what its classes do not know, or not find what they do."""
 
-METADATA_FILE = ".metadata"
-_CLASSES = ("Metadata", "MCoreMetadata")  # torch's, and that of Megatron-Core up to 0.15
-_HINTS = 3
-_MAX_BYTES = 4 << 30
+_FLATTENED = (
+    "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
+    "distrib_optim_sharding_type='fully_reshardable'"
+)
+_MAX_NAME = 4096
+_MAX_DEPTH = 256  # of a nested state dict
+
+
+def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
+    folder, was_enabled = open_folder(path), gc.isenabled()
+    gc.disable()  # it would visit millions of new objects that all stay
+    try:
+        checkpoint = _Reading(_unpickled(folder)).checkpoint(folder)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
+    finally:
+        if was_enabled:
+            gc.enable()
+    manifest, wrong = _read_manifest(folder)
+    problems = [] if wrong is None else [CheckpointProblem(METADATA_FILE, wrong)]
+    return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *problems))
 
 
 def read_content(folder: Folder) -> bytes:
     """Read the metadata file's bytes."""
     try:
         if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
-            raise damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
+            raise _damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
         with folder.open(METADATA_FILE) as stream:
             return stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -115,35 +146,20 @@ def read_content(folder: Folder) -> bytes:
         raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
 
 
-def read_manifest(folder: Folder) -> tuple[Manifest | None, str | None]:
-    """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
-    try:
-        with folder.open(MANIFEST_FILE) as stream:
-            manifest = parse_manifest(stream.read())
-    except FileNotFoundError:
-        return None, None
-    except OSError as error:
-        return None, f"cannot be read: {error}"
-    except CheckpointError as error:
-        return None, str(error)
-    return manifest, manifest.why_not(read_content(folder))
-
-
-def read_metadata(folder: Folder) -> PickledObject:
-    """Read a folder's ``torch.distributed.checkpoint.metadata.Metadata`` as a record."""
+def _unpickled(folder: Folder) -> PickledObject:
     content = read_content(folder)
     try:
-        metadata = unpickle(content, METADATA_NAMES)
+        metadata = unpickle(content, _NAMES)
     except ForbiddenNameError as error:
         raise CheckpointError(
             f"{folder.path}/{METADATA_FILE} asks for {error}, which the metadata of a checkpoint do not need; it was "
             "not run. Do not load this checkpoint with torch unless you trust who wrote it"
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
+        raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
-    if not isinstance(metadata, PickledObject) or found not in _CLASSES:
-        raise damage(folder, f"it has a {found} where Metadata are expected")
+    if not isinstance(metadata, PickledObject) or found not in ("Metadata", "MCoreMetadata"):
+        raise _damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
 
 
@@ -161,16 +177,217 @@ def _why_none(folder: Folder) -> str:
         )
     inside = [name for name in names if name.endswith("/") and folder.has(name + METADATA_FILE)]
     if inside:
-        return f"{folder.path} is not a checkpoint itself; it contains {', '.join(inside[:_HINTS])}: give one of these"
+        return f"{folder.path} is not a checkpoint itself; it contains {', '.join(inside[:3])}: give one of these"
     return (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
         "end"
     )
 
 
-def damage(folder: Folder, what: str) -> CheckpointError:
-    """Make the error for a metadata file that holds no valid metadata."""
+def _damage(folder: Folder, what: str) -> CheckpointError:
     return CheckpointError(
         f"{folder.path}/{METADATA_FILE} cannot be read as the metadata of a checkpoint ({what}). It is damaged, cut "
         "short, or not from torch.distributed.checkpoint; use another checkpoint, or fetch this file again"
     )
+
+
+_Where = tuple[str, tuple[int, ...] | None]
+"""The key of an item, and the offsets of a chunk."""
+
+_Place = tuple[str, int, int, tuple[str, ...]]
+"""File, offset, length, transforms."""
+
+
+class _Reading:
+    """Reads the records, noting what does not fit."""
+
+    def __init__(self, metadata: PickledObject) -> None:
+        self.metadata = metadata
+        self.problems: list[CheckpointProblem] = []
+        self.places: dict[_Where, _Place] = {}
+        self.used: set[_Where] = set()
+
+    def checkpoint(self, folder: Folder) -> Checkpoint:
+        version = self.metadata.get("version")  # torch before 2.6 wrote none
+        if version is not None and not (isinstance(version, str) and version.partition(".")[0] == "1"):
+            told = shortened(version, 20) if isinstance(version, str) else "an unknown version"
+            raise CheckpointError(
+                f"{folder.path} has version {told} of the checkpoint format, and these tools know 1.x; use newer "
+                "tools, or load and save it again with the torch that wrote it"
+            )
+        storage, entries = self.metadata.get("storage_data"), self.metadata.get("state_dict_metadata")
+        if not isinstance(entries, dict) or not isinstance(storage, dict):
+            raise TypeError("it does not say which keys there are, or in which files")
+        for index, info in storage.items():
+            self._place_item(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
+        tensors, objects = {}, {}
+        for key in sorted(map(_text, entries), key=natural_order):
+            name = _record(entries[key]).name
+            if name == "TensorStorageMetadata":
+                tensors[key] = self._tensor(key, _state(entries[key], name))
+            elif name != "BytesStorageMetadata":
+                raise TypeError(f"{key} is a {name}")
+            elif (place := self._place(key, None)) is not None:
+                objects[key] = StoredObject(key, *place)
+        for key, offsets in self.places.keys() - self.used:
+            what = "is stored" if key not in entries else f"has data at {offsets}"
+            self._note(key, f"{what}, but the metadata do not say what they are")
+        self.problems.sort()
+        paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
+        for key, path in paths.items():  # a damaged name is damaged wherever the pickle refers to it, but not there
+            if (flat := ".".join(map(str, path))) != key:
+                what = f"was saved as {shortened(flat)}, by its path in the state dict"
+                self._note(key, f"{what}; one of the two names is damaged")
+        flattened = self.metadata.get("mcore_data")
+        refusal = _FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else ""
+        problems = tuple(self.problems)
+        return Checkpoint(folder.path, folder, tensors, objects, paths, problems, version, refusal=refusal)
+
+    def _note(self, key: str, text: str) -> None:
+        self.problems.append(CheckpointProblem(key, text))
+
+    def _place_item(self, index: dict[str, Any], info: dict[str, Any]) -> None:
+        offset, file = index.get("offset"), _text(info.get("relative_path"))
+        transforms = tuple(map(_text, _few(info.get("transform_descriptors") or ())))
+        place = file, _count(info.get("offset")), _count(info.get("length")), transforms
+        where = _text(index.get("fqn")), None if offset is None else _counts(offset)
+        is_outside = leaves_the_folder(file)
+        if is_outside or not is_name(file):
+            self.used.add(where)  # said here, and nothing else about it
+            what = "outside of the checkpoint" if is_outside else "which no file is named"
+            self._note(where[0], f"its data would be in {shortened(file)!r}, {what}")
+        elif where in self.places:
+            self._note(where[0], f"its data at {where[1]} are in two places")
+        else:
+            self.places[where] = place
+
+    def _tensor(self, key: str, entry: dict[str, Any]) -> StoredTensor:
+        shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
+        if math.prod(shape) > MAX_INT64:
+            raise ValueError(f"{shortened(key)} would have more elements than can be counted")
+        properties = _properties(_record(entry.get("properties"), "TensorProperties"))
+        if not isinstance(stored, list | tuple):
+            raise TypeError("a tensor has no list of chunks")
+        for found in stored:
+            chunk = _state(found, "ChunkStorageMetadata")
+            offsets, sizes = _counts(chunk.get("offsets")), _counts(chunk.get("sizes"))
+            if not len(offsets) == len(sizes) == len(shape):
+                self._note(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
+            elif (place := self._place(key, offsets)) is not None:
+                chunks.append(StoredChunk(offsets, sizes, *place))
+        return StoredTensor(key, shape, properties.dtype, tuple(sorted(chunks)), properties)
+
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place | None:
+        place = self.places.get((key, offsets))
+        if place is None and (key, offsets) not in self.used:
+            at = "" if offsets is None else f" for its chunk at {offsets}"
+            self._note(key, f"the metadata do not say where the data are{at}")
+        self.used.add((key, offsets))
+        return place
+
+
+# What others have written: nothing of it is printed or taken apart before it is known to be small.
+
+
+def _record(value: object, name: str | None = None) -> PickledObject:
+    if not isinstance(value, PickledObject) or (name is not None and value.name != name):
+        found = value.name if isinstance(value, PickledObject) else type(value).__name__
+        raise TypeError(f"a {found} where {'an object' if name is None else f'a {name}'} is expected")
+    return value
+
+
+def _state(value: object, name: str) -> dict[str, Any]:
+    """Return the attributes of an object of this class."""
+    state, known = _record(value, name).state or {}, _ATTRIBUTES[name]
+    if not isinstance(state, dict) or not state.keys() <= known:
+        raise TypeError(f"a {name} has other attributes than {', '.join(sorted(known))}")
+    return state
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text is expected")
+    return value
+
+
+def _few(values: object) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise TypeError(f"a {type(values).__name__} where a few values are expected")
+    return tuple(values)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INT64:
+        raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
+    return value
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    counts = _few(values)
+    for value in counts:  # without a call for each: there are millions
+        if type(value) is not int or not 0 <= value <= MAX_INT64:
+            _count(value)
+    return counts
+
+
+def _properties(record: PickledObject) -> TensorProperties:
+    """Make a tensor's properties, checked as torch does when it loads the metadata.
+
+    They are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
+    """
+    state = record.state
+    dtype = state[0] if isinstance(state, tuple) and state else record.get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is a {type(dtype).__name__}")
+    if not isinstance(state, tuple):
+        return TensorProperties(dtype)
+    if len(state) != 5:
+        raise TypeError(f"TensorProperties of {len(state)} values, of which there are 5")
+    _, layout, requires_grad, memory_format, pin_memory = state
+    if not isinstance(layout, PickledObject) or layout.name != "_get_layout" or layout.arguments not in _LAYOUTS:
+        raise TypeError("a layout is none of torch's")
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise TypeError("requires_grad or pin_memory is no bool")
+    is_encoded = isinstance(memory_format, PickledObject) and memory_format.name.endswith(_ENCODINGS)
+    encoding = memory_format.arguments[-1] if is_encoded and memory_format.arguments else None
+    if encoding not in _MEMORY_FORMATS:
+        raise TypeError("a memory format is none of torch's")
+    return TensorProperties(dtype, torch.strided, requires_grad, _MEMORY_FORMATS[encoding], pin_memory)
+
+
+_ENCODINGS = ("MEM_FORMAT_ENCODING", "getattr")  # the latter before Python 3.11.4
+_MEMORY_FORMATS = {
+    **dict.fromkeys((0, "TORCH_CONTIGUOUS_FORMAT"), torch.contiguous_format),
+    **dict.fromkeys((1, "TORCH_CHANNELS_LAST"), torch.channels_last),
+    **dict.fromkeys((2, "TORCH_PRESERVE_FORMAT"), torch.preserve_format),
+}
+_LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+@functools.lru_cache
+def leaves_the_folder(file: str) -> bool:
+    """Tell whether a file's name leads out of the checkpoint's folder."""
+    parts = file.replace("\\", "/").split("/")
+    return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
+
+
+@functools.lru_cache
+def is_name(file: str) -> bool:
+    """Tell whether a file can have this name."""
+    return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
+
+
+def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, Path]:
+    # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
+    if not isinstance(planner_data, dict):
+        return {}
+    if any(type(key) is not str for key in planner_data) and any(key in keys for key in planner_data):
+        raise TypeError("a path in the state dict belongs to no key")
+    return {
+        key: path
+        for key, path in planner_data.items()
+        if key in keys
+        and isinstance(path, tuple)
+        and len(path) <= _MAX_DEPTH
+        and all(type(part) is str or (type(part) is int and abs(part) <= MAX_INT64) for part in path)
+    }

@@ -18,7 +18,7 @@ import re
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ from safetensors import safe_open
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
-from .reading import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor, is_name, leaves_the_folder
+from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
+from .metadata import is_name, leaves_the_folder
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -64,33 +65,11 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class FileTensor(NamedTuple):
-    """A tensor of a file, and where its elements begin from the start of the data.
+def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
+    """Read a file's header, which the safetensors package has checked: tensors in the order of their bytes, and texts.
 
-    The shape is torch's: float4 is two numbers for each element, which the header counts one by one.
+    Shapes are torch's: float4 is two numbers for each element, which the header counts one by one.
     """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    begin_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the elements in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Header(NamedTuple):
-    """Header of a file: tensors in the order of their bytes, strings by name, and the byte where the data begin."""
-
-    tensors: tuple[FileTensor, ...]
-    metadata: Mapping[str, str]
-    data_at: int
-
-
-def read_header(folder: Folder, file: str) -> Header:
-    """Read a file's header, which the safetensors package has checked."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -108,8 +87,8 @@ def read_header(folder: Folder, file: str) -> Header:
                 pass
         found = json.loads(content)
         metadata = found.pop(METADATA_KEY, None) or {}
-        tensors = sorted((_tensor(key, entry) for key, entry in found.items()), key=lambda each: each.begin_bytes)
-        return Header(tuple(tensors), metadata, _LENGTH.size + header_bytes)
+        chunks = {key: _chunk(key, entry, file, _LENGTH.size + header_bytes) for key, entry in found.items()}
+        return dict(sorted(chunks.items(), key=lambda each: each[1].offset_bytes)), metadata
     except Exception as error:  # the package has errors of its own, and what it takes may be too much for others
         raise CheckpointError(
             f"{folder.path}/{file} is not a whole safetensors file ({shortened(str(error))}); fetch it again, or use "
@@ -117,7 +96,7 @@ def read_header(folder: Folder, file: str) -> Header:
         ) from error
 
 
-def _tensor(key: str, entry: Any) -> FileTensor:
+def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
     dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
     if dtype is None or len(shape) > MAX_DIMS:
         raise ValueError(f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which torch does not have")
@@ -125,21 +104,23 @@ def _tensor(key: str, entry: Any) -> FileTensor:
         if not shape or shape[-1] % 2:
             raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
         shape = [*shape[:-1], shape[-1] // 2]
-    return FileTensor(key, tuple(shape), dtype, entry["data_offsets"][0])
+    begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
+    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, (), dtype)
 
 
-def with_header(tensors: Iterable[FileTensor]) -> tuple[bytes, list[FileTensor]]:
-    """Place tensors in a file, large elements first, so that all are aligned; return all that comes before the data."""
+def with_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, list[str]]:
+    """Place tensors in a file, large elements first, so that all are aligned.
+
+    Returns all that comes before the data, and the keys in the order of the data.
+    """
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
-    at, placed = 0, []
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        shape = list(tensor.shape)
-        if tensor.dtype == torch.float4_e2m1fn_x2:
-            shape[-1] *= 2
-        offsets = [at, at + tensor.nbytes]
-        entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-        placed.append(tensor._replace(begin_bytes=at))
-        at += tensor.nbytes
+    at = 0
+    for key, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
+        end, listed = at + math.prod(shape) * dtype.itemsize, [*shape]
+        if dtype == torch.float4_e2m1fn_x2:
+            listed[-1] *= 2
+        entries[key] = {"dtype": NAMES[dtype], "shape": listed, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
@@ -147,7 +128,7 @@ def with_header(tensors: Iterable[FileTensor]) -> tuple[bytes, list[FileTensor]]
             f"the header of a file would have {human_bytes(len(text))}, and safetensors allow "
             f"{human_bytes(MAX_HEADER_BYTES)}; choose a smaller --shard-size"
         )
-    return _LENGTH.pack(len(text)) + text, placed
+    return _LENGTH.pack(len(text)) + text, [*entries][1:]
 
 
 # A folder of them -----------------------------------------------------------------------------------------------------
@@ -204,16 +185,15 @@ class _Opening:
         self._folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self._single else path)
         self._path = path
         self._json_files: list[str] = []
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, tuple[dict[str, StoredChunk], Mapping[str, str]]] = {}
         self._places: dict[tuple[bool, str], list[StoredChunk]] = {}  # by whether it is the model's, and its name
         self._is_sharded = False
         self._recorded_prefix: str | None = None
 
     def opened(self, key_prefix: str | None, default_prefix: str) -> Folders:
         model_files, other_files = ([self._single], []) if self._single else self._listed()
-        for is_model, files in ((True, model_files), (False, other_files)):
-            for file in files:
-                self._add(file, is_model=is_model)
+        for is_model, file in (*((True, file) for file in model_files), *((False, file) for file in other_files)):
+            self._add(file, is_model=is_model)
         objects, paths = self._objects() if OBJECTS_FILE in self._json_files else ({}, {})
         if key_prefix is None:
             key_prefix = self._recorded_prefix
@@ -226,18 +206,13 @@ class _Opening:
                 raise CheckpointError(f"{self._path} has two values named {key}; choose another --key-prefix")
             tensors[key] = self._tensor(place[1], key, self._places[place])
         model_keys = frozenset(key for (is_model, _), key in renamed.items() if is_model)
-        defaults = {key: path_of(key, key_prefix) for key in model_keys}
-        known = {key: path for key, path in paths.items() if key in tensors or key in objects}
-        checkpoint = Checkpoint(
-            path=self._path,
-            folder=self._folder,
-            tensors=tensors,
-            objects=objects,
-            paths={**{key: (key,) for key in (*tensors, *objects)}, **defaults, **known},
-            problems=(),
-            version=None,
-            notes=tuple(_notes_on_parts(self._headers)) if self._is_sharded else (),
-        )
+        paths = {
+            **{key: (key,) for key in (*tensors, *objects)},
+            **{key: path_of(key, key_prefix) for key in model_keys},
+            **{key: path for key, path in paths.items() if key in tensors or key in objects},
+        }
+        notes = tuple(_notes_on_parts(self._headers)) if self._is_sharded else ()
+        checkpoint = Checkpoint(self._path, self._folder, tensors, objects, paths, (), None, notes)
         return Folders(checkpoint, model_keys, key_prefix, tuple(self._json_files))
 
     def _listed(self) -> tuple[list[str], list[str]]:
@@ -247,9 +222,9 @@ class _Opening:
             raise CheckpointError(f"{self._path} is not a folder of safetensors: {error}") from error
         if OBJECTS_FILE in there:
             self._json_files.append(OBJECTS_FILE)
-        others = self._indexed(f"{OPTIMIZER}{INDEX_SUFFIX}", there) or []
-        index = f"{MODEL}{INDEX_SUFFIX}"
-        indices = [name for name in there if name.endswith(INDEX_SUFFIX) and name != f"{OPTIMIZER}{INDEX_SUFFIX}"]
+        own, index = f"{OPTIMIZER}{INDEX_SUFFIX}", f"{MODEL}{INDEX_SUFFIX}"
+        others = self._indexed(own, there) or []
+        indices = [name for name in there if name.endswith(INDEX_SUFFIX) and name != own]
         if index not in there and len(indices) > 1:
             raise CheckpointError(f"{self._path} has several indices ({', '.join(indices)}); give one file at a time")
         model = self._indexed(index if index in there or not indices else indices[0], there)
@@ -264,67 +239,63 @@ class _Opening:
         if index not in there:
             return None
         self._json_files.append(index)
-        found = self._read_json(index)
+        found, where = self._read_json(index), f"{self._folder.path}/{index}"
         weight_map = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{self._folder.path}/{index} has no weight_map of keys and files; fetch it again")
-        files = sorted(set(weight_map.values()), key=natural_order)
+            raise CheckpointError(f"{where} has no weight_map of keys and files; fetch it again")
+        keys: dict[str, set[str]] = {}
+        for key, file in weight_map.items():
+            keys.setdefault(file, set()).add(key)
+        files = sorted(keys, key=natural_order)
         for file in files:
             if leaves_the_folder(file) or not is_name(file):
-                raise CheckpointError(f"{self._folder.path}/{index} names {file!r}, which is outside of the folder")
+                raise CheckpointError(f"{where} names {file!r}, which is outside of the folder")
             if file not in there and not self._folder.has(file):
-                missing = sum(name == file for name in weight_map.values())
                 raise CheckpointError(
-                    f"{self._folder.path}/{index} names {file}, which is not there ({missing:,} keys); fetch it as well"
+                    f"{where} names {file}, which is not there ({len(keys[file]):,} keys); fetch it as well"
                 )
-        keys: dict[str, set[str]] = {file: set() for file in files}
-        for key, file in weight_map.items():
-            keys[file].add(key)
         for file in files:
-            lost = keys[file] - {tensor.key for tensor in self._header(file).tensors}
+            lost = keys[file] - self._header(file)[0].keys()
             if lost:
                 raise CheckpointError(
                     f"{self._folder.path}/{file} does not have {min(lost)}, which {index} says is there; fetch both"
                 )
-        metadata = found.get("metadata")
-        prefix = metadata.get("key_prefix") if isinstance(metadata, dict) else None
-        if isinstance(prefix, str):
-            self._recorded_prefix = prefix
+        self._record_prefix(found.get("metadata"))
         return files
 
-    def _header(self, file: str) -> Header:
+    def _record_prefix(self, found: Any) -> None:
+        """Note what convert has taken away from the model's keys, where it says so."""
+        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):
+            self._recorded_prefix = found["key_prefix"]
+
+    def _header(self, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
         if file not in self._headers:
             self._headers[file] = read_header(self._folder, file)
         return self._headers[file]
 
     def _add(self, file: str, *, is_model: bool) -> None:
-        header = self._header(file)
-        starts = self._starts(file, header)
-        for tensor in header.tensors:
-            known = self._places.setdefault((is_model, tensor.key), [])
+        chunks, metadata = self._header(file)
+        starts = self._starts(file, chunks, metadata.get(_SHARDING))
+        for key, chunk in chunks.items():
+            known = self._places.setdefault((is_model, key), [])
             if known and (starts is None or known[0].file == file):
                 raise CheckpointError(
-                    f"{tensor.key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
+                    f"{key} is in {known[0].file} and in {file} of {self._path}; give one file at a "
                     "time, or remove what does not belong there"
                 )
-            at = (0,) * len(tensor.shape) if starts is None else starts[tensor.key]
-            place = header.data_at + tensor.begin_bytes
-            known.append(StoredChunk(at, tensor.shape, file, place, tensor.nbytes, (), tensor.dtype))
+            known.append(chunk if starts is None else chunk._replace(offsets=starts[key]))
 
-    def _starts(self, file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
+    def _starts(
+        self, file: str, chunks: Mapping[str, StoredChunk], text: str | None
+    ) -> dict[str, tuple[int, ...]] | None:
         """Locate a file's tensors in the whole ones, if it holds parts of them."""
-        text = header.metadata.get(_SHARDING)
         if text is None:
             return None
         self._is_sharded = True
         try:
             found = json.loads(text)
-            starts = {tensor.key: tuple(found[tensor.key]["saved_offsets"]) for tensor in header.tensors}
-            if all(
-                len(starts[tensor.key]) == len(tensor.shape)
-                and all(type(at) is int and 0 <= at <= MAX_INT64 for at in starts[tensor.key])
-                for tensor in header.tensors
-            ):
+            starts = {key: tuple(found[key]["saved_offsets"]) for key in chunks}
+            if all(len(at) == len(chunks[key].sizes) and all(map(_is_count, at)) for key, at in starts.items()):
                 return starts
             what = "offsets of other dimensions"
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -352,11 +323,11 @@ class _Opening:
             raise CheckpointError(f"{self._folder.path}/{file} is no JSON ({error}); fetch it again") from error
 
     def _objects(self) -> tuple[dict[str, StoredObject], dict[str, Path]]:
-        found = self._read_json(OBJECTS_FILE)
+        found, where = self._read_json(OBJECTS_FILE), f"{self._folder.path}/{OBJECTS_FILE}"
         if not isinstance(found, dict) or found.get("format") != OBJECTS_FORMAT:
             raise CheckpointError(
-                f"{self._folder.path}/{OBJECTS_FILE} is not what these tools write (format {OBJECTS_FORMAT!r}); move "
-                "it away to convert the tensors alone"
+                f"{where} is not what these tools write (format {OBJECTS_FORMAT!r}); move it away to convert the "
+                "tensors alone"
             )
         try:
             stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
@@ -364,12 +335,13 @@ class _Opening:
             objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._folder.path}/{OBJECTS_FILE} is damaged ({type(error).__name__}: {error}); fetch it again"
-            ) from error
-        if isinstance(found.get("key_prefix"), str):
-            self._recorded_prefix = found["key_prefix"]
+            raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
+        self._record_prefix(found)
         return objects, paths
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:

@@ -119,9 +119,7 @@ class RemoteFolder(Folder):
         )
 
     def stamp(self, file: str) -> str:  # noqa: D102
-        found: dict[str, Any] = self.fs.info(self._at(file))
-        times = [found[name] for name in ("mtime", "LastModified", "updated", "created") if name in found]
-        return f"{found.get('size')} {times[:1]} {found.get('ETag', '')}"
+        return str(self.fs.ukey(self._at(file)))
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:  # noqa: D102
         if offset_bytes + length_bytes > self.size_bytes(file):

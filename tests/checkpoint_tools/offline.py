@@ -13,14 +13,13 @@ from torch import Tensor
 from checkpoint_tools.convert import convert
 from checkpoint_tools.convert.convert import Wanted
 from checkpoint_tools.core.regions import whole_of
-from checkpoint_tools.fuse.config_values import with_told
-from checkpoint_tools.fuse.request import Request, Way, complete
+from checkpoint_tools.fuse.request import Request, Way, complete, with_told
 from checkpoint_tools.fuse.rules import Rule
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
+from checkpoint_tools.stored.checkpoint import Checkpoint
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.stored.reading import Checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
@@ -64,16 +63,8 @@ def rewritten(
     rewrite.check_destination(str(source), str(destination))
     checkpoint, sidecars = rewrite.open_whole(str(source), 1)
     asked = complete(checkpoint, way, Request(rules, values or {}, excluded, only, is_sure))
-    planned = rewrite.plan(checkpoint, way, asked)
-    rewrite.write(
-        checkpoint,
-        planned,
-        str(destination),
-        threads=threads,
-        max_memory_bytes=max_memory_bytes,
-        sidecars=sidecars.files,
-        record=rewrite.record_after(checkpoint, way, asked, planned),
-    )
+    planned = rewrite.with_record(rewrite.plan(checkpoint, sidecars, way, asked), way, asked)
+    rewrite.write(planned, str(destination), threads, max_memory_bytes)
     made = made_whole(destination, is_sealed=True)
     for file, entries in made.items_by_file().items():  # one after the other
         ranges = {(item.offset_bytes, item.length_bytes) for _, item in entries}
@@ -96,17 +87,9 @@ def converted(
     """The new one; it is whole, and sealed if it is one of DCP."""
     rewrite.check_destination(str(source), str(destination))
     wanted = Wanted(what, key_prefix, excluded, shard_bytes, dtype)  # type: ignore[arg-type]
-    planned = convert.plan(str(source), wanted, threads=1)
-    rewrite.write(
-        planned.checkpoint,
-        planned.rewrite,
-        str(destination),
-        threads=threads,
-        max_memory_bytes=max_memory_bytes,
-        beside=planned.beside,
-        sidecars=planned.sidecars,
-    )
-    return made_whole(destination, is_sealed=not planned.rewrite.heads)
+    planned, _ = convert.plan(str(source), wanted, threads=1)
+    rewrite.write(planned, str(destination), threads, max_memory_bytes)
+    return made_whole(destination, is_sealed=not planned.heads)
 
 
 def made_whole(destination: Path | str, *, is_sealed: bool) -> Checkpoint:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.regions import TensorRegion, whole_of
+from checkpoint_tools.stored.checkpoint import Checkpoint, StoredChunk
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.reading import Checkpoint, StoredChunk, open_checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import save, without_checksums
 from tests.checkpoint_tools.offline import same_bits
 

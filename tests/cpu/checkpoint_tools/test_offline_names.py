@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.files import find_exchange
 from checkpoint_tools.fuse.live import merge_state_dict, split_state_dict
+from checkpoint_tools.fuse.request import Request
 from checkpoint_tools.fuse.rules import Rule, Way, preset
 from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint.chunks import ragged_chunks
@@ -73,10 +74,10 @@ def test_state_without_a_model_is_excluded_by_any_of_its_names(tmp_path: Path, l
     state = {"state": {f"{layer}.gate_up.weight": {"exp_avg": WHOLE} for layer in "ab"}}
     checkpoint = open_checkpoint(save(tmp_path / "source", {"x": state} if lead else state))
     for pattern in (f"{lead}state.b.*", f"{lead}state.b.gate_up.weight", "b.*"):
-        found = find_exchange("split", checkpoint, [rule()], {}, [pattern]).fusions
+        found = find_exchange("split", checkpoint, Request([rule()], {}, [pattern])).fusions
         assert [fusion.fused for fusion in found] == [f"{lead}state.a.gate_up.weight.exp_avg"]
         with pytest.raises(CheckpointError, match=r"--exclude that matches nothing: b, \?\."):
-            find_exchange("split", checkpoint, [rule()], {}, ["b", pattern, "?."])
+            find_exchange("split", checkpoint, Request([rule()], {}, ["b", pattern, "?."]))
 
 
 def test_keys_of_torchtitan(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_parts_in_different_param_groups_are_not_merged(groups: list[Any], match
     state["optim"]["state"] = {}  # or that of the other part is missed first
     saved = save(tmp_path / "saved", state)
     with pytest.raises(CheckpointError, match=match):
-        find_exchange("merge", open_checkpoint(saved), preset("hf-gate-up"), {}, [])
+        find_exchange("merge", open_checkpoint(saved), Request(preset("hf-gate-up"), {}))
 
 
 def test_what_is_merged_in_memory() -> None:
@@ -298,4 +299,4 @@ def test_an_object_of_tensors_is_not_copied_to_the_parts(tmp_path: Path) -> None
         split_state_dict(model, optim, preset("hf-gate-up"))
     saved = save(tmp_path / "saved", {"model": model, "optim": optim})
     with pytest.raises(CheckpointError, match="is an object with tensors in it"):
-        find_exchange("split", open_checkpoint(saved), preset("hf-gate-up"), {}, [])
+        find_exchange("split", open_checkpoint(saved), Request(preset("hf-gate-up"), {}))

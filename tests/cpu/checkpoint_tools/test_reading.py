@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
 from checkpoint_tools.look.inspect import FileRow, GroupRow, KeyRow, as_json, group_of, rank_of, summarize
-from checkpoint_tools.stored.reading import CheckpointProblem, open_checkpoint
+from checkpoint_tools.stored.checkpoint import CheckpointProblem
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import STATE, chunks_in, save
 from tests.loading import edit_metadata
 

@@ -13,8 +13,7 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.request import RECORD_FILE
 from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.diff import all_keys, diff
-from checkpoint_tools.rewrite.rewrite import notes_on, open_whole
-from checkpoint_tools.rewrite.sidecars import MAX_BYTES
+from checkpoint_tools.rewrite.rewrite import MAX_BYTES, notes_on, open_whole
 from checkpoint_tools.stored.items import ItemReader
 from checkpoint_tools.stored.metadata import MANIFEST_FILE
 from checkpoint_tools.stored.reading import open_checkpoint

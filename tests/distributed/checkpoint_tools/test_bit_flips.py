@@ -29,9 +29,10 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.fuse.request import RECORD_FILE
 from checkpoint_tools.integrity.seal import seal
 from checkpoint_tools.look.verify import check_structure, verify
+from checkpoint_tools.stored.checkpoint import Item
 from checkpoint_tools.stored.items import ItemReader
-from checkpoint_tools.stored.metadata import Item, manifest_bytes
-from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.metadata import manifest_bytes
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.checkpoints import assert_one_line, changed, run_here, save, without_checksums
 from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, rewritten, rule
@@ -243,7 +244,7 @@ def test_a_flip_in_every_bit_around_the_data_of_an_item(saved: dict[str, Path], 
     assert checkpoint.manifest is not None
     item = next(item for key, item in checkpoint.items() if key.endswith("step"))
     expected = Item(item.offset_bytes, item.length_bytes, 0)
-    (crc,) = (each.around_crc for each in checkpoint.manifest.files[item.file] if each[:2] == expected[:2])
+    (crc,) = (each.around_crc for each in checkpoint.manifest[item.file] if each[:2] == expected[:2])
     unnoticed = []
     for at in range(item.offset_bytes, item.offset_bytes + item.length_bytes):
         for bit in range(8):
@@ -375,7 +376,7 @@ def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     assert seal(url) == []
     checkpoint = open_checkpoint(url)
     assert checkpoint.manifest is not None
-    assert checkpoint.manifest.files.keys() == checkpoint.items_by_file().keys()
+    assert checkpoint.manifest.keys() == checkpoint.items_by_file().keys()
     problems, files = check_structure(checkpoint, 1)
     assert (problems, files.notes, verify(url)) == ([], (), [])
 

@@ -19,7 +19,7 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.inspect import as_json, summarize
 from checkpoint_tools.look.verify import check_structure
-from checkpoint_tools.stored.opening import open_checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import FUSED, save
 from tests.checkpoint_tools.offline import converted, values_of
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL

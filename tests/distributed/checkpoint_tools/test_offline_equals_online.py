@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint_tools.fuse.live import split_state_dict
 from checkpoint_tools.fuse.rules import Rule
-from checkpoint_tools.stored.reading import Checkpoint, open_checkpoint
+from checkpoint_tools.stored.checkpoint import Checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
 from fsdp_offload.checkpoint.names import flattened
 from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same, chunks_of_keys, rewritten, rule

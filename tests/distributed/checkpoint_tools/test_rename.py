@@ -14,8 +14,8 @@ from checkpoint_tools.core.errors import CheckpointError
 from checkpoint_tools.look.diff import all_keys, diff
 from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
-from checkpoint_tools.stored.opening import open_checkpoint
-from checkpoint_tools.stored.reading import Checkpoint
+from checkpoint_tools.stored.checkpoint import Checkpoint
+from checkpoint_tools.stored.reading import open_checkpoint
 from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
@@ -188,7 +188,7 @@ def test_renames_that_are_interrupted_or_two_at_one_place(tmp_path: Path, monkey
         if done:
             raise KeyboardInterrupt
         write(*args, **options)
-        done.append(args[2])
+        done.append(args[1])
 
     monkeypatch.setattr(rewrite, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,163 @@
+"""The nouns: a checkpoint, its tensors and objects, and the items of files that hold them. Plain data."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from ..core.text import natural_order
+from .storage import Folder
+
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a value in the nested state dict."""
+
+
+class StoredChunk(NamedTuple):
+    """One hyper-rectangle of a tensor, and the byte range of a file that holds it as ``torch.save`` wrote it.
+
+    Or its elements alone, in row-major order, as in safetensors: then ``bare_dtype`` is theirs.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    transforms: tuple[str, ...] = ()
+    """Transforms of the byte range (``stream.zstd/1``), if any."""
+    bare_dtype: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        """Count the elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Return file, offset and length."""
+        return self[2:5]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor; its chunks are in the order of their offsets. ``properties``: as DCP's metadata have them."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[StoredChunk, ...]
+    properties: TensorProperties = TensorProperties()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the whole tensor's elements in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StoredObject(NamedTuple):
+    """Anything else that was saved: the byte range that holds it as ``torch.save`` wrote it.
+
+    Or that as ``content``, where the file has it in another form.
+    """
+
+    key: str
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    transforms: tuple[str, ...] = ()
+    content: bytes | None = None
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Return file, offset and length."""
+        return self[1:4]
+
+
+Stored = StoredChunk | StoredObject
+Entry = tuple[str, Stored]
+"""A key, and an item that is stored for it."""
+
+
+class Layout(NamedTuple):
+    """Dtype and shape as stored, and where the first element is in the item if all follow in row-major order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int | None
+
+
+class Opened(NamedTuple):
+    """Findings of a look into an item that is whole.
+
+    Attributes:
+        layout: of a tensor; ``None`` where only ``torch.load`` knows.
+        contents: start, stop and CRC-32 of those that have not been compared with it yet.
+        has_crcs: whether there was anything to compare with.
+        around_crc: the CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity.
+    """
+
+    layout: Layout | None
+    contents: tuple[tuple[int, int, int], ...]
+    has_crcs: bool
+    around_crc: int
+
+
+class Item(NamedTuple):
+    """An item of a file, and the CRC-32 of all of it but large contents."""
+
+    offset_bytes: int
+    length_bytes: int
+    around_crc: int
+
+
+class CheckpointProblem(NamedTuple):
+    """One thing that is wrong with a key or a file."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10.
+
+    Attributes:
+        paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
+        problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
+        version: of the format, or ``None`` as of torch before 2.6.
+        notes: what nobody can find out about it, and people should know.
+        manifest: file → its items, if the checkpoint is sealed; ``problems`` say if it was sealed with other metadata.
+        refusal: why it cannot be rewritten, if so.
+        opened: by file, offset and length: the items that somebody has looked into already.
+    """
+
+    path: str
+    folder: Folder
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject]
+    paths: Mapping[str, Path]
+    problems: tuple[CheckpointProblem, ...]
+    version: str | None
+    notes: tuple[str, ...] = ()
+    manifest: Mapping[str, tuple[Item, ...]] | None = None
+    refusal: str = ""
+    opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
+
+    def items(self) -> Iterator[Entry]:
+        """Yield every stored item with its key."""
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                yield key, chunk
+        yield from self.objects.items()
+
+    def items_by_file(self) -> dict[str, list[Entry]]:
+        """Group the items by file: files in natural order, items in the order of their bytes."""
+        by_file: dict[str, list[Entry]] = {}
+        for key, item in self.items():
+            by_file.setdefault(item.file, []).append((key, item))
+        return {
+            file: sorted(by_file[file], key=lambda entry: (entry[1].offset_bytes, entry[1].length_bytes))
+            for file in sorted(by_file, key=natural_order)
+        }
