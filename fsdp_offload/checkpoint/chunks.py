@@ -198,8 +198,8 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
         if megatron_range is not None:
             raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(source).__name__}")
         return cut_chunks(global_shape, ())
-    said = said_chunks(source)
-    if megatron_range is None and said is not None:
+    said = said_chunks(source) if megatron_range is None else None
+    if said is not None:
         return _said_chunks(source, said)
     cuts = _cuts_of(source, range(source.device_mesh.ndim) if megatron_range is None else _tp_dims(source))
     if cuts is None:
@@ -273,16 +273,16 @@ def tensor_parallel_ranks(tensor: Tensor) -> int | None:
     """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
     if not isinstance(tensor, DTensor):
         return None
-    for mesh_dim in _tp_dims(tensor):
+    for mesh_dim in _tp_dims(tensor, otherwise=("tp", "etp")):
         if tensor.placements[mesh_dim].is_shard():
             return tensor.device_mesh.size(mesh_dim)
     return 1 if hasattr(tensor, MEGATRON_INDEX) else None
 
 
-def _tp_dims(tensor: DTensor) -> list[int]:
-    """Mesh dimensions of tensor parallelism, called as Megatron-FSDP says, or else ``tp`` or ``etp``."""
-    index, names = getattr(tensor, MEGATRON_INDEX, None), tensor.device_mesh.mesh_dim_names or ()
-    wanted = ("tp", "etp") if index is None else (getattr(index, "tp_dim", None),)
+def _tp_dims(tensor: DTensor, otherwise: tuple[str, ...] = ()) -> list[int]:
+    """Mesh dimensions of tensor parallelism, called as Megatron-FSDP says, or ``otherwise`` where it says nothing."""
+    names, index = tensor.device_mesh.mesh_dim_names or (), getattr(tensor, MEGATRON_INDEX, None)
+    wanted = (getattr(index, "tp_dim", None),) if hasattr(tensor, MEGATRON_INDEX) else otherwise
     return [names.index(name) for name in wanted if name in names]
 
 

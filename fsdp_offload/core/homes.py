@@ -19,10 +19,10 @@ from ..device.host_limits import check_host_memory
 from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
-from ..state.layout import LeafLayout, in_dtypes_of, is_wrapper
+from ..state.layout import LeafLayout, in_dtypes_of
 from ..state.shard import StateShard
 from ..state.store import StateStore
-from ..torch_compat.dtensor import largest_local_numel, local_shard
+from ..torch_compat.dtensor import has_inner_tensors, largest_local_numel, local_shard
 from .items import BytesAtHome
 from .packing import Bucket, Homes, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 
@@ -186,7 +186,7 @@ class Plan:
         if not self._policy.host_fraction:
             return
         sizes = [_largest_nbytes(shard) for shard in shards]
-        eligible = [size if not is_wrapper(local_shard(s.param)) else 0 for s, size in zip(shards, sizes, strict=True)]
+        eligible = [size if not has_inner_tensors(s.param) else 0 for s, size in zip(shards, sizes, strict=True)]
         chosen = choose_host_share(eligible, self._policy.host_fraction, self._host_taken)
         for shard, on_host in zip(shards, chosen, strict=True):
             shard.on_host = on_host

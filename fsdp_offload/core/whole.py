@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from ..optimizers.bucket_update import BoundRange
 from ..optimizers.shared_values import entries_of, instance_attributes
-from ..state.layout import NotUnderstoodError, describe_value, is_wrapper, leaves_of, tensors_in
+from ..state.layout import NotUnderstoodError, describe_value, leaves_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
-from ..torch_compat.dtensor import local_shard, over_local, placements_of, version_of
+from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from .buckets import need, share_out
 from .engine import Engine
 
@@ -385,7 +385,7 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
     found = set()
     params = dict.fromkeys([*_params(optimizer), *more])
     for tensor in (tensor for param in params for tensor in (param, param.grad) if tensor is not None):
-        note(0, [] if is_wrapper(local_shard(tensor)) else [tensor])
+        note(0, [] if has_inner_tensors(tensor) else [tensor])
     note(0, _kept_beside(optimizer))
     for value in (value for param in params for value in states.get(param).values()):
         values.append(value)
@@ -405,7 +405,7 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
 def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) -> bool:
     """Return whether a value is laid out as its home is."""
     planned, value, home = shard.layout.values[name], state[name], shard.homes[name]
-    if not isinstance(value, Tensor) or value is home or id(value) in stay or is_wrapper(local_shard(value)):
+    if not isinstance(value, Tensor) or value is home or id(value) in stay or has_inner_tensors(value):
         return False  # what wrappers know beside their tensors is part of the layout
     try:
         found = describe_value(value)

@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..state.layout import is_wrapper, leaves_of
+from ..state.layout import leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import local_shard, over_local, version_of
+from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local, version_of
 from ..torch_compat.optim import no_global_step_hooks, plain_step_of
 from . import Conventions
 from .masters import MASTER, is_only_copy, let_weights_win
@@ -194,7 +194,7 @@ def _follow_weights(bound: BoundRange, user_state: UserState, conventions: Conve
     master = None if conventions.weights_win else bound.values.get(MASTER)
     if master is not None and user_state.get(MASTER) is not None:
         param, slot = local_shard(bound.param).detach(), local_shard(master)
-        if not is_wrapper(param) and is_only_copy(param, slot):
+        if not has_inner_tensors(param) and is_only_copy(param, slot):
             let_weights_win(param, slot)
 
 

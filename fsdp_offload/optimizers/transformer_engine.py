@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..state.layout import is_wrapper
 from ..state.store import UserState
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
 from .base import Capabilities, Conventions, LogicalStep
@@ -186,7 +185,7 @@ class FusedAdamConventions(Conventions):
         found = dict(state)
         for name in homes.keys() & state.keys():
             local: Any = local_shard(state[name])
-            if local.dtype is self.saved_dtype(local.dtype) and not is_wrapper(local):
+            if local.dtype is self.saved_dtype(local.dtype) and not has_inner_tensors(local):
                 continue
             if empty:
                 saved = torch.empty(local.shape, dtype=torch.float32, device="cpu")

@@ -69,19 +69,6 @@ def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     return next
 
 
-def is_trained(param: Tensor) -> bool:
-    """Return whether ``param`` gets gradients: it requires them, or is no model's parameter but somebody's fp32 main.
-
-    Megatron's optimizers update tensors that require no gradient, and set it before each step.
-    """
-    return param.requires_grad or not isinstance(param, torch.nn.Parameter)
-
-
-def is_wrapper(value: Tensor) -> bool:
-    """Return whether ``value`` is made of inner tensors that it knows."""
-    return hasattr(type(value), "__tensor_flatten__") and not is_dtensor(value)
-
-
 def _flatten(value: Any) -> tuple[list[str], Any]:
     """Names of the inner tensors, and the rest. Transformer Engine's tensors cache a transpose of themselves there."""
     if hasattr(value, "remove_caches"):
@@ -123,11 +110,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors of an argument or an entry, which may be lists and dicts of them."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(one)
 
 
@@ -162,3 +146,11 @@ def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayou
         changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
         values[name] = replace(value, leaves=tuple(changed))
     return replace(layout, values=values)
+
+
+def is_trained(param: Tensor) -> bool:
+    """Return whether ``param`` gets gradients: it requires them, or is no model's parameter but somebody's fp32 main.
+
+    Megatron's optimizers update tensors that require no gradient, and set it before each step.
+    """
+    return param.requires_grad or not isinstance(param, torch.nn.Parameter)
