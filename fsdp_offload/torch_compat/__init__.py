@@ -1,6 +1,6 @@
-"""All private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers.
+"""All private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
 
-Seen in torch 2.11, 2.13 and 2.14.1. Those that checkpoints need are in ``checkpoint.py``.
+Seen in torch 2.11, 2.13 and 2.14.1.
 
 =============================================== =======================================================================
 private name                                    without it
@@ -27,6 +27,11 @@ private name                                    without it
 ``_foreach_supported_types``                    required: torch chooses the implementation of a step by it
 ``_global_optimizer_pre_hooks``,                required: torch's own tables of hooks
 ``_optimizer_step_pre_hooks``, ``…_post_hooks``
+``_StridedShard``, ``_get_fqns``,               required by checkpoints
+``_storage_setup``,
+``_disabled_torch_function_impl``
+``DTensor._spec.shard_order``,                  mesh dimensions are taken from left to right. The second is no name of
+``DeviceMesh._shard_order``                     torch's: Megatron-FSDP 0.16.1 sets it, and leaves the spec's as it was
 ``_dynamo/eval_frame.py``                       nobody is told that a compiled ``step`` runs eagerly
 =============================================== =======================================================================
 """

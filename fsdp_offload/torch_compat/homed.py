@@ -32,16 +32,15 @@ class _Homed(Guard):
             self.refuse(f"setting tensor.{getattr(func.__self__, '__name__', '?')}")
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # the same, and writes into it are counted
-        stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        stand_ins: dict[Tensor, Tensor] = {}
 
         def stand_in(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not self.guards(value):
+            if not self.guards(value):
                 return value
-            if id(value) not in stand_ins:
-                stand_ins[id(value)] = value, _stand_in_for(value, func)
-            return stand_ins[id(value)][1]
+            if value not in stand_ins:
+                stand_ins[value] = _stand_in_for(value, func)
+            return stand_ins[value]
 
-        tensors = args
         args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
         try:
             result = func(*args, **kwargs)
@@ -50,12 +49,13 @@ class _Homed(Guard):
                 raise RuntimeError(f"{error} {_WHERE}") from error
             raise
         if func == Tensor.detach:
-            _count_versions_with(tensors[0], result)
+            (param,) = stand_ins
+            _count_versions_with(param, result)
         if name.startswith("_foreach_") and name.endswith("_"):
-            for param, other in stand_ins.values():
+            for param, other in stand_ins.items():
                 if any(other is one for one in args[0]):
                     increment_version(local_shard(param))  # DTensors do not
-        return next((param for param, other in stand_ins.values() if result is other), result)
+        return next((param for param, other in stand_ins.items() if result is other), result)
 
     def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of DTensor on the stand-in."""
@@ -122,25 +122,20 @@ def uses_of(param: Tensor) -> int:
 
     Not all writes count a version: no collective's, nor those through a NumPy array.
     """
-    uses: int = vars(param).get(_USES, 0)
-    return uses
+    return int(vars(param).get(_USES, 0))
 
 
 def holders_of(local: Tensor) -> int:
-    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at.
-
-    ``torch._C._storage_Use_Count`` is there in torch 2.11 to 2.13.
-    """
+    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
     storage = local.untyped_storage()
-    holders: int = torch._C._storage_Use_Count(storage._cdata)
-    return holders
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     vars(param)[_WAIT](param)
     vars(param)[_USES] = vars(param).get(_USES, 0) + 1
     other: Tensor = vars(param)[STAND_IN]
-    if torch.is_grad_enabled() and param.requires_grad and func not in _WITHOUT_GRADIENT:
+    if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
         other = other.detach().requires_grad_()
         _count_versions_with(param, other)
         other.register_hook(_refuse_gradient)
@@ -150,9 +145,6 @@ def _stand_in_for(param: Tensor, func: Any) -> Tensor:
 def _count_versions_with(param: Tensor, detached: Any) -> None:
     """Let writes into the local tensor of ``detached`` count as writes into that of ``param``: torch's own does not."""
     detached._local_tensor = local_shard(param).detach()
-
-
-_WITHOUT_GRADIENT = (Tensor.detach, Tensor.detach_)
 
 
 def _refuse_gradient(gradient: Tensor) -> None:

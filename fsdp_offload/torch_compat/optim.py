@@ -1,6 +1,8 @@
 """Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
+import itertools
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -118,12 +120,8 @@ def run_hooked(optimizer: Optimizer, name: str, step: Callable[..., Any], args: 
 
 def is_called_compiled() -> bool:
     """Return whether compiled code called the caller, a function that ``torch.compiler.disable`` has wrapped."""
-    frame, wrappers = sys._getframe(1), 0
-    for _ in range(12):
-        wrappers += frame.f_code.co_filename.replace("\\", "/").endswith("torch/_dynamo/eval_frame.py")
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    callers = itertools.islice(traceback.walk_stack(sys._getframe(1)), 12)
+    wrappers = sum(frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py") for frame, _ in callers)
     return wrappers > 1  # one is that of disable()
 
 
