@@ -54,7 +54,7 @@ def test_what_the_first_steps_took_is_no_room(mesh: DeviceMesh, monkeypatch: pyt
 
 @pytest.mark.parametrize("device_bytes", ["auto", 160 << 20])
 def test_a_steady_step_takes_no_memory(mesh: DeviceMesh, device_bytes: Any) -> None:
-    """From the driver, neither on the device nor pinned. ``"auto"`` is steady where waits have not changed its blocks."""
+    """From the driver, neither on the device nor pinned. ``"auto"`` is steady once waits change its blocks no more."""
     policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20, device_bytes=device_bytes)
     loop = Loop(mesh, adamw, policy, net=deep).train(22)
     engine = engine_of(loop.optimizer)
