@@ -72,7 +72,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 def say_json(value: Any) -> None:
     """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2, default=str))  # of safetensors, chunks have a dtype
 
 
 def say_table(table: "Table") -> None:

@@ -1,192 +1,153 @@
 """The commands as people use them: from a shell, with errors in one line, and nothing left behind."""
 
 import io
-import json
 import os
 import shlex
 import shutil
 import signal
-import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import rich.progress
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint_tools import preset, split_state_dict
+from checkpoint_tools import preset, preset_names, split_state_dict
 from checkpoint_tools.core.errors import NEED_EXTRA, CheckpointError
-from checkpoint_tools.fuse.rules import preset_names
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.rewrite.save import held
-from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import (
-    ROOT,
-    STATE,
-    Opaque,
-    Trap,
-    assert_one_line,
-    changed,
-    contents,
-    python,
-    run_here,
-    run_tool,
-    save,
-    save_on_two_ranks,
-)
-from tests.checkpoint_tools.offline import DOWN, FUSED, GATE, RULES, UP, assert_same, converted, rewritten, rule
-from tests.checkpoint_tools.offline import STATE as FUSED_STATE
+from tests.checkpoint_tools import saves, tool
+from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("saved") / "checkpoint", STATE)
+    return save(tmp_path_factory.mktemp("saved") / "checkpoint", PLAIN)
 
 
 @pytest.fixture
 def fused(tmp_path: Path) -> Path:
     (tmp_path / "rules.toml").write_text(RULES)
-    return save(tmp_path / "fused", FUSED_STATE)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def shown(*command: object, code: int = 0) -> str:
-    run = run_here(*command)
-    assert (run.returncode, run.stderr) == (code, "")
-    return run.stdout
+    return save(tmp_path / "fused", WITH_FUSED)
 
 
 # inspect, verify, diff -----------------------------------------------------------------------------------------------
 
 
-def test_inspect(saved: Path) -> None:
-    everything, groups = shown("inspect", saved, "--files"), shown("inspect", saved, "--groups")
-    some = shown("inspect", f"file://{saved}", "model.*")
-    assert "model.layers.10.weight" in everything
-    assert "__0_0.distcp" in everything
-    assert "7 tensors, 2 objects in 1 file" in everything
-    assert "4 × 5" in everything
-    assert "optim exp_avg" in groups
-    assert "layers.10" not in groups
-    assert "model.layers.10.weight" in some
-    assert "optim" not in some
-    assert len(json.loads(shown("inspect", saved, "--json"))["keys"]) == 9
-
-
-@pytest.mark.distributed
-def test_tiling_and_diff_on_two_ranks(tmp_path: Path) -> None:
-    rows, columns = save_on_two_ranks(tmp_path)
-    picture = shown("inspect", rows, "--tiling", "model.fused")
-    as_json = json.loads(shown("inspect", columns, "--tiling", "model.fused", "--json"))
-    assert "model.fused: 7 × 6 of float32 in 2 chunks" in picture
-    assert "4, 0     3 × 6  __1_0.distcp" in picture
-    assert [chunk["offsets"] for chunk in as_json["chunks"]] == [[0, 0], [0, 3]]
-    assert shown("diff", rows, columns) == "the same: 3 keys, bit by bit\n"
-    assert_one_line(run_here("inspect", rows, "--tiling", "model.nothing"), "model.nothing is not in the checkpoint")
-    shown("verify", rows, "--finite", "--threads", 1)
-
-
-def test_verify(saved: Path, tmp_path: Path) -> None:
-    whole = run_tool("verify", saved, "--finite")
-    assert (whole.returncode, whole.stderr) == (0, "")
-    assert "whole (7 tensors, 2 objects, " in whole.stdout
-    assert "checked: structure, files, finite values" in whole.stdout
+def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
     bad = save(tmp_path / "bad", {"x": torch.tensor([torch.nan]), "y": torch.zeros(3)})
-    finite = shown("verify", bad, "--finite", code=1)
-    assert "x: 1 of 1 values are not finite" in finite
-    assert "1 problem (" in finite
     save_file({"a.weight": torch.tensor([1.0, torch.nan])}, tmp_path / "model.safetensors")
-    assert "a.weight  2" in shown("inspect", tmp_path / "model.safetensors")
-    checked = shown("verify", tmp_path / "model.safetensors", "--finite", code=1)
-    assert "a.weight: 1 of 2 values are not finite" in checked
     cut = shutil.copytree(saved, tmp_path / "cut")
     os.truncate(cut / "__0_0.distcp", 100)
-    assert "__0_0.distcp: has 100 bytes of" in shown("verify", cut, code=1)
-    found = json.loads(shown("verify", cut, "--json", code=1))
-    assert (found["whole"], found["problems"][0]["where"]) == (False, "__0_0.distcp")
-
-
-def test_diff(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"x": torch.zeros(4), "y": torch.ones(2), "lr": 0.1})
     b = save(tmp_path / "b", {"x": torch.tensor([0.0, 0.25, 0, 0]), "y": torch.ones(2), "z": torch.ones(1), "lr": 0.1})
-    different = shown("diff", a, b, code=1)
-    assert all(text in different for text in ("1 of 4 differ", "0.25", "only in B"))
-    assert different.endswith("different: 2 of 4 keys\n")
-    assert shown("diff", a, b, "y", "lr") == "the same: 2 keys, bit by bit\n"
-    assert shown("diff", a, b, "x", "--atol", 0.25) == "the same: 1 key, within the tolerance\n"
-    assert [found["key"] for found in json.loads(shown("diff", a, b, "--json", code=1))["differences"]] == ["x", "z"]
+    file = tmp_path / "model.safetensors"
+    for command, code, texts in (
+        (("inspect", saved, "--files"), 0, ("model.layers.10.weight", "__0_0.distcp", "4 × 5", " 2 objects in 1 file")),
+        (("inspect", saved, "--groups"), 0, ("7 tensors, 2 objects in 1 file", "optim exp_avg")),
+        (("inspect", f"file://{saved}", "model.*"), 0, ("model.layers.10.weight",)),
+        (("inspect", file), 0, ("a.weight  2",)),
+        (
+            ("verify", saved, "--finite"),
+            0,
+            ("whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"),
+        ),
+        (("verify", bad, "--finite", "--threads", 1), 1, ("x: 1 of 1 values are not finite", "1 problem (")),
+        (("verify", file, "--finite"), 1, ("a.weight: 1 of 2 values are not finite",)),
+        (("verify", cut), 1, ("__0_0.distcp: has 100 bytes of",)),
+        (("diff", a, b), 1, ("1 of 4 differ", "0.25", "only in B", "different: 2 of 4 keys\n")),
+        (("diff", a, b, "y", "lr"), 0, ("the same: 2 keys, bit by bit\n",)),
+        (("diff", a, b, "x", "--atol", 0.25), 0, ("the same: 1 key, within the tolerance\n",)),
+    ):
+        printed = tool.shown(*command, code=code)
+        assert all(text in printed for text in texts), (command, printed)
+    assert "layers.10" not in tool.shown("inspect", saved, "--groups")
+    assert "optim" not in tool.shown("inspect", saved, "model.*")
 
 
 # split, merge, convert -----------------------------------------------------------------------------------------------
 
 
 def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
-    before = contents(fused)
+    before = saves.contents(fused)
     (fused / "README").write_text("ours")
     command = ("split", fused, tmp_path / "split", "--rules", tmp_path / "rules.toml", "--dry-run")
-    planned, found = shown(*command), json.loads(shown(*command, "--json"))
+    planned, found = tool.shown(*command), tool.as_json(*command)
     assert f"model.{UP}" in planned
     assert "to be written: 1 tensor and 1 state tensor split, 192 bytes of " in planned
     assert "note: copied as it is: README" in planned
     assert found["fusions"][0]["parts"][0] == {"key": f"model.{GATE}", "shape": [4, 3], "chunks": 1}
-    assert names(tmp_path) == ["fused", "rules.toml"]
-    split = run_tool("split", "fused", "split", "--rules", "rules.toml", "--threads", 1, cwd=tmp_path)
+    assert tool.names(tmp_path) == ["fused", "rules.toml"]
+    split = tool.from_shell("split", "fused", "split", "--rules", "rules.toml", "--threads", 1, cwd=tmp_path)
     assert (split.returncode, split.stderr) == (0, "")
     assert split.stdout.splitlines()[-1].startswith("split: 1 tensor and 1 state tensor split, 192 bytes of ")
-    assert run_here("merge", "split", "merged", "--rules", "rules.toml", cwd=tmp_path).returncode == 0
-    merged = open_checkpoint(tmp_path / "merged")
-    assert_same(merged, open_checkpoint(fused))
-    assert all(len(tensor.chunks) == 1 for tensor in merged.tensors.values())  # of parts beside each other
-    assert contents(fused).items() >= before.items()
-    assert names(tmp_path) == ["fused", "merged", "rules.toml", "split"]
+    tool.shown("merge", "split", "merged", "--rules", "rules.toml", cwd=tmp_path)
+    tool.assert_same(tmp_path / "merged", fused)
+    assert all(
+        len(chunks) == 1 for chunks in tool.chunks_of(tmp_path / "merged").values()
+    )  # of parts beside each other
+    assert saves.contents(fused).items() >= before.items()
+    assert tool.names(tmp_path) == ["fused", "merged", "rules.toml", "split"]
     dcp_to_torch_save(tmp_path / "split", tmp_path / "split.pt")
     nested = torch.load(tmp_path / "split.pt")
     assert nested["optim"]["param_groups"] == [{"lr": 0.5, "params": [GATE, UP, DOWN]}]
-    assert torch.equal(nested["optim"]["state"][UP]["exp_avg"], FUSED_STATE["optim"]["state"][FUSED]["exp_avg"][4:])
+    assert torch.equal(nested["optim"]["state"][UP]["exp_avg"], WITH_FUSED["optim"]["state"][FUSED]["exp_avg"][4:])
 
 
 def test_presets_values_and_exclusions(tmp_path: Path) -> None:
     fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"
     model = {fused: torch.ones(8, 3), down: torch.ones(3, 4), f"vision.{fused}": torch.ones(3, 3)}
     source = save(tmp_path / "source", {"model": model})
-    command = ("split", source, tmp_path / "made", "--preset", "megatron-swiglu")
-    shown(*command, "--value", "tp_size=2", "--exclude", "*vision*")
-    keys = set(open_checkpoint(tmp_path / "made").tensors)
-    assert keys == {f"model.{fused}_w", f"model.{fused}_v", f"model.{down}", f"model.vision.{fused}"}
-    shutil.rmtree(tmp_path / "made")
-    assert_one_line(run_here(*command, "--value", "tp_size=2"), f"model.vision.{fused}")
+    command = ("split", source, tmp_path / "made", "--preset", "megatron-swiglu", "--value", "tp_size=2")
+    tool.assert_one_line(tool.run(*command), f"model.vision.{fused}")
+    tool.shown(*command, "--exclude", "*vision*")
+    keys = {f"model.{fused}_w", f"model.{fused}_v", f"model.{down}", f"model.vision.{fused}"}
+    assert set(tool.shapes_of(tmp_path / "made")) == keys
 
 
 def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(saved, tmp_path / "source"))
     (source / "README").write_text("ours")
-    before = contents(source)
-    planned = shown("convert", source, tmp_path / "made", "--dry-run")
-    found = json.loads(shown("convert", source, tmp_path / "made", "--dry-run", "--json", "--what", "model"))
+    before = saves.contents(source)
+    planned = tool.shown("convert", source, tmp_path / "made", "--dry-run")
+    found = tool.as_json("convert", source, tmp_path / "made", "--dry-run", "--what", "model")
     assert "model-00001-of-00001.safetensors" in planned
     assert "note: copied as it is: README" in planned
     assert "to be written: 7 tensors as safetensors" in planned
     assert (list(found["files"]), found["key_prefix"]) == (["model-00001-of-00001.safetensors"], "model.")
     assert "7 keys not of the model, left out" in found["notes"]
-    assert names(tmp_path) == ["source"]
-    made = run_here("convert", "source", "made", "--shard-size", "100", "--threads", 1, cwd=tmp_path)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert made.stdout.splitlines()[-1].startswith("made: 7 tensors as safetensors, ")
-    assert run_here("convert", "made", "back", "--to", "dcp", cwd=tmp_path).returncode == 0
-    assert_same(open_checkpoint(tmp_path / "back"), open_checkpoint(source))
-    assert contents(source) == before
+    assert tool.names(tmp_path) == ["source"]
+    last = tool.shown("convert", "source", "made", "--shard-size", "100", "--threads", 1, cwd=tmp_path).splitlines()[-1]
+    assert last.startswith("made: 7 tensors as safetensors, ")
+    tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
+    tool.assert_same(tmp_path / "back", source)
+    assert saves.contents(source) == before
     assert (tmp_path / "back" / "README").read_text() == "ours"
     for command in ("diff source made", "diff made back", "verify made --finite"):
-        same = run_here(*command.split(), cwd=tmp_path)
-        assert same.returncode == 0, same.stdout + same.stderr
-        assert "note" not in same.stdout
-    assert names(tmp_path) == ["back", "made", "source"]
+        assert "note" not in tool.shown(*command.split(), cwd=tmp_path)
+    assert tool.names(tmp_path) == ["back", "made", "source"]
+
+
+def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, done = {}, Counter[str]()
+
+    def add_task(_: object, what: str, total: int) -> str:
+        totals[what] = total
+        return what
+
+    monkeypatch.setattr(rich.progress.Progress, "add_task", add_task)
+    monkeypatch.setattr(rich.progress.Progress, "advance", lambda _, what, nbytes: done.update({what: nbytes}))
+    tool.shown("verify", fused, "--finite", "--data")
+    tool.shown("split", fused, tmp_path / "split", "--rules", tmp_path / "rules.toml")
+    tool.shown("convert", tmp_path / "split", tmp_path / "made")
+    tool.shown("diff", tmp_path / "split", tmp_path / "made")
+    assert totals.keys() == {"finite values", "data", "split", "values", "convert"}
+    assert all(0 < done[what] <= total for what, total in totals.items())  # what is around elements is not told of
+    assert all(done[what] == totals[what] for what in ("finite values", "data", "values"))
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -272,29 +233,26 @@ convert @saved file:///tmp/x.pt --to torch    | on this machine alone
 
 
 def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
-    saved, fused = save(tmp_path / "saved", STATE), save(tmp_path / "fused", FUSED_STATE)
-    converted(saved, tmp_path / "made")
-    trap, one = Trap(tmp_path / "sprung"), torch.ones(2)
-    moment = {"optim": {"state": {"a": {"exp_avg": torch.ones(6)}}}}
+    saved, fused = save(tmp_path / "saved", PLAIN), save(tmp_path / "fused", WITH_FUSED)
+    tool.made("convert", saved, tmp_path / "made")
+    trap, one = saves.Trap(tmp_path / "sprung"), torch.ones(2)
     states: dict[str, dict[str, Any]] = {
         "complex": {"model": {"a": torch.ones(2, dtype=torch.complex128)}},
         "extra": {"model": {"a": one, "a._extra_state": io.BytesIO(b"x")}},
-        "object": {"model": {"a": one}, "thing": Opaque(), "trap": trap},
+        "object": {"model": {"a": one}, "thing": saves.Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
-        "only": moment,
+        "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
     }
     for name, state in states.items():
         save(tmp_path / name, state)
-
-    def metadata_with(name: str, source: Path, place: Any, attribute: str, value: Any) -> None:
-        changed(source, name, lambda metadata: setattr(place(metadata), attribute, value))
-
-    metadata_with("hostile", saved, lambda metadata: metadata, "planner_data", trap)
-    metadata_with("newer", fused, lambda metadata: metadata, "version", "2.0")
-    entries = (lambda metadata: metadata.state_dict_metadata[f"model.{FUSED}"].properties, "dtype", torch.int32)
-    metadata_with("integers", fused, *entries)
-    key = "model.layers.2.weight"
-    metadata_with("uncovered", saved, lambda metadata: metadata.state_dict_metadata[key], "size", torch.Size([4]))
+    uncovered = "model.layers.2.weight"
+    for name, source, edit in (
+        ("hostile", saved, lambda found: setattr(found, "planner_data", trap)),
+        ("newer", fused, lambda found: setattr(found, "version", "2.0")),
+        ("integers", fused, lambda found: setattr(entry(found, f"model.{FUSED}").properties, "dtype", torch.int32)),
+        ("uncovered", saved, lambda found: setattr(entry(found, uncovered), "size", torch.Size([4]))),
+    ):
+        saves.changed(source, name, edit)
     for name in ("empty", "cut"):
         (tmp_path / name).mkdir()
     (tmp_path / "cut" / ".metadata").write_bytes((saved / ".metadata").read_bytes()[:-50])
@@ -308,78 +266,80 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "valued": RULES + "sizes = ['n', 'rest']\n",
         "uneven": RULES + "sizes = [5, 4]\n",
     }.items():
-        (tmp_path / f"{name}").write_text(text)
+        (tmp_path / name).write_text(text)
     torch.save({"a": trap}, tmp_path / "trap.pt")
     torch.save([one], tmp_path / "list.pt")
     (tmp_path / "damaged.pt").write_bytes(b"PK\3\4 nothing")
-    before = {path: contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()}
     for line in ERRORS.strip().splitlines():
         command, _, message = line.partition(" | ")
-        assert_one_line(run_here(*shlex.split(command.replace("@", f"{tmp_path}/"))), message)
-    assert {path: contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
-    shown("convert", tmp_path / "extra", tmp_path / "new", "--exclude", "*_extra_state")
+        tool.assert_one_line(tool.run(*shlex.split(command.replace("@", f"{tmp_path}/"))), message)
+    assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
+    tool.shown("convert", tmp_path / "extra", tmp_path / "new", "--exclude", "*_extra_state")
+
+
+def entry(metadata: Any, key: str) -> Any:
+    return metadata.state_dict_metadata[key]
 
 
 def test_two_at_the_same_place_and_a_folder_of_somebody_else(fused: Path, tmp_path: Path) -> None:
     command = ("split", fused, tmp_path / "new", "--rules", tmp_path / "rules.toml")
     partial = tmp_path / "new.partial"
     with held(partial):
-        assert_one_line(run_tool(*command), "another process is writing to")
+        tool.assert_one_line(tool.from_shell(*command), "another process is writing to")
     shutil.rmtree(partial)
     partial.mkdir()
     (partial / "thesis.tex").write_text("")
-    assert_one_line(run_here(*command), "is there, and not of these tools")
-    assert (partial / "thesis.tex").exists()
+    tool.assert_one_line(tool.run(*command), "is there, and not of these tools")
+    assert tool.names(partial) == ["thesis.tex"]
     (partial / "thesis.tex").unlink()
-    shown(*command)
+    tool.shown(*command)
 
 
 def test_a_source_that_is_written_to_meanwhile(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "seal", lambda *args, **options: os.utime(fused / "__0_0.distcp", ns=(1, 1)))
     with pytest.raises(CheckpointError, match="was changed while it was read"):
-        rewritten("split", fused, tmp_path / "new", rule())
-    assert names(tmp_path) == ["fused", "rules.toml"]
+        tool.made("split", fused, tmp_path / "new", rule())
+    assert tool.names(tmp_path) == ["fused", "rules.toml"]
+
+
+# Other places --------------------------------------------------------------------------------------------------------
 
 
 def test_an_item_of_another_order_that_does_not_fit_into_memory(tmp_path: Path) -> None:
     source = save(tmp_path / "source", {"model": {FUSED: torch.randn(300, 400).t()}})
     for new in (tmp_path / "new", "memory://nothing"):
         with pytest.raises(CheckpointError, match="can only be read as a whole"):
-            rewritten("split", source, new, rule(), max_memory_bytes=100_000)
-        assert names(tmp_path) == ["source"]
+            tool.made("split", source, new, rule(), "--max-memory", 100_000)
+        assert tool.names(tmp_path) == ["source"]
     assert not fsspec.filesystem("memory").exists("/nothing")
-    split = rewritten("split", source, "memory://nothing", rule(), max_memory_bytes=8_000_000)
-    assert split.tensors[f"model.{GATE}"].shape == (200, 300)
-    assert_same(rewritten("merge", "memory://nothing", tmp_path / "merged", rule()), open_checkpoint(source))
-
-
-# Other places --------------------------------------------------------------------------------------------------------
+    split = tool.made("split", source, "memory://nothing", rule(), "--max-memory", 8_000_000)
+    assert tool.shapes_of(split)[f"model.{GATE}"] == [200, 300]
+    tool.assert_same(tool.made("merge", split, tmp_path / "merged", rule(), "--max-memory", 8_000_000), source)
 
 
 def test_behind_a_url(fused: Path, saved: Path, tmp_path: Path) -> None:
     command = ("split", f"file://{fused}", f"file://{tmp_path}/split", "--rules", tmp_path / "rules.toml")
-    shown(*command)
-    assert_same(open_checkpoint(tmp_path / "split"), rewritten("split", fused, tmp_path / "local", rule()))
-    assert_one_line(run_here(*command), "exists; give a name that is not taken")
-    assert_same(rewritten("merge", tmp_path / "split", "memory://merged", rule()), open_checkpoint(fused))
+    tool.shown(*command)
+    tool.assert_same(tmp_path / "split", tool.made("split", fused, tmp_path / "local", rule()))
+    tool.assert_one_line(tool.run(*command), "exists; give a name that is not taken")
+    tool.assert_same(tool.made("merge", tmp_path / "split", "memory://merged", rule()), fused)
     loaded: dict[str, Any] = {"model": {FUSED: torch.zeros(8, 3)}}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(loaded, checkpoint_id="memory://merged", no_dist=True)
-    assert torch.equal(loaded["model"][FUSED], FUSED_STATE["model"][FUSED])
-    shown("convert", f"file://{saved}", "memory://converted")
-    shown("convert", "memory://converted", tmp_path / "back")
-    assert_same(open_checkpoint(tmp_path / "back"), open_checkpoint(saved))
-    assert_one_line(run_here("convert", saved, "memory://converted"), "exists")
-    shown("diff", "memory://converted", saved)
-    shown("convert", "memory://converted/model-00001-of-00001.safetensors", tmp_path / "one")
-    assert set(open_checkpoint(tmp_path / "one").tensors) == {"model.layers.2.weight", "model.layers.10.weight"}
+    tool.load(loaded, "memory://merged")
+    assert torch.equal(loaded["model"][FUSED], WITH_FUSED["model"][FUSED])
+    there = tool.made("convert", f"file://{saved}", "memory://converted")
+    tool.assert_same(tool.made("convert", there, tmp_path / "back"), saved)
+    tool.assert_one_line(tool.run("convert", saved, there), "exists")
+    tool.shown("diff", there, saved)
+    one = tool.made("convert", f"{there}/model-00001-of-00001.safetensors", tmp_path / "one")
+    assert set(tool.values_of(one)) == {"model.layers.2.weight", "model.layers.10.weight"}
 
 
 # Help, before torch is there -----------------------------------------------------------------------------------------
 
 
 def test_help_is_for_people(tmp_path: Path) -> None:
-    above = shown("--help")
+    above = tool.shown("--help")
     for command, expected in {
         "inspect": "--tiling KEY",
         "verify": "Exit code: 0 whole, 1",
@@ -390,16 +350,16 @@ def test_help_is_for_people(tmp_path: Path) -> None:
         "rename": "Of models: llama, qwen3, qwen3-moe",
     }.items():
         assert command in above
-        text = shown(command, "--help")
+        text = tool.shown(command, "--help")
         assert expected in " ".join(text.split())
         if command in ("split", "merge"):
-            names = [line.strip().partition(": ")[0] for line in text.splitlines() if ": " in line]
-            assert [name for name in names if name in preset_names()] == list(preset_names())
-    none = run_here()
+            listed = [line.strip().partition(": ")[0] for line in text.splitlines() if ": " in line]
+            assert [name for name in listed if name in preset_names()] == list(preset_names())
+    none = tool.run()
     assert "Usage" in none.stdout + none.stderr
     state = {"mlp.linear_fc1.weight": torch.ones(8, 4), "mlp.linear_fc2.weight": torch.ones(4, 4)}
     source, hint = save(tmp_path / "source", state), "presets that match some of them: megatron-swiglu"
-    assert_one_line(run_here("split", source, tmp_path / "new", "--preset", "hf-gate-up"), hint)
+    tool.assert_one_line(tool.run("split", source, tmp_path / "new", "--preset", "hf-gate-up"), hint)
     with pytest.raises(ValueError, match=f"{hint}$"):
         split_state_dict(state, None, preset("hf-gate-up"))
 
@@ -428,38 +388,37 @@ def test_help_and_wrong_options_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "rich" / "__init__.py").write_text("raise AssertionError('rich is imported')")
     for line in WITHOUT_TORCH.strip().splitlines():
         command, code, text = map(str.strip, line.split(" | "))
-        run = python("-m", "checkpoint_tools", *command.split(), PYTHONPATH=f"{tmp_path}:{ROOT}")
-        assert run.returncode == int(code), run
-        assert text in " ".join((run.stdout + run.stderr).split()), run
+        ran = tool.python("-m", "checkpoint_tools", *command.split(), PYTHONPATH=f"{tmp_path}:{tool.ROOT}")
+        assert ran.returncode == int(code), ran
+        assert text in " ".join((ran.stdout + ran.stderr).split()), ran
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "safetensors"])
 def test_the_extra_is_not_installed(package: str) -> None:
     code = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = ['x', 'inspect', 'nowhere']; "
-    run = python("-c", code + "runpy.run_module('checkpoint_tools', None, '__main__')")
-    assert run.returncode == 2
-    assert run.stderr.removeprefix("error: ") == f"{NEED_EXTRA}\n"
+    ran = tool.python("-c", code + "runpy.run_module('checkpoint_tools', None, '__main__')")
+    assert (ran.returncode, ran.stderr.removeprefix("error: ")) == (2, f"{NEED_EXTRA}\n")
 
 
 @pytest.mark.usefixtures("interrupts_reach_children")
 @pytest.mark.parametrize("module", ["torch", "typer"])
 def test_ctrl_c_while_modules_are_imported(saved: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\nwhile True: pass")
-    run = python("-m", "checkpoint_tools", "verify", saved, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (run.returncode, run.stdout, run.stderr) == (128 + signal.SIGINT, "", "")
+    ran = tool.python("-m", "checkpoint_tools", "verify", saved, PYTHONPATH=f"{tmp_path}:{tool.ROOT}")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "")
 
 
 def test_what_should_not_happen_is_a_line_too(saved: Path) -> None:
-    code = "import sys, checkpoint_tools.stored.reading as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
+    code = "import sys, checkpoint_tools.stored.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
     command = ("-c", f"{code}; runpy.run_module('checkpoint_tools', None, '__main__')", "inspect", saved)
-    assert_one_line(python(*command), "error: unexpected TypeError")
-    assert "Traceback" in python(*command, CHECKPOINT_TOOLS_TRACEBACK="1").stderr
+    tool.assert_one_line(tool.python(*command), "error: unexpected TypeError")
+    assert "Traceback" in tool.python(*command, CHECKPOINT_TOOLS_TRACEBACK="1").stderr
 
 
 def test_an_output_of_ascii_and_completion(saved: Path) -> None:
     """As the shell asks for it; --show-completion looks at which shell has started it, and a test's is no shell."""
-    run = python("-m", "checkpoint_tools", "inspect", saved, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "4 x 5" in run.stdout
+    ran = tool.python("-m", "checkpoint_tools", "inspect", saved, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "4 x 5" in ran.stdout
     main = "from checkpoint_tools.__main__ import main; main()"
-    assert "_checkpoint_tools_completion()" in python("-c", main, _CHECKPOINT_TOOLS_COMPLETE="source_bash").stdout
+    assert "_checkpoint_tools_completion()" in tool.python("-c", main, _CHECKPOINT_TOOLS_COMPLETE="source_bash").stdout

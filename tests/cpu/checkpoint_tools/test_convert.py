@@ -1,138 +1,108 @@
-"""Between formats: DCP, safetensors and files of torch.save, with the same bits, keys, paths and objects."""
+"""Between formats: DCP, safetensors and files of torch.save, with the same keys, paths and objects."""
 
 import contextlib
+import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors import safe_open
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers as hf
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.look.diff import all_keys, diff
-from checkpoint_tools.stored.reading import open_checkpoint
-from checkpoint_tools.stored.safetensors_folder import DTYPES
-from tests.checkpoint_tools.checkpoints import STATE, assert_one_line, run_here, save, without_checksums
-from tests.checkpoint_tools.offline import (
-    FUSED,
-    assert_same,
-    check_zip_files,
-    content,
-    converted,
-    rewritten,
-    rule,
-    same_bits,
-    tiled,
-    values_of,
-)
-from tests.cpu.checkpoint_tools.test_offline_round_trip import SETTINGS, tilings
-
-ALL_DTYPES = list(DTYPES.values())
+from tests.checkpoint_tools import tool
+from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, rule, same_bits, save, tiled, without_checksums
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
+from tests.cpu.checkpoint_tools.test_round_trip import loaded
+from tests.distributed.launch import mesh, spawn
 
 # To safetensors and back ---------------------------------------------------------------------------------------------
 
-
-def loaded_file(file: Path) -> dict[str, Any]:
-    """By the safetensors package."""
-    with safe_open(file, framework="pt") as stream:
-        assert stream.metadata() == {"format": "pt"}
-        return {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-
-
-def loaded(folder: Path) -> dict[str, Any]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in loaded_file(file).items()}
-
-
-@SETTINGS
-@given(data=st.data())
-def test_there_and_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    tmp_path = tmp_path_factory.mktemp("case")
-    wholes, state = {}, {}
-    for number in range(data.draw(st.integers(1, 3))):
-        shape = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple))
-        wholes[f"{number}.weight"] = whole = content(shape, data.draw(st.sampled_from(ALL_DTYPES)), number)
-        state[f"{number}.weight"] = tiled(whole, data.draw(tilings(shape)))
-    scalar = content((), data.draw(st.sampled_from([d for d in ALL_DTYPES if "float4" not in str(d)])), 9)
-    everything = {"model": state, "optim": {"state": {"0.weight": {"step": scalar, "n": 3}}}}
-    source = save(tmp_path / "source", everything, thread_count=data.draw(st.integers(1, 3)))
-    options: dict[str, Any] = {
-        "shard_bytes": data.draw(st.sampled_from([1, 100, 10_000])),
-        "max_memory_bytes": data.draw(st.sampled_from([128, 300, 10_000])),
-    }
-    converted(source, tmp_path / "made", **options)
-    found = loaded(tmp_path / "made")
-    assert found.keys() == {*wholes, "optim.state.0.weight.step"}
-    assert all(same_bits(found[key], whole) for key, whole in wholes.items())
-    assert same_bits(found["optim.state.0.weight.step"], scalar)
-    back = converted(tmp_path / "made", tmp_path / "back", **options)
-    check_zip_files(back)
-    assert_same(back, open_checkpoint(source))
-
-
+ONE = torch.ones(1)
 STATES: dict[str, tuple[dict[str, Any], set[str]]] = {  # and the names in the files
-    "nested": ({"model": {"model.a": torch.ones(1), "head": torch.ones(1)}}, {"model.a", "head"}),
-    "flat": ({"model.a": torch.ones(1), "head": torch.ones(1)}, {"model.a", "head"}),
-    "flat, all with a prefix": ({"model.a": torch.ones(1), "model.b": torch.ones(1)}, {"model.a", "model.b"}),
-    "nested twice": ({"model": {"module": {"a": torch.ones(1)}}}, {"module.a"}),
+    "nested": ({"model": {"model.a": ONE, "head": ONE}}, {"model.a", "head"}),
+    "flat": ({"model.a": ONE, "head": ONE}, {"model.a", "head"}),
+    "flat, all with a prefix": ({"model.a": ONE, "model.b": ONE}, {"model.a", "model.b"}),
+    "nested twice": ({"model": {"module": {"a": ONE}}}, {"module.a"}),
     "one name twice": ({"model": {"x": torch.ones(2)}, "x": torch.zeros(3)}, {"x"}),
-    "objects": ({**STATE, "rng": {"python": (3, (1, 2), None)}}, {"layers.10.weight", "layers.2.weight"}),
+    "objects": ({**PLAIN, "rng": {"python": (3, (1, 2), None)}}, {"layers.10.weight", "layers.2.weight"}),
 }
 
 
 @pytest.mark.parametrize("case", STATES)
 def test_names_paths_and_objects_come_back(tmp_path: Path, case: str) -> None:
-    state, names = STATES[case]
+    state, in_files = STATES[case]
     source = save(tmp_path / "source", state)
-    made = converted(source, tmp_path / "made")
-    assert {key for file in (tmp_path / "made").glob("model-*") for key in loaded_file(file)} == names
-    old, back = open_checkpoint(source), converted(tmp_path / "made", tmp_path / "back")
-    assert_same(back, old)
+    there = tool.made("convert", source, tmp_path / "made")
+    assert loaded(there, "model-*").keys() == in_files
+    back = tool.made("convert", there, tmp_path / "back")
+    tool.assert_same(back, source)
     if case != "one name twice":
-        for one, other in ((old, back), (old, made)):
-            assert diff(one, other, all_keys(one, other)) == []
+        assert all(tool.shown("diff", source, other).startswith("the same") for other in (back, there))
 
 
 def test_a_prefix_that_is_given(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", {"model": {"module.a": torch.ones(1), "b": torch.ones(2)}})
-    converted(source, tmp_path / "made", key_prefix="model.module.")
-    assert loaded(tmp_path / "made").keys() == {"a", "model.b"}
-    assert_same(converted(tmp_path / "made", tmp_path / "back"), open_checkpoint(source))
-    other = converted(tmp_path / "made", tmp_path / "other", key_prefix="net.")
-    assert set(other.tensors) == {"net.a", "model.b"}
+    source = save(tmp_path / "source", {"model": {"module.a": ONE, "b": torch.ones(2)}})
+    there = tool.made("convert", source, tmp_path / "made", "--key-prefix", "model.module.")
+    assert loaded(there).keys() == {"a", "model.b"}
+    tool.assert_same(tool.made("convert", there, tmp_path / "back"), source)
+    assert set(tool.values_of(tool.made("convert", there, tmp_path / "other", "--key-prefix", "net."))) == {
+        "net.a",
+        "model.b",
+    }
 
 
 def test_files_are_about_as_large_as_asked(tmp_path: Path) -> None:
     state = {f"{number}": torch.ones(25) for number in range(10)} | {"large": torch.ones(100)}
     source = save(tmp_path / "source", {"model": state})
-    converted(source, tmp_path / "made", shard_bytes=250)
-    names = [f"model-{number:05}-of-00006.safetensors" for number in range(1, 7)]
-    assert sorted(file.name for file in (tmp_path / "made").glob("*.safetensors")) == names
-    back = converted(tmp_path / "made", tmp_path / "back", shard_bytes=250)
-    assert len(back.tensors["model.large"].chunks) == 2
-    assert len(back.items_by_file()) == 7
-    assert_same(back, open_checkpoint(source))
+    there = tool.made("convert", source, tmp_path / "made", "--shard-size", 250)
+    assert [file for file in tool.names(there) if file.endswith(".safetensors")] == [
+        f"model-{number:05}-of-00006.safetensors" for number in range(1, 7)
+    ]
+    back = tool.made("convert", there, tmp_path / "back", "--shard-size", 250)
+    assert len(tool.chunks_of(back)["model.large"]) == 2
+    assert len(list(back.glob("*.distcp"))) == 7
+    tool.assert_same(back, source)
+
+
+def test_the_index_is_that_of_hugging_face_and_elements_are_aligned(tmp_path: Path) -> None:
+    model = {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "c": torch.ones(5, dtype=torch.bool)}
+    source = save(tmp_path / "source", {"model": model, "odd": torch.ones(1).bfloat16()})
+    there = tool.made("convert", source, tmp_path / "made", "--shard-size", 21)
+    for key in ("model.a", "model.b", "model.c", "odd"):
+        found = tool.as_json("inspect", there, "--tiling", key)
+        (chunk,) = found["chunks"]
+        assert chunk["offset_bytes"] % getattr(torch, found["dtype"]).itemsize == 0
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert json.loads((there / "model.safetensors.index.json").read_text()) == {
+        "metadata": {"total_size": 37, "key_prefix": "model."},
+        "weight_map": {"a": first, "b": second, "c": second},
+    }
+    assert load_file(there / second)["b"].tolist() == [0, 0]
+    shutil.rmtree(source)
+    assert tool.metadata_of(tool.made("convert", there, tmp_path / "back")).version == "1.0.0"
 
 
 def test_the_model_alone_and_all_else_alone(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", STATE)
-    model = converted(source, tmp_path / "model", what="model")
-    others = converted(source, tmp_path / "others", what="optimizer")
-    old = set(open_checkpoint(source).tensors) | set(open_checkpoint(source).objects)
-    assert set(model.tensors) == {key for key in old if key.startswith("model.")}
-    assert {*others.tensors, *others.objects} == old - set(model.tensors)
-    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == [
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-    ]
-    back = converted(tmp_path / "model", tmp_path / "back")
-    assert back.tensors.keys() == model.tensors.keys()
-    both = converted(source, tmp_path / "both")
-    only = converted(both.path, tmp_path / "only", what="optimizer", excluded=("optim.param_groups*",))
-    assert {*only.tensors, *only.objects} == {key for key in old if key.startswith(("optim.state", "nothing"))}
+    source = save(tmp_path / "source", PLAIN)
+    old = tool.shapes_of(source).keys()
+    of_model = {key for key in old if key.startswith("model.")}
+    model = tool.made("convert", source, tmp_path / "model", "--what", "model")
+    others = tool.made("convert", source, tmp_path / "others", "--what", "optimizer")
+    assert (tool.shapes_of(model).keys(), tool.shapes_of(others).keys()) == (of_model, old - of_model)
+    assert tool.names(model) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert set(tool.values_of(tool.made("convert", model, tmp_path / "back"))) == of_model
+    both = tool.made("convert", source, tmp_path / "both")
+    only = tool.made("convert", both, tmp_path / "only", "--what", "optimizer", "--exclude", "optim.param_groups*")
+    assert set(tool.values_of(only)) == {key for key in old if key.startswith(("optim.state", "nothing"))}
 
 
 # The model's floats are cast on the way; nothing else is --------------------------------------------------------------
@@ -150,19 +120,19 @@ FLOATS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_models_floats_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp64"])
+def test_the_models_floats_are_cast(name: str, tmp_path: Path) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[name]
     source = save(tmp_path / "source", FLOATS)
-    made = converted(source, tmp_path / "made", dtype=dtype, shard_bytes=1 << 20)
-    values = values_of(made)
-    assert same_bits(values["model.a"], ODD.to(dtype))
-    assert same_bits(values["model.half"], torch.ones(3, 2, dtype=dtype))
-    assert same_bits(values["model.count"], torch.arange(5))
-    assert values["model.byte"].dtype == torch.float8_e4m3fn
+    there = tool.made("convert", source, tmp_path / "made", "--dtype", name, "--shard-size", 1 << 20)
+    values = loaded(there)
+    assert same_bits(values["a"], ODD.to(dtype))
+    assert same_bits(values["half"], torch.ones(3, 2, dtype=dtype))
+    assert same_bits(values["count"], torch.arange(5))
+    assert values["byte"].dtype == torch.float8_e4m3fn
     assert same_bits(values["optim.state.a.exp_avg"], ODD)
-    back = converted(tmp_path / "made", tmp_path / "back", dtype=torch.float32, max_memory_bytes=1 << 18)
-    assert same_bits(values_of(back)["model.a"], ODD.to(dtype).float())
-    check_zip_files(back)
+    back = tool.made("convert", there, tmp_path / "back", "--dtype", "fp32", "--max-memory", 1 << 18)
+    assert same_bits(tool.values_of(back)["model.a"], ODD.to(dtype).float())
 
 
 # Files of torch.save: everything, nested as it was --------------------------------------------------------------------
@@ -189,40 +159,92 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]
 def test_a_file_of_torch_save_there_and_back(tmp_path: Path, without: bool) -> None:
     with without_checksums() if without else contextlib.nullcontext():
         torch.save(NESTED, tmp_path / "model.pt")
-    there = run_here("convert", tmp_path / "model.pt", tmp_path / "dcp")
-    assert there.returncode == 0, there.stderr
-    assert "7 values as a checkpoint of DCP" in there.stdout
+    there = tool.shown("convert", tmp_path / "model.pt", tmp_path / "dcp")
+    assert "7 values as a checkpoint of DCP" in there
     note = "model.pt cannot be compared with checksums: torch.serialization.set_crc32_options(False)"
-    assert (note in there.stdout) == without
-    back = run_here("convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "torch")
-    assert back.returncode == 0, back.stderr
+    assert (note in there) == without
+    tool.shown("convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "torch")
     before, after = leaves(NESTED), leaves(torch.load(tmp_path / "back.pt"))
     assert before.keys() == after.keys()
     assert all(same_bits(after[path], value) for path, value in before.items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back.pt", "dcp", "model.pt"]
-    assert open_checkpoint(tmp_path / "dcp").manifest is not None
-    command = ("convert", tmp_path / "dcp", tmp_path / "some.pt", "--to", "torch", "--exclude", "model.*")
-    assert run_here(*command).returncode == 0
+    assert tool.names(tmp_path) == ["back.pt", "dcp", "model.pt"]
+    assert (tmp_path / "dcp" / ".checksums").exists()
+    tool.shown("convert", tmp_path / "dcp", tmp_path / "some.pt", "--to", "torch", "--exclude", "model.*")
     assert torch.load(tmp_path / "some.pt").keys() == NESTED.keys() - {"model"}
 
 
 def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(NESTED, tmp_path / "model.pt")
-    source = save(tmp_path / "dcp", NESTED)
+    source, fused = save(tmp_path / "dcp", NESTED), save(tmp_path / "fused", {FUSED: torch.ones(4, 2)})
 
     def full(descriptor: int) -> None:
         del descriptor
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert_one_line(run_here("convert", tmp_path / "model.pt", tmp_path / "new"), "No space left on device")
-    assert_one_line(run_here("convert", source, tmp_path / "new.pt", "--to", "torch"), "No space left on device")
-    made = run_here("convert", source, tmp_path / "made", "--what", "model")
-    assert_one_line(made, "the new checkpoint cannot be written: No space left on device; make room")
-    monkeypatch.undo()
-    fused = save(tmp_path / "fused", {FUSED: torch.ones(4, 2)})
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; make room"):
-        rewritten("split", fused, tmp_path / "split", rule())
-    shutil.rmtree(fused)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "model.pt"]
+    for old, new, *options in (
+        (tmp_path / "model.pt", "new"),
+        (source, "new.pt", "--to", "torch"),
+        (source, "made", "--what", "model"),
+        (fused, "split", rule()),
+    ):
+        with pytest.raises(CheckpointError, match="No space left on device") as error:
+            tool.made("split" if new == "split" else "convert", old, tmp_path / new, *options)
+        if options and new != "new.pt":
+            assert "the new checkpoint cannot be written: No space left on device; make room" in str(error.value)
+    assert tool.names(tmp_path) == ["dcp", "fused", "model.pt"]
+
+
+# What other libraries have written -----------------------------------------------------------------------------------
+
+
+def test_what_transformers_has_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager"))
+    for size in ("20KB", "1GB"):  # with an index, and one file without
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        there = tool.made("convert", tmp_path / size, tmp_path / f"made-{size}", "--key-prefix", "model.")
+        found: dict[str, Any] = {"model": {key: torch.zeros_like(t) for key, t in model.state_dict().items()}}
+        tool.load(found, there)
+        assert all(torch.equal(found["model"][key], value) for key, value in model.state_dict().items())
+
+
+def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
+    del rank
+    device_mesh = mesh(world_size)
+    for name, dim in (("rows", 0), ("columns", 1)):
+        state = {"fused": distribute_tensor(MATRIX.clone(), device_mesh, [Shard(dim)]), "all": torch.ones(3)}
+        state["tiny"] = distribute_tensor(torch.arange(4.0).view(2, 2), device_mesh, [Shard(0)])
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / name), save_distributed=True))
+    whole = HuggingFaceStorageWriter(str(tmp_path / "whole"), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=whole)
+    dist.barrier()
+
+
+@pytest.mark.distributed
+def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
+    """An empty part tells where a tensor ends; what nobody can know is noted."""
+    spawn(save_sharded, 3, tmp_path, tmp_path)
+    whole = tool.made("convert", tmp_path / "whole", tmp_path / "whole-made", "--key-prefix=")
+    for name in ("rows", "columns"):
+        there = tool.made("convert", tmp_path / name, tmp_path / f"{name}-made", "--max-memory", 128)
+        assert len(tool.chunks_of(there)["fused"]) == 3
+        assert torch.equal(tool.values_of(there)["fused"], MATRIX)
+        tool.shown("diff", there, whole)
+    # The first rank's file is missing: of the columns' tensor, it had the beginning.
+    (tmp_path / "columns" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    missing = tool.run("convert", tmp_path / "columns", tmp_path / "new")
+    tool.assert_one_line(missing, "fused: 14 of 42 elements are in no chunk")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "rows" / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    found = tool.as_json("verify", tmp_path / "rows", code=1)
+    assert {"where": "tiny", "text": "2 of 4 elements are in no chunk"} in found["problems"]
+    note = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
+    assert found["notes"][1:] == [note]
+    assert tool.as_json("inspect", tmp_path / "rows")["notes"] == found["notes"]
+    state, mapping = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": 1, "b": 3, "other": 5}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "mapped"), mapping, save_distributed=True)
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    notes = tool.as_json("inspect", tmp_path / "mapped")["notes"]
+    assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")

@@ -1,17 +1,17 @@
-"""Fused modules of transformers, split and loaded into modules of separate weights: bitwise the same output.
+"""Fused modules of transformers: the parts, in modules of separate weights, give bitwise the same output; and merging
+what was split gives the checkpoint that there was, also where other layers were never fused.
 
 The modules are the real ones, of tiny configurations. Where transformers has the same module with separate weights,
 that is the twin; else the fused Linear is exchanged in a copy.
 """
 
-import warnings
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers as hf
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -26,8 +26,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from tests.checkpoint_tools.checkpoints import save
 from tests.checkpoint_tools.formats import exact, separated, stepped
+from tests.checkpoint_tools.saves import save
+from tests.checkpoint_tools.tool import assert_same, load, made, shown, values_of
 
 TOKENS = torch.tensor([[1, 7, 3, 11, 2, 30, 5], [4, 4, 9, 0, 21, 8, 17]])
 SMALL: dict[str, Any] = {
@@ -45,6 +46,7 @@ SMALL: dict[str, Any] = {
     "hidden_act": "relu",
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 
 
 def random_weights(module: nn.Module) -> None:
@@ -62,15 +64,13 @@ def test_phi3_becomes_llama_with_its_optimizer_through_files(tmp_path: Path) -> 
     optimizer = stepped(phi)
     exact(phi)  # rounded again after the steps
     rules = (*preset("hf-gate-up"), *preset("hf-qkv"))
-    optim_state = get_optimizer_state_dict(phi, optimizer)
-    model, optim = split_state_dict(phi.state_dict(), optim_state, rules, values=HEADS)
+    model, optim = split_state_dict(phi.state_dict(), get_optimizer_state_dict(phi, optimizer), rules, values=HEADS)
     save(tmp_path / "checkpoint", {"model": model, "optim": optim})
     for param in llama.parameters():
         param.detach().fill_(float("nan"))
     other = torch.optim.AdamW(llama.parameters(), lr=1.0)
     target = {"model": llama.state_dict(), "optim": get_optimizer_state_dict(llama, other)}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(target, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    load(target, tmp_path / "checkpoint")
     set_optimizer_state_dict(llama, other, target["optim"])
     exact(llama)
     with torch.no_grad():
@@ -100,6 +100,11 @@ class Holder(nn.Module):
         self.experts = experts
 
 
+MIXTRAL = hf.MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager")
+GPT_OSS = hf.GptOssConfig(**SMALL, num_local_experts=3, experts_implementation="eager")
+LLAMA4 = hf.Llama4TextConfig(**SMALL, head_dim=6, num_local_experts=3)
+
+
 def parts_of(fused: nn.Module, name: str) -> dict[str, Tensor]:
     """Gate and up with their own weights, by that preset."""
     random_weights(fused)
@@ -108,40 +113,33 @@ def parts_of(fused: nn.Module, name: str) -> dict[str, Tensor]:
     return {key.removeprefix("experts."): part.contiguous() for key, part in parts.items()}
 
 
-def routed_equally(fused: nn.Module, parts: dict[str, Tensor], glu: Any, *, is_transposed: bool) -> None:
-    """Every token goes to one expert, with weight 1; of the parts, one expert at a time."""
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_of_which_each_token_goes_to_one(name: str) -> None:
+    """Those of gpt-oss are transposed, interleaved, and have a bias."""
+    is_oss = name == "gpt-oss"
+    fused: Any = GptOssExperts(GPT_OSS) if is_oss else MixtralExperts(MIXTRAL)
+    parts = parts_of(fused, "gpt-oss" if is_oss else "hf-gate-up")
 
     def times(x: Tensor, name: str, expert: int) -> Tensor:
-        weight, bias = parts[name][expert], parts.get(f"{name}_bias")
-        y = x @ weight if is_transposed else nn.functional.linear(x, weight)
-        return y if bias is None else y + bias[expert]
+        weight = parts[name][expert]
+        return x @ weight + parts[f"{name}_bias"][expert] if is_oss else nn.functional.linear(x, weight)
+
+    def glu(gate: Tensor, up: Tensor) -> Tensor:
+        if not is_oss:
+            return fused.act_fn(gate) * up
+        return fused._apply_gate(torch.stack((gate, up), -1).flatten(-2))  # its sigmoid sees the same strides
 
     x = torch.randn(7, SMALL["hidden_size"]).bfloat16().double()
     experts = torch.arange(7) % 3
     with torch.no_grad():
         output = fused(x, experts[:, None], torch.ones(7, 1, dtype=torch.float64))
         for expert in range(3):
-            gate, up = (times(x[experts == expert], name, expert) for name in ("gate_proj", "up_proj"))
+            gate, up = (times(x[experts == expert], each, expert) for each in ("gate_proj", "up_proj"))
             assert torch.equal(times(glu(gate, up), "down_proj", expert), output[experts == expert])
 
 
-def test_mixtral_experts() -> None:
-    fused = MixtralExperts(hf.MixtralConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
-    parts = parts_of(fused, "hf-gate-up")
-    routed_equally(fused, parts, lambda gate, up: fused.act_fn(gate) * up, is_transposed=False)
-
-
-def test_gpt_oss_experts_interleaved_with_their_bias() -> None:
-    fused = GptOssExperts(hf.GptOssConfig(**SMALL, num_local_experts=3, experts_implementation="eager"))
-
-    def glu(gate: Tensor, up: Tensor) -> Tensor:
-        return fused._apply_gate(torch.stack((gate, up), -1).flatten(-2))  # its sigmoid sees the same strides
-
-    routed_equally(fused, parts_of(fused, "gpt-oss"), glu, is_transposed=True)
-
-
 def test_llama4_experts_transposed() -> None:
-    fused = Llama4TextExperts(hf.Llama4TextConfig(**SMALL, head_dim=6, num_local_experts=3))
+    fused = Llama4TextExperts(LLAMA4)
     parts = parts_of(fused, "hf-experts-transposed")
     x = torch.randn(3, 4, SMALL["hidden_size"]).bfloat16().double()
     with torch.no_grad():
@@ -152,8 +150,7 @@ def test_llama4_experts_transposed() -> None:
 
 def test_the_layouts_of_experts_are_told_apart() -> None:
     """Concatenated and transposed: a preset of one refuses the tensors of the other."""
-    mixtral = Holder(MixtralExperts(hf.MixtralConfig(**SMALL, num_local_experts=3))).state_dict()
-    llama4 = Holder(Llama4TextExperts(hf.Llama4TextConfig(**SMALL, head_dim=6, num_local_experts=3))).state_dict()
+    mixtral, llama4 = (Holder(each).state_dict() for each in (MixtralExperts(MIXTRAL), Llama4TextExperts(LLAMA4)))
     for state, name in ((mixtral, "hf-experts-transposed"), (mixtral, "gpt-oss"), (llama4, "hf-gate-up")):
         with pytest.raises(ValueError, match="is not fused as the rule says"):
             split_state_dict(state, None, preset(name))
@@ -179,19 +176,15 @@ def linears(**sizes: int) -> Callable[[nn.Module], dict[str, nn.Module]]:
 
 
 def outputs_are_equal(
-    fused: nn.Module, twin: nn.Module, rules: Any, values: Any, run: Callable[[nn.Module], Tensor]
+    fused: nn.Module, twin: nn.Module, name: str, values: Any, run: Callable[[Any], Tensor] = lambda m: m(TOKENS).logits
 ) -> None:
     random_weights(fused)
     exact(fused, inputs_of=[nn.Linear, Conv1D])
-    parts, _ = split_state_dict(fused.state_dict(), None, rules, values=values)
+    parts, _ = split_state_dict(fused.state_dict(), None, preset(name), values=values)
     twin.double().load_state_dict(parts)
     exact(twin, inputs_of=[nn.Linear, Conv1D])
     with torch.no_grad():
         assert torch.equal(run(twin), run(fused))
-
-
-def logits(model: nn.Module) -> Tensor:
-    return model(TOKENS).logits
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
@@ -202,21 +195,16 @@ def test_falcon(kv_heads: int) -> None:
     model = hf.FalconForCausalLM(config)
     sizes = linears(q_proj=24, k_proj=6 * kv_heads, v_proj=6 * kv_heads)
     twin = separated(model, "query_key_value", sizes, per_head(kv_heads))
-    values = HEADS | {"num_key_value_heads": kv_heads}
-    outputs_are_equal(model, twin, preset("hf-query-key-value"), values, logits)
+    outputs_are_equal(model, twin, "hf-query-key-value", HEADS | {"num_key_value_heads": kv_heads})
 
 
 def test_gpt2() -> None:
     config = hf.GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
     config._attn_implementation = "eager"
     model = hf.GPT2LMHeadModel(config).eval()
-    twin = separated(
-        model,
-        "c_attn",
-        lambda fused: {name: Conv1D(24, fused.nx) for name in ("q_attn", "k_attn", "v_attn")},
-        one_after_the_other,
-    )
-    outputs_are_equal(model, twin, preset("hf-gpt2"), None, logits)
+    names = ("q_attn", "k_attn", "v_attn")
+    twin = separated(model, "c_attn", lambda fused: {name: Conv1D(24, fused.nx) for name in names}, one_after_the_other)
+    outputs_are_equal(model, twin, "hf-gpt2", None)
 
 
 def test_a_vision_tower() -> None:
@@ -224,14 +212,10 @@ def test_a_vision_tower() -> None:
     config._attn_implementation = "eager"
     model = nn.ModuleDict({"attn": VisionAttention(config)})
     twin = separated(model, "qkv", linears(q=24, k=24, v=24), one_after_the_other)
-    x = torch.randn(5, 24, dtype=torch.float64)
-    cos_sin = (torch.randn(5, 6), torch.randn(5, 6))
+    x, cos_sin = torch.randn(5, 24, dtype=torch.float64), (torch.randn(5, 6), torch.randn(5, 6))
+    lengths = torch.tensor([0, 5])
     outputs_are_equal(
-        model,
-        twin,
-        preset("hf-vision-qkv"),
-        None,
-        lambda module: module["attn"](x, torch.tensor([0, 5]), position_embeddings=cos_sin),
+        model, twin, "hf-vision-qkv", None, lambda module: module["attn"](x, lengths, position_embeddings=cos_sin)
     )
 
 
@@ -242,20 +226,12 @@ def test_multi_head_latent_attention() -> None:
     model = nn.ModuleDict({"self_attn": DeepseekV3Attention(config, 0)})
     twin = separated(model, "kv_a_proj_with_mqa", linears(kv_a_proj=10, k_rope_proj=4), one_after_the_other)
     twin = separated(twin, "kv_b_proj", linears(k_b_proj=24, v_b_proj=20), per_head(4))
-    x = torch.randn(2, 7, 24, dtype=torch.float64)
-    angles = torch.randn(1, 7, 4, dtype=torch.float64)
-    outputs_are_equal(
-        model,
-        twin,
-        preset("hf-mla"),
-        values | {"num_attention_heads": 4},
-        lambda module: module["self_attn"](x, (angles.cos(), angles.sin()), None)[0],
-    )
+    x, angles = torch.randn(2, 7, 24, dtype=torch.float64), torch.randn(1, 7, 4, dtype=torch.float64)
 
+    def attend(module: Any) -> Tensor:
+        return module["self_attn"](x, (angles.cos(), angles.sin()), None)[0]
 
-# Gated DeltaNet ------------------------------------------------------------------------------------------------------
-
-GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
+    outputs_are_equal(model, twin, "hf-mla", values | {"num_attention_heads": 4}, attend)
 
 
 def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5() -> None:
@@ -274,3 +250,56 @@ def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5() -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(fused["linear_attn"](x), twin["linear_attn"](x))
+
+
+# There and back, through files ---------------------------------------------------------------------------------------
+
+SMALLER = {**SMALL, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4, "hidden_act": "silu"}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_key_value_heads"), 4),
+}
+DELTA = {**GDN, "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"]}
+FULL = {"layer_types": ["full_attention"] * 2}
+ERNIE = {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}
+OF_LLAMA4 = {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 24}
+
+# The class's name, its options, the presets; and whether some layers have gate and up apart.
+FAMILIES: list[tuple[str, dict[str, Any], str, bool]] = [
+    ("DeepseekV3", {**ROUTED, **LATENT}, "hf-gate-up hf-mla", True),
+    ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, "hf-gate-up", True),
+    # They are apart, but the rules alone match a part in two ways, and are refused.
+    ("Qwen3Next", {**EXPERTS, **DELTA, "num_experts": 4, "mlp_only_layers": [0]}, "hf-gate-up hf-gdn", False),
+    ("Ernie4_5_Moe", ERNIE, "hf-gate-up", True),
+    ("Afmoe", {**EXPERTS, **FULL, "num_experts": 4, "num_dense_layers": 1}, "hf-gate-up", True),
+    ("Llama4", OF_LLAMA4, "hf-experts-transposed", False),
+    ("GptOss", {**FULL, "num_local_experts": 4, "num_experts_per_tok": 2}, "gpt-oss", False),
+    ("Mixtral", {"num_local_experts": 4}, "hf-gate-up", False),
+    ("Phi3", {}, "hf-gate-up hf-qkv", False),
+    ("GPTNeoX", {"num_key_value_heads": 4}, "hf-query-key-value", False),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "presets", "is_mixed"), FAMILIES, ids=[name for name, *_ in FAMILIES])
+def test_merging_inverts_splitting(
+    name: str, options: dict[str, Any], presets: str, is_mixed: bool, tmp_path: Path
+) -> None:
+    config = getattr(hf, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")(**{**SMALLER, **options})
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForCausalLM")(config)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, stepped(model))}
+    source = save(tmp_path / "source", state)
+    (source / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    rules = tuple(rule for each in presets.split() for rule in preset(each))
+    split = made("split", source, tmp_path / "split", *rules)
+    assert len(values_of(split)) > len(values_of(source))
+    merged = made("merge", split, tmp_path / "merged")  # with what split has left, and nothing else
+    assert_same(merged, source)
+    assert not (merged / "split_record.json").exists()
+    if is_mixed:  # the rules alone would merge what was never fused
+        (split / "split_record.json").unlink()
+        different = shown("diff", source, made("merge", split, tmp_path / "more", *rules, "--yes"), code=1)
+        assert "only in A" in different
+        assert "only in B" in different

@@ -19,23 +19,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.limited import Limited, Ran, limited
-from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, STATE, converted
+from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, WITH_FUSED, save
+from tests.checkpoint_tools.tool import assert_one_line, made, names, run
 from tests.loading import edit_metadata
 from tests.tiers import every_nth
 
-FAMILY = """
-[source]
-hf = ''
-a = ''
-[[name]]
-a = '{name}'
-hf = 'new.{name}'
-"""
+FAMILY = "[source]\nhf = ''\na = ''\n[[name]]\na = '{name}'\nhf = 'new.{name}'\n"
 COMMANDS = """
 inspect @checkpoint
 inspect @checkpoint --json
@@ -59,25 +51,26 @@ def tool() -> Iterator[Limited]:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rules.toml").write_text(RULES)
     (tmp_path / "own.toml").write_text(FAMILY)
-    return save(tmp_path / "checkpoint", STATE)
+    return save(tmp_path / "checkpoint", WITH_FUSED)
 
 
 def all_end(tool: Limited, folder: Path) -> list[Ran]:
     """Every command ends as it should; what they say."""
     commands = COMMANDS.replace("@", f"{folder.parent}/").strip().splitlines()
-    runs = [tool.run(*command.split()) for command in commands]
+    runs = [ended(tool, *command.split()) for command in commands]
     (folder.parent / "made.pt").unlink(missing_ok=True)
     shutil.rmtree(folder.parent / "renamed", ignore_errors=True)
-    for run in runs:
-        ends_well(run)
     return runs
 
 
-def ends_well(run: Ran) -> None:
-    assert run.code in (0, 1, 2), run
-    assert not any(text in run.output for text in ("error: unexpected", "not enough memory", "Traceback")), run
-    assert not any(letter < " " and letter != "\n" for letter in run.output), run
-    assert run.code != 2 or len(run.output.splitlines()) == 1, run
+def ended(tool: Limited, *command: object, code: int | None = None) -> Ran:
+    """It ends as it should, and with this code."""
+    ran = tool.run(*command)
+    assert ran.code in ((0, 1, 2) if code is None else (code,)), ran
+    assert not any(text in ran.output for text in ("error: unexpected", "not enough memory", "Traceback")), ran
+    assert not any(letter < " " and letter != "\n" for letter in ran.output), ran
+    assert ran.code != 2 or len(ran.output.splitlines()) == 1, ran
+    return ran
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
@@ -95,55 +88,41 @@ def entry_of(metadata: Metadata) -> Any:
     return metadata.state_dict_metadata[f"model.{FUSED}"]
 
 
-PLACES = {
-    "metadata": ("version", "planner_data", "storage_data", "state_dict_metadata", "state_dict_metadata.more"),
-    "info": ("relative_path", "offset", "length", "transform_descriptors"),
-    "entry": ("size", "chunks", "properties"),
-    "chunk": ("sizes",),
-    "storage": ("modules", "save_id"),
-    "path": (f"planner_data.model.{FUSED}",),
-}
-VALUES: dict[str, Any] = {
-    "laughs": laughs(),
-    "laughs in a list": [laughs()],
-    "10^400": 10**400,
-    "10^5000": 10**5000,
-    "10^18": 10**18,
-    "negative": -1,
-    "NUL": "a\0b",
-    "surrogate": "a\udc80b",
-    "escape": "\x1b]0;title\x07\x1b[2J",
-    "long": "x" * 100_000,
-    "many": (2**62,) * 64,
-    "nothing": None,
-}
-ALL_PLACES = [(owner, name) for owner, own in PLACES.items() for name in own]
+PLACES = [
+    *("version", "planner_data", "storage_data", "state_dict_metadata", "path.of_fused", "entries.more", "chunk.sizes"),
+    *("info.relative_path", "info.offset", "info.length", "info.transform_descriptors", "entry.size", "entry.chunks"),
+    *("entry.properties", "storage.modules", "storage.save_id"),
+]
+VALUES: list[Any] = [
+    *(laughs(), [laughs()], 10**400, 10**5000, 10**18, -1, (2**62,) * 64, None),
+    *("a\0b", "a\udc80b", "\x1b]0;title\x07\x1b[2J", "x" * 100_000),
+]
 
 
-def put(metadata: Metadata, place: tuple[str, str], value: Any) -> None:
-    owner, (name, _, key) = place[0], place[1].partition(".")
-    entry = entry_of(metadata)
-    info = next(iter(metadata.storage_data.values()))
-    owners = {"info": info, "entry": entry, "chunk": entry.chunks[0], "storage": metadata.storage_meta}
-    found = owners.get(owner, metadata)
-    if key:
-        getattr(found, name)[key] = value
+def put(metadata: Metadata, place: str, value: Any) -> None:
+    owner, _, name = place.rpartition(".")
+    entry, info = entry_of(metadata), next(iter(metadata.storage_data.values()))
+    owners = {"": metadata, "info": info, "entry": entry, "chunk": entry.chunks[0], "storage": metadata.storage_meta}
+    if owner == "path":
+        metadata.planner_data[f"model.{FUSED}"] = value
+    elif owner == "entries":
+        metadata.state_dict_metadata[name] = value
     else:
-        setattr(found, name, value)
+        setattr(owners[owner], name, value)
 
 
-@pytest.mark.parametrize("place", every_nth((pytest.param(each, id=" ".join(each)) for each in ALL_PLACES), 3))
-def test_values_where_none_of_their_kind_belongs(tool: Limited, folder: Path, place: tuple[str, str]) -> None:
+@pytest.mark.parametrize("place", every_nth(map(pytest.param, PLACES), 3))
+def test_values_where_none_of_their_kind_belongs(tool: Limited, folder: Path, place: str) -> None:
     original = (folder / ".metadata").read_bytes()
-    for value in VALUES.values():
+    for value in VALUES:
         edit_metadata(folder, lambda metadata, value=value: put(metadata, place, value))
         all_end(tool, folder)
         (folder / ".metadata").write_bytes(original)
 
 
 def test_keys_of_all_kinds(tool: Limited, folder: Path) -> None:
-    names = ("a\0b", "a\udc80b", "\x1b[31mred", "9" * 5000, "\u202egnp", "x" * 100_000, "", "x\ny")
-    edit_metadata(folder, lambda metadata: [add_key(metadata, name) for name in names])
+    keys = ("a\0b", "a\udc80b", "\x1b[31mred", "9" * 5000, "\u202egnp", "x" * 100_000, "", "x\ny")
+    edit_metadata(folder, lambda metadata: [add_key(metadata, key) for key in keys])
     inspected, *_ = all_end(tool, folder)
     assert inspected.code == 0
     assert "\\x1b[31mred" in inspected.output
@@ -197,14 +176,14 @@ HOSTILE = {
 @pytest.mark.parametrize("case", every_nth(map(pytest.param, HOSTILE), 3))
 def test_pickles(tool: Limited, folder: Path, case: str) -> None:
     (folder / ".metadata").write_bytes(HOSTILE[case])
-    for run in all_end(tool, folder):
-        assert run.code == 2
-        assert "cannot be read as the metadata of a checkpoint" in run.output
+    for ran in all_end(tool, folder):
+        assert ran.code == 2
+        assert "cannot be read as the metadata of a checkpoint" in ran.output
 
 
 def test_names_are_not_run(folder: Path) -> None:
     trap = folder / "trap"
-    names = {
+    wanted = {
         "os": "system",
         "posix": "system",
         "builtins": "eval exec",
@@ -216,11 +195,9 @@ def test_names_are_not_run(folder: Path) -> None:
         "copyreg": "_reconstructor",
         "pathlib": "Path.write_text",
     }
-    for module, attribute in ((module, each) for module, own in names.items() for each in own.split()):
+    for module, attribute in ((module, each) for module, own in wanted.items() for each in own.split()):
         (folder / ".metadata").write_bytes(pickled(name(module, attribute) + text(f"touch {trap}") + b"\x85R"))
-        run = run_here("inspect", folder)
-        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1)
-        assert f"asks for {module}.{attribute}, which the metadata" in run.stderr
+        assert_one_line(run("inspect", folder), f"asks for {module}.{attribute}, which the metadata")
     assert not trap.exists()
     # What is allowed gives nothing: getattr(Metadata, "__init__") is not called; BUILD changes neither class.
     state = b"N}" + text("get") + name("torch", "Size") + b"s\x86b"
@@ -230,8 +207,8 @@ def test_names_are_not_run(folder: Path) -> None:
         name("torch", "Size") + state: "a type gets a state",
     }.items():
         (folder / ".metadata").write_bytes(pickled(content))
-        assert message in run_here("inspect", folder).stderr
-    assert run_here("inspect", save(folder.parent / "another", STATE)).returncode == 0
+        assert_one_line(run("inspect", folder), message)
+    assert run("inspect", save(folder.parent / "another", WITH_FUSED)).returncode == 0
 
 
 # Items, files of torch.save, and files beside the data ---------------------------------------------------------------
@@ -265,7 +242,7 @@ def test_a_pickle_that_is_inflated(tool: Limited, folder: Path) -> None:
     item_with(folder, archive((2 << 30) - (1 << 20)))
     assert (folder / "other.distcp").stat().st_size < 3 << 20
     runs = all_end(tool, folder)
-    assert [run.code for run in runs] == [0, 0, 1, 0, 2, 2, 2, 2, 2]
+    assert [ran.code for ran in runs] == [0, 0, 1, 0, 2, 2, 2, 2, 2]
     assert "it would be inflated to 2,146,435," in runs[2].output
 
 
@@ -273,9 +250,7 @@ def test_a_pickle_that_is_inflated(tool: Limited, folder: Path) -> None:
 def test_objects(tool: Limited, folder: Path, case: str) -> None:
     item_with(folder, archive(0, {"laughs": pickle.dumps(laughs(), 2), "deep": HOSTILE["a deep key"]}[case]))
     all_end(tool, folder)
-    run = tool.run("diff", folder, save(folder.parent / "another", STATE))
-    ends_well(run)
-    assert run.code in (1, 2)
+    assert ended(tool, "diff", folder, save(folder.parent / "another", WITH_FUSED)).code in (1, 2)
 
 
 DEEP_MEMBER = pickled(b"}" + text("a") + name("builtins", "set") + b"](" + b")" + b"\x85" * 1_000_000 + b"e\x85Rs")
@@ -284,9 +259,7 @@ DEEP_MEMBER = pickled(b"}" + text("a") + name("builtins", "set") + b"](" + b")" 
 @pytest.mark.parametrize("case", [*HOSTILE, "a deep member of a set"])
 def test_pickles_in_a_file_of_torch_save(tool: Limited, tmp_path: Path, case: str) -> None:
     (tmp_path / "model.pt").write_bytes(archive(0, HOSTILE.get(case, DEEP_MEMBER)))
-    run = tool.run("convert", tmp_path / "model.pt", tmp_path / "made")
-    ends_well(run)
-    assert run.code == 2
+    ended(tool, "convert", tmp_path / "model.pt", tmp_path / "made", code=2)
 
 
 def test_values_that_are_larger_than_their_file(tool: Limited, tmp_path: Path) -> None:
@@ -295,11 +268,8 @@ def test_values_that_are_larger_than_their_file(tool: Limited, tmp_path: Path) -
         (torch.ones(1).expand(1 << 40), "has a tensor of 4.0 TiB in 4 bytes"),
     ):
         torch.save({"a\x1b[2J": value}, tmp_path / "model.pt")
-        run = tool.run("convert", tmp_path / "model.pt", tmp_path / "made")
-        ends_well(run)
-        assert run.code == 2
-        assert message in run.output
-    assert not (tmp_path / "made").exists()
+        assert message in ended(tool, "convert", tmp_path / "model.pt", tmp_path / "made", code=2).output
+    assert names(tmp_path) == ["model.pt"]
 
 
 def test_two_values_in_one_place_of_a_state_dict(tool: Limited, folder: Path) -> None:
@@ -307,20 +277,16 @@ def test_two_values_in_one_place_of_a_state_dict(tool: Limited, folder: Path) ->
     for path in (inside, (*inside, "deeper"), ("model",)):
         original = (folder / ".metadata").read_bytes()
         edit_metadata(folder, lambda metadata, path=path: metadata.planner_data.update({f"model.{DOWN}": path}))
-        run = tool.run("convert", folder, folder.parent / "made.pt", "--to", "torch")
-        assert run.code == 2
-        assert "by its path in the state dict; one of the two names is damaged" in run.output
+        ran = ended(tool, "convert", folder, folder.parent / "made.pt", "--to", "torch", code=2)
+        assert "by its path in the state dict; one of the two names is damaged" in ran.output
         (folder / ".metadata").write_bytes(original)
 
 
 def test_files_beside_the_data(tool: Limited, folder: Path) -> None:
     """That say what is merged, and with which values; none of them is read if it is too large, or waited for."""
+    contents = (b"[" * 1_000_000, b'{"format": "' + b"\x1b[2J" * 10_000 + b'"}', b'{"tp_size": ' + b"9" * 4000 + b"}")
     for file in (folder / name for name in ("config.json", "metadata.json", "split_record.json", "common.pt")):
-        for content in (
-            b"[" * 1_000_000,
-            b'{"format": "' + b"\x1b[2J" * 10_000 + b'"}',
-            b'{"tp_size": ' + b"9" * 4000 + b"}",
-        ):
+        for content in contents:
             file.write_bytes(content)
             all_end(tool, folder)
         os.truncate(file, 1 << 40)
@@ -347,7 +313,7 @@ def test_any_metadata(tool: Limited, folder: Path, data: st.DataObject) -> None:
     """Values of any kind anywhere, and keys; or bytes that are exchanged for others, opcodes among them."""
     original = (folder / ".metadata").read_bytes()
     if data.draw(st.booleans()):
-        place, value, names = (data.draw(each) for each in (st.sampled_from(ALL_PLACES), plain, st.lists(st.text())))
+        place, value, names = (data.draw(each) for each in (st.sampled_from(PLACES), plain, st.lists(st.text())))
 
         def edit(metadata: Metadata) -> None:
             for name in names:
@@ -406,63 +372,49 @@ PARTS = {'{"a": {"saved_offsets": [0, 0]}}': "offsets of other dimensions", "{}"
 def test_headers_that_are_wrong(tool: Limited, tmp_path: Path, name: str) -> None:
     path = safetensors_file(tmp_path / "source" / "model.safetensors", *NOT_WHOLE[name])
     for command in (("convert", path, tmp_path / "new"), ("convert", path.parent, tmp_path / "new"), ("verify", path)):
-        run = tool.run(*command)
-        assert run.code == 2
-        assert "model.safetensors is not a whole safetensors file" in run.output
-        assert len(run.output.splitlines()) == 1
-        assert len(run.output) < 1000
-        assert "\x1b" not in run.output
-    assert [each.name for each in tmp_path.iterdir()] == ["source"]
-
-
-def test_parts_and_a_file_of_two_bytes(tmp_path: Path) -> None:
-    (tmp_path / "short.safetensors").write_bytes(b"\0\0")
-    assert_one_line(run_here("convert", tmp_path / "short.safetensors", tmp_path / "new"), "is not a whole")
-    for said, match in PARTS.items():
-        header = {"__metadata__": {"DCP_SHARDING_INFO": said}, "a": tensor(0, 8)}
-        path = safetensors_file(tmp_path / "model.safetensors", header, bytes(8))
-        message = f"has DCP_SHARDING_INFO that do not fit ({match})"
-        assert_one_line(run_here("convert", path, tmp_path / "new"), message)
+        ran = ended(tool, *command, code=2)
+        assert "model.safetensors is not a whole safetensors file" in ran.output
+        assert len(ran.output) < 1000
+    assert names(tmp_path) == ["source"]
 
 
 def test_folders_that_are_wrong(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", STATE)
+    source = save(tmp_path / "source", WITH_FUSED)
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    index, objects = "model.safetensors.index.json", "optimizer.json"
-
-    def folder(name: str, **files: Any) -> Path:
-        made = Path(converted(source, tmp_path / name, shard_bytes=80).path)
-        for file, content in files.items():
-            (made / file).write_text(content if isinstance(content, str) else json.dumps(content))
-        return made
-
-    gone = folder("gone")
-    (gone / second).unlink()
-    no_optimizer = folder("no-optimizer")
-    (no_optimizer / objects).unlink()
-    twice = folder("twice")
-    (twice / index).unlink()
-    save_file(load_file(twice / first), twice / "copy.safetensors")
-    several = tmp_path / "several"
-    several.mkdir()
-    for name in ("a", "b"):
-        (several / f"{name}.safetensors.index.json").write_text("{}")
-    cases = {
-        gone: f"names {second}, which is not there (1 keys); fetch it as well",
-        twice: "is in copy.safetensors and in model-00001-of-00002.safetensors",
-        several: "has several indices (a.safetensors.index.json, b.safetensors.index.json)",
-        folder("no-map", **{index: {}}): "has no weight_map",
-        folder("no-json", **{index: "{"}): f"{index} is no JSON",
-        folder("outside", **{index: {"weight_map": {"a": "../made/x.safetensors"}}}): "which is outside of the folder",
-        folder("lost", **{index: {"weight_map": {"lost": first}}}): "does not have lost, which",
-        folder("other-json", **{objects: {}}): f"{objects} is not what these tools write",
-        folder("damaged", **{objects: {"format": "checkpoint_tools 2"}}): "optimizer.json is damaged (KeyError",
-        folder(
-            "no-value", **{objects: {"format": "checkpoint_tools 2", "stored": {"a": "?"}, "paths": {}}}
-        ): "optimizer.json is damaged (Error: ",
-    }
-    before = sorted(path.name for path in tmp_path.iterdir())
-    for path, match in cases.items():
-        assert_one_line(run_here("convert", path, tmp_path / "new"), match)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert run_here("convert", no_optimizer, tmp_path / "new").returncode == 0
+    index, objects, format_ = "model.safetensors.index.json", "optimizer.json", '{"format": "checkpoint_tools 2"'
+    whole = made("convert", source, tmp_path / "whole", "--shard-size", 80)
+    twice = {"copy.safetensors": (whole / first).read_bytes(), index: None}
+    cases: list[tuple[dict[str, bytes | str | None], str]] = [  # files of it that are others, or gone
+        ({second: None}, f"names {second}, which is not there (1 keys); fetch it as well"),
+        (twice, "is in copy.safetensors and in model-00001-of-00002.safetensors"),
+        (
+            {f"{name}.safetensors.index.json": "{}" for name in "ab"},
+            "has several indices (amodel.safetensors.index.json, b",
+        ),
+        ({index: "{}"}, "has no weight_map"),
+        ({index: "{"}, f"{index} is no JSON"),
+        ({index: '{"weight_map": {"a": "../made/x.safetensors"}}'}, "which is outside of the folder"),
+        ({index: f'{{"weight_map": {{"lost": "{first}"}}}}'}, "does not have lost, which"),
+        ({objects: "{}"}, f"{objects} is not what these tools write"),
+        ({objects: format_ + "}"}, "optimizer.json is damaged (KeyError"),
+        ({objects: format_ + ', "stored": {"a": "?"}, "paths": {}}'}, "optimizer.json is damaged (Error: "),
+        ({objects: None}, ""),
+    ]
+    for number, (files, match) in enumerate(cases):
+        folder = Path(shutil.copytree(whole, tmp_path / f"{number}"))
+        for name, content in files.items():
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content or b"")
+            if content is None:
+                (folder / name).unlink()
+        if match:
+            assert_one_line(run("convert", folder, tmp_path / "new"), match)
+            assert not (tmp_path / "new").exists()
+        else:
+            made("convert", folder, tmp_path / "new")
+    (tmp_path / "short.safetensors").write_bytes(b"\0\0")
+    assert_one_line(run("convert", tmp_path / "short.safetensors", tmp_path / "other"), "is not a whole")
+    for said, match in PARTS.items():
+        header = {"__metadata__": {"DCP_SHARDING_INFO": said}, "a": tensor(0, 8)}
+        path = safetensors_file(tmp_path / "model.safetensors", header, bytes(8))
+        told = f"has DCP_SHARDING_INFO that do not fit ({match})"
+        assert_one_line(run("convert", path, tmp_path / "other"), told)

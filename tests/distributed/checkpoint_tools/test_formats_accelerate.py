@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint_tools import preset, split_state_dict
-from checkpoint_tools.look import verify
-from checkpoint_tools.look.inspect import summarize
-from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools import preset, split_state_dict, verify
+from tests.checkpoint_tools.tool import as_json
 from tests.distributed.launch import spawn
 
 pytestmark = pytest.mark.distributed
@@ -38,12 +36,12 @@ def test_what_accelerate_saves_is_read_split_and_loaded(tmp_path: Path) -> None:
     spawn(run_accelerate, 2, tmp_path, tmp_path)
     for kind, key in (("fused", "mlp.gate_up_proj.weight"), ("split", "mlp.up_proj.weight")):
         for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-            assert verify.verify(tmp_path / kind / part) == []
-            checkpoint = open_checkpoint(tmp_path / kind / part)
-            groups = {row.group for row in summarize(checkpoint).groups}
+            assert verify(tmp_path / kind / part) == []
+            found = as_json("inspect", tmp_path / kind / part)
+            groups = {row["group"] for row in found["groups"]}
             moments = {"optimizer exp_avg", "optimizer exp_avg_sq", "optimizer step", "optimizer param_groups"}
             assert groups == ({"model"} if "model" in part else moments)
-            assert any(key in each for each in checkpoint.tensors)
+            assert any(key in row["key"] for row in found["keys"])
 
 
 def accelerated(rank: int, world_size: int, *, fused: bool) -> tuple[Accelerator, nn.Module, Any]:

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import pickle
+import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -16,11 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from checkpoint_tools import preset
-from checkpoint_tools.look.diff import all_keys, diff
-from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.megatron import BUCKETS, LAYERS, SINGLETON, SIZES, STACKED, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import assert_same, converted, rewritten, same_bits, told, values_of
+from tests.checkpoint_tools.saves import same_bits, save
+from tests.checkpoint_tools.tool import assert_one_line, assert_same, made, run, shapes_of, shown, values_of
 from tests.distributed.launch import spawn
 
 pytestmark = pytest.mark.distributed
@@ -100,18 +99,15 @@ def one_rank(write_once: Write) -> Path:
 def test_the_split_is_megatrons_own(written: tuple[Path, int, int], tmp_path: Path) -> None:
     """Gate and up as Megatron itself saves them apart, with ``singleton_local_shards``: every key, bit by bit."""
     folder, _, _ = written
-    split = rewritten("split", folder / "layers", tmp_path / "split", *SWIGLU)
-    own = open_checkpoint(folder / "by hand")
-    assert not diff(split, own, all_keys(split, own))
+    shown("diff", made("split", folder / "layers", tmp_path / "split", *SWIGLU), folder / "by hand")
     for file in ("common.pt", "metadata.json"):
         assert (tmp_path / "split" / file).read_bytes() == (folder / "layers" / file).read_bytes()
 
 
 @pytest.mark.parametrize("form", ["stacked", "experts"])
 def test_what_is_stacked_in_front_is_split_along_the_rows(form: str, one_rank: Path, tmp_path: Path) -> None:
-    source = open_checkpoint(one_rank / form)
-    split = rewritten("split", one_rank / form, tmp_path / "split", *SWIGLU, *QKV)
-    before, after = values_of(source), values_of(split)
+    split = made("split", one_rank / form, tmp_path / "split", *SWIGLU, *QKV)
+    before, after = values_of(one_rank / form), values_of(split)
     fused = [key for key in before if key.endswith("linear_fc1.weight")]
     assert len(fused) == (4 if form == "stacked" else 8)  # of the model, and three of state
     for key in fused:
@@ -125,7 +121,7 @@ def test_what_is_stacked_in_front_is_split_along_the_rows(form: str, one_rank: P
         assert same_bits(after.pop(f"{prefix}linear_k.weight"), groups[..., 2, :, :].flatten(-3, -2))
         assert same_bits(after.pop(f"{prefix}linear_v.weight"), groups[..., 3, :, :].flatten(-3, -2))
     assert all(same_bits(value, before[key]) for key, value in after.items())
-    assert_same(rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, *QKV), source)
+    assert_same(made("merge", split, tmp_path / "merged", *SWIGLU, *QKV), one_rank / form)
 
 
 def test_megatron_loads_what_is_made_of_its_checkpoints_and_trains_on(
@@ -133,27 +129,24 @@ def test_megatron_loads_what_is_made_of_its_checkpoints_and_trains_on(
 ) -> None:
     folder, world_size, tp = written
     rules = (*SWIGLU, *QKV)
-    made: dict[str, tuple[str, Mapping[str, Any]]] = {}  # name → as what it was written, and how it is loaded
+    loads: dict[str, tuple[str, Mapping[str, Any]]] = {}  # name → as what it was written, and how it is loaded
     for source in ("layers", "buckets", "plain"):
-        rewritten("split", folder / source, tmp_path / source, *SWIGLU)
-        made[source] = source, FORMS[source][1] | {"singleton_local_shards": True}
+        made("split", folder / source, tmp_path / source, *SWIGLU)
+        loads[source] = source, FORMS[source][1] | {"singleton_local_shards": True}
     for source in ("stacked", *(["experts"] if tp == 1 else [])):
-        rewritten("split", folder / source, tmp_path / f"{source} split", *rules)
-        rewritten("merge", tmp_path / f"{source} split", tmp_path / f"{source} merged", *rules)
-        made[f"{source} merged"] = source, FORMS[source][1]
-    converted(folder / "stacked", tmp_path / "safetensors")
-    converted(tmp_path / "safetensors", tmp_path / "converted")
-    made["converted"] = "stacked", STACKED
-    spawn(train_on, world_size, tmp_path, folder, tmp_path, tp, made)
+        split = made("split", folder / source, tmp_path / f"{source} split", *rules)
+        made("merge", split, tmp_path / f"{source} merged", *rules)
+        loads[f"{source} merged"] = source, FORMS[source][1]
+    made("convert", made("convert", folder / "stacked", tmp_path / "safetensors"), tmp_path / "converted")
+    loads["converted"] = "stacked", STACKED
+    spawn(train_on, world_size, tmp_path, folder, tmp_path, tp, loads)
 
 
-def train_on(
-    rank: int, world_size: int, written: Path, made_in: Path, tp: int, made: Mapping[str, tuple[str, Mapping[str, Any]]]
-) -> None:
+def train_on(rank: int, world_size: int, written: Path, made_in: Path, tp: int, loads: Mapping[str, Any]) -> None:
     del rank, world_size
     expected = json.loads((written / "losses.json").read_text())
     with cpu_for_cuda():
-        for name, (source, metadata) in made.items():
+        for name, (source, metadata) in loads.items():
             training = Training(tp, **FORMS[source][0], seed=7)
             common = training.load(made_in / name, metadata)
             assert common["iteration"] == 2
@@ -168,12 +161,11 @@ def train_on(
 
 def test_the_split_of_fsdp_dtensor_is_megatrons_own(tmp_path: Path) -> None:
     spawn(write_fsdp_dtensor, 2, tmp_path, tmp_path)
-    split = rewritten("split", tmp_path / "fused", tmp_path / "split", *SWIGLU, values={"tp_size": 1})
-    own = open_checkpoint(tmp_path / "own")
-    assert len([key for key in own.tensors if key.endswith("linear_fc1.weight_w.exp_avg")]) == 2
-    assert not diff(split, own, all_keys(split, own))
-    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", *SWIGLU, values={"tp_size": 1})
-    assert_same(merged, open_checkpoint(tmp_path / "fused"))
+    options = (*SWIGLU, "--value", "tp_size=1")
+    split = made("split", tmp_path / "fused", tmp_path / "split", *options)
+    assert len([key for key in shapes_of(tmp_path / "own") if key.endswith("linear_fc1.weight_w.exp_avg")]) == 2
+    shown("diff", split, tmp_path / "own")
+    assert_same(made("merge", split, tmp_path / "merged", *options), tmp_path / "fused")
 
 
 def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
@@ -188,16 +180,16 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_values_come_from_args_and_format(one_rank: Path, tmp_path: Path) -> None:
-    values, notes = told(open_checkpoint(one_rank / "layers"), (*SWIGLU, *QKV), {})
-    sizes = {"kv_channels": 4, "num_attention_heads": 4, "num_query_groups": 2}
-    assert values == {"etp_size": 1, **sizes, "tp_size": 1}
-    assert notes[1] == "kv_channels = 4, from args in common.pt"
-    assert notes[-1] == "tp_size = 1, from torch_dist, which stores gate and up as one rank has them"
-    command = ("split", one_rank / "layers", tmp_path / "new", "--preset", "megatron-swiglu", "--value")
-    assert_one_line(run_here(*command, "tp_size=2"), "--value tp_size=2, but it is 1 here (torch_dist")
-    (one_rank / "layers" / "metadata.json").rename(tmp_path / "metadata.json")
-    zero = run_here(*command, "tp_size=0")
-    (tmp_path / "metadata.json").rename(one_rank / "layers" / "metadata.json")
+    source = Path(shutil.copytree(one_rank / "layers", tmp_path / "source"))
+    command = ("split", source, tmp_path / "new", "--preset", "megatron-swiglu", "--preset", "megatron-qkv")
+    text = shown(*command, "--dry-run")
+    for value in ("kv_channels = 4", "num_attention_heads = 4", "num_query_groups = 2"):
+        assert f"note: {value}, from args in common.pt\n" in text
+    for name in ("tp_size", "etp_size"):
+        assert f"note: {name} = 1, from torch_dist, which stores gate and up as one rank has them\n" in text
+    assert_one_line(run(*command, "--value", "tp_size=2"), "--value tp_size=2, but it is 1 here (torch_dist")
+    (source / "metadata.json").unlink()
+    zero = run(*command, "--value", "tp_size=0")
     assert_one_line(zero, "tp_size is 0; expected 1 or more, as many as it was divided into")
 
 
@@ -224,8 +216,8 @@ def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.Mon
         return folder
 
     fine = by_older("fine", {"mlp.linear_fc1.weight": {}})
-    split = rewritten("split", fine, tmp_path / "split", *SWIGLU, values={"tp_size": 1})
-    assert split.tensors["mlp.linear_fc1.weight_w"].shape == (4, 3)
+    split = made("split", fine, tmp_path / "split", *SWIGLU, "--value", "tp_size=1")
+    assert shapes_of(split)["mlp.linear_fc1.weight_w"] == [4, 3]
     flattened = by_older("flattened", {"mlp.linear_fc1.weight": {"nd_reformulated_orig_global_shape": (8, 3)}})
-    result = run_here("split", flattened, tmp_path / "new", "--preset", "megatron-swiglu", "--value", "tp_size=1")
+    result = run("split", flattened, tmp_path / "new", "--preset", "megatron-swiglu", "--value", "tp_size=1")
     assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with")

@@ -1,7 +1,6 @@
 """A checkpoint that is split afterwards equals one that was split before it was saved: values, chunks, who has them."""
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,111 +8,98 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpoint_tools.fuse.live import split_state_dict
-from checkpoint_tools.fuse.rules import Rule
-from checkpoint_tools.stored.checkpoint import Checkpoint
-from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools import Rule, split_state_dict
 from fsdp_offload.checkpoint.chunks import Cut, cut_chunks
 from fsdp_offload.checkpoint.names import flattened
-from tests.checkpoint_tools.offline import DOWN, FUSED, assert_same, chunks_of_keys, rewritten, rule
+from tests.checkpoint_tools.saves import DOWN, FUSED, rule
+from tests.checkpoint_tools.tool import assert_same, chunks_of, made, metadata_of
 from tests.distributed.launch import mesh, spawn
 from tests.tiers import world_sizes
 
 BIAS = "mlp.gate_up.bias"
 NAMES = {"fused": "{p}gate_up.{name:weight|bias}", "parts": ("{p}gate.{name}", "{p}up.{name}")}
+WHOLES = {
+    FUSED: torch.arange(14.0 * 4).view(14, 4),
+    BIAS: torch.arange(14.0) - 3,
+    DOWN: torch.arange(12.0).view(3, 4),
+}
 
 # Sizes that ranks divide unevenly; of the bias some ranks have nothing.
-LAYOUTS = {
-    "concatenated": rule(**NAMES, sizes=(5, "rest")),
-    "interleaved": rule(**NAMES, layout="interleaved"),
-    "grouped": rule(**NAMES, layout="grouped", groups=2, sizes=("rest", 4)),
-    "first-is-nothing": rule(**NAMES, sizes=(0, "rest")),
+GROUPED = rule(**NAMES, layout="grouped", groups=2, sizes=("rest", 4))
+CASES: dict[str, tuple[Rule, str]] = {  # and how the tensors are divided
+    "concatenated": (rule(**NAMES, sizes=(5, "rest")), "rows"),
+    "interleaved": (rule(**NAMES, layout="interleaved"), "rows"),
+    "grouped": (GROUPED, "rows"),
+    "first-is-nothing": (rule(**NAMES, sizes=(0, "rest")), "rows"),
+    "columns": (GROUPED, "columns"),
+    "columns-divided": (rule(dim=1), "columns"),
+    "replicated": (GROUPED, "copies"),
 }
-COLUMNS = rule(dim=1)
+STRIDED = {"strided-rows": (GROUPED, "strided")}  # as fully_shard leaves rows that tensor parallelism has divided
 
 
-def wholes() -> dict[str, Tensor]:
-    return {
-        FUSED: torch.arange(14.0 * 4).view(14, 4),
-        BIAS: torch.arange(14.0) - 3,
-        DOWN: torch.arange(12.0).view(3, 4),
-    }
-
-
-def saved_twice(folder: Path, rules: list[Rule], tensors: dict[str, Any], *, flat: bool) -> None:
-    """As it is, and split by its ranks."""
-    state = {
-        key: {"step": torch.tensor(2.0), "exp_avg": value + 0.5, "exp_avg_sq": value * 2}
-        for key, value in tensors.items()
-    }
-    optim: dict[str, Any] = {"state": state, "param_groups": [{"lr": 0.5, "betas": (0.9, 0.99), "params": [*tensors]}]}
-    if flat:
-        optim = flattened(optim)
-    dcp.save({"model": tensors, "optim": optim}, checkpoint_id=folder / "fused")
-    model, split = split_state_dict(tensors, optim, rules)
-    dcp.save({"model": model, "optim": split}, checkpoint_id=folder / "online")
-
-
-def run_on_ranks(rank: int, world_size: int, folder: Path) -> None:
-    one_dim, cases = mesh(world_size), {}
-    for name, chosen in LAYOUTS.items():
-        tensors = {key: distribute_tensor(whole, one_dim, [Shard(0)]) for key, whole in wholes().items()}
-        cases[f"{name}-rows"] = ([chosen], tensors)
-    weights = {key: distribute_tensor(wholes()[key], one_dim, [Shard(1)]) for key in (FUSED, DOWN)}
-    cases["columns"] = ([LAYOUTS["grouped"]], weights)
-    cases["columns-divided"] = ([COLUMNS], weights)
-    copies = {key: distribute_tensor(whole, one_dim, [Replicate()]) for key, whole in wholes().items()}
-    cases["replicated"] = ([LAYOUTS["grouped"]], copies)
-    if world_size == 4:
-        two_dim = mesh(2, 2, names=("dp", "tp"))
-        tensors = {key: strided(whole, two_dim, rank) for key, whole in wholes().items()}
-        cases = {"strided-rows": ([LAYOUTS["grouped"]], tensors)}
-    (folder / "cases.json").write_text(json.dumps(cases_of(cases)))
-    for name, form in cases_of(cases):
-        saved_twice(folder / f"{name}-{form}", *cases[name], flat=form == "flat")
-
-
-def cases_of(names: Iterable[str]) -> list[tuple[str, str]]:
+def cases_on(world_size: int) -> Iterator[tuple[str, Rule, str, bool]]:
     """Each with a nested state dict of the optimizer, and the first with a flattened one too."""
-    return [(name, "nested") for name in names] + [(name, "flat") for name in list(names)[:1]]
+    for number, (name, (chosen, way)) in enumerate((STRIDED if world_size == 4 else CASES).items()):
+        yield name, chosen, way, False
+        if number == 0:
+            yield f"{name}-flat", chosen, way, True
 
 
-def strided(whole: Tensor, device_mesh: DeviceMesh, rank: int) -> DTensor:
-    """As fully_shard leaves what tensor parallelism has divided along the same dimension."""
+def sharded(whole: Tensor, way: str, rank: int, world_size: int) -> DTensor:
+    if way != "strided":
+        placement: Any = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}[way]
+        return distribute_tensor(whole, mesh(world_size), [placement])
     dp, tp = divmod(rank, 2)
     chunks = cut_chunks(tuple(whole.shape), (Cut(0, 2, dp, 2), Cut(0, 2, tp)))
     rows = [row for chunk in chunks.chunks for row in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])]
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    local = whole[rows].contiguous()
+    device_mesh, local = mesh(2, 2, names=("dp", "tp")), whole[rows].contiguous()
     return DTensor.from_local(local, device_mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False)
 
 
-def owners(checkpoint: Checkpoint) -> set[tuple[str, Any, str]]:
+def save_twice(rank: int, world_size: int, folder: Path) -> None:
+    """As it is, and split by its ranks."""
+    for name, chosen, way, is_flat in cases_on(world_size):
+        keys = (FUSED, DOWN) if way == "columns" else (FUSED, BIAS, DOWN)
+        tensors = {key: sharded(WHOLES[key], way, rank, world_size) for key in keys}
+        state = {
+            key: {"step": torch.tensor(2.0), "exp_avg": value + 0.5, "exp_avg_sq": value * 2}
+            for key, value in tensors.items()
+        }
+        groups = [{"lr": 0.5, "betas": (0.9, 0.99), "params": [*tensors]}]
+        optim: dict[str, Any] = {"state": state, "param_groups": groups}
+        if is_flat:
+            optim = flattened(optim)
+        dcp.save({"model": tensors, "optim": optim}, checkpoint_id=folder / name / "fused")
+        model, split = split_state_dict(tensors, optim, [chosen])
+        dcp.save({"model": model, "optim": split}, checkpoint_id=folder / name / "online")
+
+
+def owners(folder: Path) -> set[tuple[Any, ...]]:
     """Which file has which rectangle. Counters, and chunks without elements, may be in any: all ranks have them."""
+    numels = {
+        (key, offsets): torch.Size(sizes).numel() for key, all_ in chunks_of(folder).items() for offsets, sizes in all_
+    }
     return {
-        (key, chunk.offsets, chunk.file)
-        for key, t in checkpoint.tensors.items()
-        for chunk in t.chunks
-        if chunk.numel and t.shape
+        (index.fqn, index.offset, info.relative_path)
+        for index, info in metadata_of(folder).storage_data.items()
+        if index.offset and numels[index.fqn, tuple(index.offset)]
     }
 
 
 @pytest.mark.distributed
 @world_sizes(3, 1, 4)
 def test_the_same_as_when_the_ranks_split(world_size: int, tmp_path: Path) -> None:
-    spawn(run_on_ranks, world_size, tmp_path, tmp_path)
-    for name, form in json.loads((tmp_path / "cases.json").read_text()):
-        chosen = COLUMNS if name == "columns-divided" else LAYOUTS.get(name.removesuffix("-rows"), LAYOUTS["grouped"])
-        folder = tmp_path / f"{name}-{form}"
-        offline = rewritten("split", folder / "fused", folder / "offline", chosen, max_memory_bytes=500)
-        online = open_checkpoint(folder / "online")
+    spawn(save_twice, world_size, tmp_path, tmp_path)
+    for name, chosen, way, _ in cases_on(world_size):
+        fused, online = tmp_path / name / "fused", tmp_path / name / "online"
+        offline = made("split", fused, tmp_path / name / "offline", chosen, "--max-memory", 500)
         assert_same(offline, online)
-        assert chunks_of_keys(offline) == chunks_of_keys(online), folder
-        if "replicated" not in name:
-            assert owners(offline) == owners(online), folder
-        merged = rewritten("merge", folder / "offline", folder / "merged", chosen, max_memory_bytes=500)
-        assert_same(merged, open_checkpoint(folder / "fused"))
+        assert chunks_of(offline) == chunks_of(online), name
+        if way != "copies":
+            assert owners(offline) == owners(online), name
+        assert_same(made("merge", offline, tmp_path / name / "merged", chosen, "--max-memory", 500), fused)

@@ -1,6 +1,5 @@
 """Names between frameworks: from Hugging Face's to torchtitan's to Megatron's and back, and loaded where they are."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,13 @@ import torch
 import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.convert.translate import family_names, translate
-from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.look.diff import all_keys, diff
-from checkpoint_tools.look.verify import check_structure
 from checkpoint_tools.rewrite import rewrite
-from checkpoint_tools.stored.checkpoint import Checkpoint
-from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import assert_one_line, run_here, save
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
-from tests.checkpoint_tools.offline import converted, same_bits, values_of
-from tests.cpu.checkpoint_tools.test_merge_inverts import SMALL
+from tests.checkpoint_tools.saves import same_bits, save
+from tests.checkpoint_tools.tool import assert_one_line, made, names, run, shapes_of, shown, values_of
+from tests.cpu.checkpoint_tools.test_formats_transformers import SMALLER
+from tests.cpu.checkpoint_tools.test_round_trip import loaded
 from tests.distributed.launch import spawn
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,32 +22,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}),
 }
-VALUES = {"head_dim": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+VALUES = ("head_dim=4", "num_attention_heads=4", "num_key_value_heads=2")
 
 
 def model_of(family: str) -> Any:
     name, options = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(hf, f"{name}Config")(**SMALL, **options, rms_norm_eps=1e-5)
+    config = getattr(hf, f"{name}Config")(**SMALLER, **options, rms_norm_eps=1e-5)
     return getattr(hf, f"{name}ForCausalLM")(config).eval()
 
 
-def renamed(family: str, source: Path, target: Path, to: str, *, of: str = "hf", **values: float) -> Checkpoint:
-    """The new one, which is whole; and every step tells of what it has done."""
-    told: dict[str, list[int]] = {}
-
-    def progress(what: str, nbytes: int) -> Any:
-        told[what] = [nbytes]
-        return contextlib.nullcontext(told[what].append)
-
-    translate(
-        str(source), str(target), family, (of, to), values, threads=2, max_memory_bytes=1 << 24, progress=progress
-    )
-    made = open_checkpoint(target)
-    assert check_structure(made, 1)[0] == []
-    assert list(told) == [f"rename, {number} of {len(told)}" for number in range(1, len(told) + 1)]
-    assert all(0 < sum(done) <= total for total, *done in told.values())  # what is around elements is not told of
-    return made
+def renamed(family: str, source: Path, target: Path, to: str, *values: str, of: str = "hf") -> Path:
+    """The new one, which is whole."""
+    typed = [each for value in values for each in ("--value", value)]
+    return made("rename", source, target, "--family", family, "--from", of, "--to", to, *typed)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -62,20 +44,19 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("frameworks")
     model = model_of(request.param)
     model.save_pretrained(folder / "hf")
-    converted(folder / "hf", folder / "dcp")
+    made("convert", folder / "hf", folder / "dcp")
     renamed(request.param, folder / "dcp", folder / "torchtitan", "torchtitan")
     renamed(request.param, folder / "torchtitan", folder / "megatron", "megatron", of="torchtitan")
     renamed(request.param, folder / "megatron", folder / "back", "hf", of="megatron")
-    assert sorted(path.name for path in folder.iterdir()) == ["back", "dcp", "hf", "megatron", "torchtitan"]
+    assert names(folder) == ["back", "dcp", "hf", "megatron", "torchtitan"]
     return request.param, model, folder
 
 
 def test_there_and_back_is_the_same_and_transformers_loads_it(family: tuple[str, Any, Path], tmp_path: Path) -> None:
     _, model, folder = family
-    converted(folder / "back", tmp_path / "hf", shard_bytes=8_000)
+    made("convert", folder / "back", tmp_path / "hf", "--shard-size", 8_000)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
-    first, last = open_checkpoint(folder / "hf"), open_checkpoint(tmp_path / "hf")
-    assert not diff(first, last, all_keys(first, last))
+    shown("diff", folder / "hf", tmp_path / "hf")
     loaded = type(model).from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
@@ -84,7 +65,7 @@ def test_there_and_back_is_the_same_and_transformers_loads_it(family: tuple[str,
 def test_what_torchtitan_and_megatron_have(family: tuple[str, Any, Path]) -> None:
     """As torchtitan's ``state_dict_adapter`` of each family, and Megatron, have them: by indices."""
     name, _, folder = family
-    before, found, mega = (values_of(open_checkpoint(folder / of)) for of in ("hf", "torchtitan", "megatron"))
+    before, found, mega = loaded(folder / "hf"), values_of(folder / "torchtitan"), values_of(folder / "megatron")
     for n in range(2):
         theirs, ours, megatrons = f"model.layers.{n}.", f"layers.{n}.", f"decoder.layers.{n}."
         q, k, v = (before[f"{theirs}self_attn.{letter}_proj.weight"] for letter in "qkv")
@@ -116,8 +97,8 @@ def test_megatron_loads_it_and_computes_what_transformers_does(tmp_path: Path) -
     for name in ("llama", "qwen3"):
         model = model_of(name)
         model.save_pretrained(tmp_path / f"{name}-hf")
-        converted(tmp_path / f"{name}-hf", tmp_path / f"{name}-dcp")
-        renamed(name, tmp_path / f"{name}-dcp", tmp_path / name, "megatron")
+        dcp = made("convert", tmp_path / f"{name}-hf", tmp_path / f"{name}-dcp")
+        renamed(name, dcp, tmp_path / name, "megatron")
         with torch.no_grad():
             expected[name] = model(TOKENS).logits
     torch.save(expected, tmp_path / "expected.pt")
@@ -137,78 +118,68 @@ def test_the_optimizers_state_comes_along(tmp_path: Path) -> None:
     model = model_of("llama")
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, stepped(model))}
     source = save(tmp_path / "source", state)
-    there = renamed("llama", source, tmp_path / "there", "torchtitan", **VALUES)
-    moments = values_of(open_checkpoint(source))["optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg"]
+    there = renamed("llama", source, tmp_path / "there", "torchtitan", *VALUES)
+    moments = values_of(source)["optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg"]
     found = values_of(there)["optim.state.layers.1.attention.qkv_linear.wq.weight.exp_avg"]
     assert same_bits(found, moments.view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16))
-    back = renamed("llama", tmp_path / "there", tmp_path / "back", "hf", of="torchtitan", **VALUES)
-    plain = save(tmp_path / "plain", {**model.state_dict(), "optim": state["optim"]})
-    assert values_of(back).keys() == values_of(open_checkpoint(plain)).keys()
-    assert not diff(back, open_checkpoint(plain), all_keys(back, open_checkpoint(plain)))
+    back = renamed("llama", there, tmp_path / "back", "hf", *VALUES, of="torchtitan")
+    shown("diff", back, save(tmp_path / "plain", {**model.state_dict(), "optim": state["optim"]}))
 
 
-def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
+def test_what_is_asked_for_wrongly_and_a_family_of_ones_own(tmp_path: Path) -> None:
     weights = {key: value.contiguous() for key, value in model_of("qwen3").state_dict().items()}
     source = save(tmp_path / "source", {**weights, "extra.weight": torch.ones(1)})
-    command = ("rename", source, tmp_path / "new", "--family", "qwen3", "--from", "hf", "--to")
-    assert family_names() == ("llama", "qwen3", "qwen3-moe")
-    assert_one_line(
-        run_here(*command[:-4], "gemma", "--from", "hf", "--to", "hf"), "no family 'gemma'; there are llama"
-    )
-    assert_one_line(run_here(*command, "nemo"), "no framework 'nemo' in the family qwen3; there are hf, torchtitan")
-    assert_one_line(run_here(*command, "hf"), "--from and --to are both hf")
-    assert_one_line(run_here(*command, "torchtitan"), "no name is known for extra.weight. Is it this family")
-    missing = run_here(*command, "megatron", "--exclude", "extra.*")
-    assert_one_line(missing, "give --value head_dim=NUMBER --value num_attention_heads=NUMBER --value num_key_value_h")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-    done = run_here(*command, "torchtitan", "--exclude", "extra.*")
-    assert done.returncode == 0, done.stderr
-    assert "25 keys as torchtitan has them" in done.stdout
-
-
-def test_a_family_of_ones_own(tmp_path: Path) -> None:
-    names = "[[name]]\nhf = 'layers.{n}.weight'\nours = 'blocks.{n}.w'\n"
-    source = save(tmp_path / "source", {"layers.0.weight": torch.ones(2), "layers.1.weight": torch.zeros(3)})
-    command = ("rename", source, tmp_path / "new", "--from", "hf", "--to", "ours", "--family", tmp_path / "own.toml")
+    for line in """
+gemma hf hf                            | no family 'gemma'; there are llama, qwen3, qwen3-moe
+qwen3 hf nemo                          | no framework 'nemo' in the family qwen3; there are hf, torchtitan
+qwen3 hf hf                            | --from and --to are both hf
+qwen3 hf torchtitan                    | no name is known for extra.weight. Is it this family
+qwen3 hf megatron --exclude extra.*    | give --value head_dim=NUMBER --value num_attention_heads=NUMBER --value num_key
+""".strip().splitlines():
+        (family, old, new, *options), message = line.partition(" | ")[0].split(), line.partition(" | ")[2]
+        command = ("rename", source, tmp_path / "new", "--family", family, "--from", old, "--to", new, *options)
+        assert_one_line(run(*command), message)
+    assert names(tmp_path) == ["source"]
+    command = ("rename", source, tmp_path / "new", "--family", "qwen3", "--from", "hf", "--to", "torchtitan")
+    assert "25 keys as torchtitan has them" in shown(*command, "--exclude", "extra.*")
+    own, listed = tmp_path / "own.toml", "[[name]]\nhf = 'layers.{n}.weight'\nours = 'blocks.{n}.w'\n"
+    source = save(tmp_path / "own", {"layers.0.weight": torch.ones(2), "layers.1.weight": torch.zeros(3)})
+    command = ("rename", source, tmp_path / "renamed", "--from", "hf", "--to", "ours", "--family", own)
     for text, message in (("[", "is no TOML"), ("name = 1", "has to have [source]")):
-        (tmp_path / "own.toml").write_text(text)
-        assert_one_line(run_here(*command), message)
-    (tmp_path / "own.toml").write_text(f"[source]\nhf = ''\nours = ''\n{names}")
-    assert run_here(*command).returncode == 0
-    assert set(open_checkpoint(tmp_path / "new").tensors) == {"blocks.0.w", "blocks.1.w"}
+        own.write_text(text)
+        assert_one_line(run(*command), message)
+    own.write_text(f"[source]\nhf = ''\nours = ''\n{listed}")
+    shown(*command)
+    assert set(shapes_of(tmp_path / "renamed")) == {"blocks.0.w", "blocks.1.w"}
 
 
 def test_renames_that_are_interrupted_or_two_at_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left; the second one is refused, and takes nothing from the first."""
     llama = save(tmp_path / "source", {"model": model_of("llama").state_dict()})
-    expected = renamed("llama", llama, tmp_path / "expected", "megatron", **VALUES)
+    expected = renamed("llama", llama, tmp_path / "expected", "megatron", *VALUES)
     write, done = rewrite.write, []
+    typed = [each for value in VALUES for each in ("--value", value)]
+    command = ("rename", llama, tmp_path / "new", "--family", "llama", "--from", "hf", "--to", "megatron", *typed)
 
     def interrupted(*args: Any, **options: Any) -> None:
         if done:
             raise KeyboardInterrupt
         write(*args, **options)
-        done.append(args[1])
+        done.append(args[2])
 
     monkeypatch.setattr(rewrite, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+    assert run(*command).returncode == 130
     assert done == [f"{tmp_path}/new.steps/0"]
     assert list(tmp_path.glob("new*")) == []
 
     def with_another(*args: Any, **options: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(rewrite, "write", write)
-            with pytest.raises(CheckpointError, match="another process is writing"):
-                renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
+            assert_one_line(run(*command), "another process is writing")
         write(*args, **options)
 
     monkeypatch.setattr(rewrite, "write", with_another)
-    made = renamed("llama", llama, tmp_path / "new", "megatron", **VALUES)
-    keys = all_keys(expected, made)
-    assert set(keys) == set(expected.tensors) | set(expected.objects)
-    assert diff(expected, made, keys) == []
-    monkeypatch.setattr(rewrite, "write", write)
-    with pytest.raises(CheckpointError):
-        renamed("llama", tmp_path / "new", tmp_path / "other", "torchtitan", **VALUES)
+    shown("diff", expected, renamed("llama", llama, tmp_path / "new", "megatron", *VALUES))
+    monkeypatch.undo()
+    assert run(*command).returncode == 2
     assert list(tmp_path.glob("*.steps*")) == []

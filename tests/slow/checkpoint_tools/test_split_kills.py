@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_tools.stored.reading import open_checkpoint
-from tests.checkpoint_tools.checkpoints import assert_one_line, contents, python, run_here, save
-from tests.checkpoint_tools.offline import DOWN, FUSED, RULES, assert_same
+from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, contents, save
+from tests.checkpoint_tools.tool import assert_one_line, assert_same, python, run, shown
 
 KILLED = """
 import os, signal, sys
@@ -33,7 +32,7 @@ def counted(owner, name):
 counted(Path, "rename")
 counted(Path, "unlink")
 counted(os, "fsync")
-counted(save._Planner, "read")
+counted(save._Planner, "resolve_data")
 app(sys.argv[2:])
 """
 
@@ -44,8 +43,7 @@ def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tu
     source = save(tmp_path / "source", {"model": {FUSED: torch.randn(50, 10), DOWN: torch.randn(25, 10)}})
     before = contents(source)
     name, *options = command
-    expected = run_here(name, "source", "expected", *options, cwd=tmp_path)
-    assert expected.returncode == 0
+    shown(name, "source", "expected", *options, cwd=tmp_path)
     outcomes = []
     for number in (*range(8), *range(9, 40, 3)):
         killed = python("-c", KILLED, number, name, "source", "new", *options, cwd=tmp_path)
@@ -54,9 +52,9 @@ def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tu
         is_there = (tmp_path / "new").exists()
         outcomes.append((killed.returncode, is_there))
         if not is_there:
-            assert run_here(name, "source", "new", *options, cwd=tmp_path).returncode == 0
-        assert run_here("diff", "new", "expected", cwd=tmp_path).returncode == 0
-        assert run_here("verify", "new", "--data", cwd=tmp_path).returncode == 0
+            shown(name, "source", "new", *options, cwd=tmp_path)
+        shown("diff", "new", "expected", cwd=tmp_path)
+        shown("verify", "new", "--data", cwd=tmp_path)
         assert not (tmp_path / "new.partial").exists()
         shutil.rmtree(tmp_path / "new")
         if killed.returncode == 0:
@@ -73,8 +71,8 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], check=False).returncode:
         pytest.skip("this user cannot mount")
     try:
-        run = run_here("split", source, disk / "new", "--rules", tmp_path / "rules.toml")
-        assert_one_line(run, "are needed, and 20.0 MiB are free; make room")
+        full = run("split", source, disk / "new", "--rules", tmp_path / "rules.toml")
+        assert_one_line(full, "are needed, and 20.0 MiB are free; make room")
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -104,8 +102,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text(RULES + "layout = 'interleaved'\ndim = 1\n")
     for way, old, new in (("split", "source", "split"), ("merge", "split", "merged")):
         command = (MEASURED, way, old, new, "--rules", "rules.toml", "--max-memory", "64MiB")
-        run = python("-c", *command, cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
+        ran = python("-c", *command, cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr
         # The mapped files, one piece of at most 128 MiB as it is and as it is written, and what lies about.
-        assert int(run.stdout.split()[-1]) < 310 + 2 * 128 + 36, run.stdout
-    assert_same(open_checkpoint(tmp_path / "merged"), open_checkpoint(tmp_path / "source"))
+        assert int(ran.stdout.split()[-1]) < 310 + 2 * 128 + 36, ran.stdout
+    assert_same(tmp_path / "merged", tmp_path / "source")

@@ -6,19 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_tools.fuse.live import split_state_dict
-from checkpoint_tools.fuse.rules import Rule, excluding, find_matches, load_rules, preset, preset_names
+from checkpoint_tools import Rule, excluding, load_rules, merge_state_dict, preset, preset_names, split_state_dict
 
 GATE_UP = Rule(
     fused=r"{prefix}mlp.gate_up{suffix:\.weight|\.bias}", parts=("{prefix}mlp.gate{suffix}", "{prefix}mlp.up{suffix}")
 )
 
 
+def sizes_of(rules, values=None, **shapes) -> dict[str, int]:
+    """The parts of tensors of these shapes, and how many rows each has."""
+    state = {key.replace("__", "."): torch.ones(shape) for key, shape in shapes.items()}
+    return {key: len(part) for key, part in split_state_dict(state, None, rules, values=values)[0].items()}
+
+
 def test_optional_rules_may_match_nothing_but_not_all_of_them() -> None:
     rules = [Rule(fused=f"{name}.ab", parts=(f"{name}.a", f"{name}.b"), optional=True) for name in ("dense", "experts")]
-    assert [match.fused for match in find_matches("split", ["dense.ab"], rules)] == ["dense.ab"]
+    assert sizes_of(rules, dense__ab=(4,)) == {"dense.a": 2, "dense.b": 2}
     with pytest.raises(ValueError, match=r"match nothing: dense\.ab, experts\.ab"):
-        split_state_dict({"other": torch.ones(2)}, None, rules)
+        sizes_of(rules, other=(2,))
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -29,13 +34,9 @@ def rule_with(**fields) -> Rule:
 
 
 def test_sizes_and_the_config_values_that_they_name() -> None:
-    for fields, size, expected in (
-        ({}, 8, [4, 4]),
-        ({"sizes": (3, 5)}, 8, [3, 5]),
-        ({"sizes": ("heads * head_dim", "rest")}, 20, [8, 12]),
-    ):
-        combs = rule_with(**fields).combs(size, {"heads": 2, "head_dim": 4}, "key")
-        assert [comb.size for comb in combs] == expected
+    values = {"heads": 2, "head_dim": 4}
+    for sizes, expected in (("equal", [10, 10]), ((3, 17), [3, 17]), (("heads * head_dim", "rest"), [8, 12])):
+        assert list(sizes_of([rule_with(sizes=sizes)], values, x=(20,)).values()) == expected
     assert rule_with(sizes=(3, "rest")).value_names == frozenset()
     assert rule_with(sizes=("q_heads * 2e3 + dim", "1 +")).value_names == {"q_heads", "dim"}
     assert rule_with(layout="grouped", groups="tp_size").value_names == {"tp_size"}
@@ -63,31 +64,28 @@ def test_sizes_and_the_config_values_that_they_name() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_errors_that_name_the_key(fields, size, message) -> None:
-    with pytest.raises(ValueError, match=f"key.*{message}"):
-        rule_with(**fields).combs(size, {"no_value": None}, "key")
+    with pytest.raises(ValueError, match=f"x.*{message}"):
+        sizes_of([rule_with(**fields)], {"no_value": None}, x=(size, 2))
 
 
 def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
     rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
-    (match,) = find_matches("split", ["mlp.fc1"], [rule])
-    match.check_sibling({"mlp.fc2": (4, 8)}, 8)
+    assert sizes_of([rule], mlp__fc1=(8,), mlp__fc2=(4, 4)) == {"mlp.fc1_w": 4, "mlp.fc1_v": 4, "mlp.fc2": 4}
     for shapes, message in (
-        ({"mlp.fc2": (4, 16)}, "is not fused"),
+        ({"mlp__fc2": (4, 8)}, "is not fused"),
         ({}, "which is not there"),
-        ({"mlp.fc2": (8,)}, r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"),
+        ({"mlp__fc2": (8,)}, r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            match.check_sibling(shapes, 8)
+            sizes_of([rule], mlp__fc1=(8,), **shapes)
 
 
 def test_keys_can_be_excluded() -> None:
-    chosen = excluding([GATE_UP], "vision.*", "*.9.*")
-    keys = ["text.0.mlp.gate_up.weight", "vision.0.mlp.gate_up.weight", "text.9.mlp.gate_up.weight"]
-    assert [match.fused for match in find_matches("split", keys, chosen)] == keys[:1]
-    parts = [key.replace("gate_up", part) for key in keys for part in ("gate", "up")]
-    assert [match.fused for match in find_matches("merge", parts, chosen)] == keys[:1]
-    with pytest.raises(ValueError, match="match nothing"):
-        split_state_dict(dict.fromkeys(keys, torch.ones(2)), None, excluding([GATE_UP], "*"))
+    keys = [f"{layer}.mlp.gate_up.weight" for layer in ("vision.0", "text.9", "text.0")]
+    parts, _ = split_state_dict({key: torch.ones(2) for key in keys}, None, excluding([GATE_UP], "vision.*", "*.9.*"))
+    assert list(parts) == [*keys[:2], "text.0.mlp.gate.weight", "text.0.mlp.up.weight"]
+    merged, _ = merge_state_dict(dict.fromkeys(parts, torch.ones(1)), None, excluding([GATE_UP], "vision.*"))
+    assert list(merged) == keys
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------

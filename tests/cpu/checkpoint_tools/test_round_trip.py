@@ -1,32 +1,20 @@
-"""Splitting and merging of checkpoints in whatever chunks: right parts, and the same bits again."""
+"""Splitting, merging and converting checkpoints in whatever chunks: right parts, and the same bits again."""
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from checkpoint_tools.stored.reading import open_checkpoint
+from checkpoint_tools.stored.safetensors_folder import DTYPES as SAFETENSORS
 from fsdp_offload.checkpoint.chunks import ragged_chunks
-from tests.checkpoint_tools.checkpoints import save
-from tests.checkpoint_tools.offline import (
-    FUSED,
-    GATE,
-    UP,
-    Rectangle,
-    assert_same,
-    check_zip_files,
-    content,
-    part_of,
-    rewritten,
-    rule,
-    same_bits,
-    tiled,
-    values_of,
-)
+from tests.checkpoint_tools.saves import FUSED, GATE, UP, Rectangle, content, part_of, rule, same_bits, save, tiled
+from tests.checkpoint_tools.tool import assert_same, made, values_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex128, torch.uint16, torch.bool]
 SETTINGS = settings(
@@ -91,8 +79,10 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
     tmp_path = tmp_path_factory.mktemp("case")
     fields, shape = data.draw(fused())
     the_rule = rule(**fields)
-    dtype = data.draw(st.sampled_from(DTYPES))
-    wholes = {"weight": content(shape, dtype, 0), "exp_avg": content(shape, torch.float32, 1)}
+    wholes = {
+        "weight": content(shape, data.draw(st.sampled_from(DTYPES)), 0),
+        "exp_avg": content(shape, torch.float32, 1),
+    }
     saved = {name: tiled(whole, data.draw(tilings(shape))) for name, whole in wholes.items()}
     state: dict[str, Any] = {
         "model": {FUSED: saved["weight"], "other": torch.arange(3)},
@@ -104,18 +94,14 @@ def test_the_parts_are_right_and_merging_gives_back_the_same_bits(
     files = {"single_file_per_rank": data.draw(st.booleans()), "thread_count": data.draw(st.integers(1, 3))}
     source = save(tmp_path / "source", state, **files)
     threads = data.draw(st.integers(1, 3))
-    work = {"threads": threads, "max_memory_bytes": threads * data.draw(st.sampled_from([64, 150, 2000]))}
-    split = rewritten("split", source, tmp_path / "split", the_rule, **work)
-    check_zip_files(split)
-    values = values_of(split)
+    memory = ("--max-memory", threads * data.draw(st.sampled_from([64, 150, 2000])))
+    values = values_of(made("split", source, tmp_path / "split", the_rule, *memory, threads=threads))
     for number, part in enumerate((GATE, UP)):
         assert same_bits(values[f"model.{part}"], part_of(the_rule, wholes["weight"], number))
         assert same_bits(values[f"optim.state.{part}.exp_avg"], part_of(the_rule, wholes["exp_avg"], number))
         assert same_bits(values[f"optim.state.{part}.step"], torch.tensor(2.0))
     assert values["optim.param_groups.0.params"] == ["other", GATE, UP]
-    merged = rewritten("merge", tmp_path / "split", tmp_path / "merged", the_rule, **work)
-    check_zip_files(merged)
-    assert_same(merged, open_checkpoint(source))
+    assert_same(made("merge", tmp_path / "split", tmp_path / "merged", the_rule, *memory, threads=threads), source)
 
 
 @SETTINGS
@@ -129,6 +115,37 @@ def test_parts_in_whatever_chunks_are_merged(data: st.DataObject, tmp_path_facto
     parts = {key: part_of(the_rule, whole, number) for number, key in enumerate((GATE, UP))}
     saved = {key: tiled(part, data.draw(tilings(tuple(part.shape)))) for key, part in parts.items()}
     source = save(tmp_path / "source", {"model": saved}, thread_count=data.draw(st.integers(1, 3)))
-    memory = data.draw(st.sampled_from([128, 200, 4000]))
-    merged = rewritten("merge", source, tmp_path / "merged", the_rule, max_memory_bytes=memory)
+    memory = ("--max-memory", data.draw(st.sampled_from([128, 200, 4000])))
+    merged = made("merge", source, tmp_path / "merged", the_rule, "--yes", *memory)
     assert same_bits(values_of(merged)[f"model.{FUSED}"], whole)
+
+
+def loaded(folder: Path, files: str = "*.safetensors") -> dict[str, Any]:
+    """By the safetensors package."""
+    found = {}
+    for file in folder.glob(files):
+        with safe_open(file, framework="pt") as stream:
+            assert stream.metadata() == {"format": "pt"}
+            found |= {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+    return found
+
+
+@SETTINGS
+@given(data=st.data())
+def test_to_safetensors_and_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path, dtypes = tmp_path_factory.mktemp("case"), list(SAFETENSORS.values())
+    wholes, state = {}, {}
+    for number in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple))
+        wholes[f"{number}.weight"] = whole = content(shape, data.draw(st.sampled_from(dtypes)), number)
+        state[f"{number}.weight"] = tiled(whole, data.draw(tilings(shape)))
+    scalar = content((), data.draw(st.sampled_from([d for d in dtypes if "float4" not in str(d)])), 9)
+    everything = {"model": state, "optim": {"state": {"0.weight": {"step": scalar, "n": 3}}}}
+    source = save(tmp_path / "source", everything, thread_count=data.draw(st.integers(1, 3)))
+    sizes = [data.draw(st.sampled_from(each)) for each in ([1, 100, 10_000], [128, 300, 10_000])]
+    options = ("--shard-size", sizes[0], "--max-memory", sizes[1])
+    found = loaded(made("convert", source, tmp_path / "made", *options))
+    assert found.keys() == {*wholes, "optim.state.0.weight.step"}
+    assert all(same_bits(found[key], whole) for key, whole in wholes.items())
+    assert same_bits(found["optim.state.0.weight.step"], scalar)
+    assert_same(made("convert", tmp_path / "made", tmp_path / "back", *options), source)

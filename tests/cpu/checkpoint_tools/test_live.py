@@ -1,7 +1,7 @@
-"""Random tensors, rules and shardings: parts of shards are shards of parts, and loading into them fills the whole.
+"""Splitting and merging live state dicts: parts of shards are shards of parts, and loading into them fills the whole.
 
 All ranks are simulated in this process, under torch's fake process group. DCP asks a part for its chunks and for views
-of them, to write from and to load into; so does the test.
+of them, to write from and to load into; so do the tests.
 """
 
 import contextlib
@@ -9,29 +9,33 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
+from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict, verify
+from fsdp_offload.checkpoint import check_storage_writer
 from fsdp_offload.checkpoint.names import flattened
 from fsdp_offload.torch_compat.dtensor import local_shard
 from tests.checkpoint_tools.formats import megatron_parameter
-from tests.checkpoint_tools.offline import part_of
-from tests.cpu.checkpoint_tools.test_offline_round_trip import fused
+from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, part_of, rule
+from tests.cpu.checkpoint_tools.test_round_trip import fused
 
 pytestmark = pytest.mark.distributed
-FUSED, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
+FQN, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,9 @@ def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> N
         with simulated(rank, math.prod(case.mesh)):
             param, local = sharded(case, whole, rank)
             state = moments(case, param, local)
-            optim = {"state": {FUSED: state}, "param_groups": [{"params": [FUSED], "lr": 0.5}]}
+            optim = {"state": {FQN: state}, "param_groups": [{"params": [FQN], "lr": 0.5}]}
             given_optim = flattened(optim) if case.is_flattened else optim
-            model, parts_optim = split_state_dict({FUSED: param}, given_optim, [case.rule])
+            model, parts_optim = split_state_dict({FQN: param}, given_optim, [case.rule])
             assert list(model) == list(PARTS[:count])
             tensors = {("weight", n): model[PARTS[n]] for n in range(count)}
             for name, n in itertools.product(names[1:], range(count)):
@@ -169,11 +173,11 @@ def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> N
                     found[key][where] = view
                     view.copy_(-expected[key][where])  # a load of other values
             merged, merged_optim = merge_state_dict(model, parts_optim, [case.rule])
-            assert merged[FUSED] is param
+            assert merged[FQN] is param
             assert torch.equal(local_shard(param), -sharded(case, whole, rank)[1])
             for name, value in state.items():
                 if value.dim():
-                    other = merged_optim[f"state.{FUSED}.{name}"] if case.is_flattened else value
+                    other = merged_optim[f"state.{FQN}.{name}"] if case.is_flattened else value
                     assert other is value
                     shifted = sharded(case, whole + shifts[name], rank)[1]
                     assert torch.equal(local_shard(value), -shifted), name
@@ -215,3 +219,150 @@ def test_experts_are_divided_by_their_own_mesh(dense: tuple[int, int], expert: t
             assert torch.equal(found.pop(f"{key}{suffix}"), expected)
             assert torch.equal(found.pop(f"{key}{suffix} moment"), expected + 0.5)
     assert not found
+
+
+# State that is not sharded as its parameter --------------------------------------------------------------------------
+
+
+def states(fused: Tensor, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    state = {
+        FUSED: {"step": torch.tensor(3.0), "exp_avg": fused + 1, "exp_avg_sq": fused * 2, **more},
+        DOWN: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 6)},
+    }
+    groups = [{"lr": 0.1, "params": [FUSED, DOWN]}]
+    return {FUSED: fused, DOWN: torch.randn(3, 6)}, {"state": state, "param_groups": groups}
+
+
+def test_state_beside_a_sharded_parameter() -> None:
+    """Sharded otherwise, whole on every rank, or of this rank alone; what cannot be told is refused."""
+    whole = torch.arange(12.0 * 4).view(12, 4)
+    for rank in range(2):
+        with simulated(rank, 2):
+            rows, columns = (
+                sharded(Case(rule(), (12, 4), "sharded", (2, 1), (dim, 0), (), False), whole, rank) for dim in (0, 1)
+            )
+            optim = {"state": {FUSED: {"columns": columns[0], "whole": whole.clone(), "half": rows[1]}}}
+            optim["param_groups"] = [{"params": [FUSED], "lr": 1.0}]
+            up = split_state_dict({FUSED: rows[0]}, optim, [rule()])[1]["state"][UP]
+            assert torch.equal(up["whole"], whole[6:])
+            (piece,) = up["columns"].__create_chunk_list__()
+            assert (piece.offsets, piece.sizes) == ((0, 2 * rank), (6, 2))
+            (piece,) = up["half"].__create_chunk_list__()
+            assert (piece.offsets, piece.sizes) == (((6, 0), (0, 4)), ((0, 0), (6, 4)))[rank]
+            optim["state"][FUSED] = {"column_sums": torch.zeros(24)}  # as many elements as the shard
+            with pytest.raises(ValueError, match=r"column_sums has shape \(24,\), its parameter \(12, 4\)"):
+                split_state_dict({FUSED: rows[0]}, optim, [rule()])
+
+
+# Plain tensors -------------------------------------------------------------------------------------------------------
+
+
+class Quantized(Tensor):
+    """Stands for a tensor of blocks with scales."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> "Quantized":
+        return data.as_subclass(cls)
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved", "grouped", "stacked"])
+def test_parts_are_views_and_merging_gives_back_the_fused_tensors(layout: Any) -> None:
+    """But where they are grouped: those are copies, and written back. Parts from elsewhere are put together."""
+    whole = torch.arange(12.0).view(2, 6) if layout == "stacked" else torch.arange(12.0)[:, None]
+    index = torch.arange(12).view(whole.shape)
+    chosen = rule(layout=layout, groups=3 if layout == "grouped" else 1)
+    expected = part_of(chosen, index, 1)
+    model, optim = states(whole)
+    parts, part_optim = split_state_dict(model, optim, [chosen])
+    assert list(parts) == [GATE, UP, DOWN]
+    assert torch.equal(parts[UP], expected.float())
+    assert torch.equal(part_optim["state"][UP]["exp_avg"], expected + 1.0)
+    assert part_optim["param_groups"] == [{"lr": 0.1, "params": [GATE, UP, DOWN]}]
+    assert (parts[UP].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == (layout != "grouped")
+    copies = {key: part.clone() for key, part in parts.items()}
+    assert torch.equal(merge_state_dict(copies, None, [chosen])[0][FUSED], whole)
+    parts[UP].zero_()
+    merged, merged_optim = merge_state_dict(parts, part_optim, [chosen])
+    assert merged[FUSED] is whole
+    assert torch.equal(whole.flatten(), torch.arange(12.0).index_fill(0, expected.flatten(), 0))
+    assert merged_optim["state"][FUSED]["exp_avg"] is optim["state"][FUSED]["exp_avg"]
+    assert merged_optim["param_groups"] == optim["param_groups"]
+    assert list(model) == [FUSED, DOWN]  # the caller's own is untouched
+
+
+@pytest.mark.parametrize(("param_dtype", "is_kept"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_masters_are_split_unless_they_repeat_the_parameter(param_dtype: torch.dtype, is_kept: bool) -> None:
+    model, optim = states(torch.randn(12, 3).to(param_dtype), master_param=torch.randn(12, 3))
+    _, parts = split_state_dict(model, optim, [rule()])
+    assert ("master_param" in parts["state"][GATE]) == is_kept
+
+
+def test_stacked_weights_of_torchtitan() -> None:
+    """As its ``overrides/fused_swiglu.py`` has them, whose forward takes ``w13.unbind(-2)`` for gate and up."""
+    dense, experts = "feed_forward.", "routed_experts.inner_experts."
+    model = {f"{dense}w13": torch.randn(7, 2, 5), f"{experts}w13": torch.randn(3, 7, 2, 5)}
+    state = {key: {"exp_avg": weight * 2} for key, weight in model.items()}
+    optim = flattened({"state": state, "param_groups": [{"params": [*model], "lr": 1.0}]})
+    parts, part_optim = split_state_dict(model, optim, preset("torchtitan-w13"))
+    separate = [f"{dense}w1.weight", f"{dense}w3.weight", f"{experts}w1_EFD", f"{experts}w3_EFD"]
+    assert list(parts) == separate
+    assert part_optim.keys() == {
+        name for key in separate for name in (f"state.{key}.exp_avg", f"param_groups.{key}.lr")
+    }
+    for key, half in zip(separate, (half for weight in model.values() for half in weight.unbind(-2)), strict=True):
+        assert torch.equal(parts[key], half)
+        assert torch.equal(part_optim[f"state.{key}.exp_avg"], half * 2)
+
+
+def test_what_cannot_be_split_or_does_not_belong_together() -> None:
+    whole = torch.randn(12, 3)
+    model, optim = states(whole)
+    for more, match in (
+        ({FUSED: {"row_norms": torch.randn(12)}}, r"mlp\.gate_up\.weight\.row_norms has shape \(12,\)"),
+        ({FUSED: {"exp_avg": Quantized(whole)}}, r"gate_up\.weight\.exp_avg is a Quantized, of which no views"),
+        ({"other.gate_up.weight": {"exp_avg": whole}}, r"state of other\.gate_up\.weight, which is fused, and the mod"),
+    ):
+        with pytest.raises(ValueError, match=match):  # it would stay, silently
+            split_state_dict(model, {**optim, "state": {**optim["state"], **more}}, [rule()])
+    (one, _), (other, _) = (split_state_dict({FUSED: torch.randn(12, 3)}, None, [rule()]) for _ in range(2))
+    with pytest.raises(ValueError, match="split from different tensors"):
+        merge_state_dict({GATE: one[GATE], UP: other[UP]}, None, [rule()])
+    parts, part_optim = split_state_dict(model, optim, [rule()])
+    part_optim["state"][GATE]["step"].fill_(9)  # a copy
+    with pytest.raises(ValueError, match=r"gate\.weight\.step.*one fused value cannot be both"):
+        merge_state_dict(parts, part_optim, [rule()])
+    with pytest.raises(ValueError, match="nothing is left"):
+        split_state_dict({FUSED: torch.randn(2)}, None, [rule(layout="stacked")])
+
+
+# Through DCP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Path) -> None:
+    """The staged copy has the parts as they were when the save began."""
+    whole = torch.randn(12, 3)
+    param = DTensor.from_local(whole.clone(), one, [Shard(0)])
+    parts, _ = split_state_dict({FUSED: param}, None, [rule()])
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
+    check_storage_writer(parts, writer)
+    dcp.save(parts, storage_writer=writer)
+    saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
+    param.to_local().zero_()
+    saving.result()
+    assert not verify(tmp_path / "dcp")
+    loaded = {GATE: torch.zeros(6, 3), UP: torch.zeros(6, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    for found in (loaded, load_file(file)):
+        assert torch.equal(torch.cat([found[GATE], found[UP]]), whole)
+    separate = {key: DTensor.from_local(torch.randn(6, 3), one, [Shard(0)]) for key in (GATE, UP)}
+    with pytest.raises(ValueError, match="were not made by split_state_dict"):
+        merge_state_dict(separate, None, [rule()])
