@@ -98,17 +98,6 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
     assert torch.equal(nested["optim"]["state"][UP]["exp_avg"], WITH_FUSED["optim"]["state"][FUSED]["exp_avg"][4:])
 
 
-def test_presets_values_and_exclusions(tmp_path: Path) -> None:
-    fused, down = "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"
-    model = {fused: torch.ones(8, 3), down: torch.ones(3, 4), f"vision.{fused}": torch.ones(3, 3)}
-    source = save(tmp_path / "source", {"model": model})
-    command = ("split", source, tmp_path / "made", "--preset", "megatron-swiglu", "--value", "tp_size=2")
-    tool.assert_one_line(tool.run(*command), f"model.vision.{fused}")
-    tool.shown(*command, "--exclude", "*vision*")
-    keys = {f"model.{fused}_w", f"model.{fused}_v", f"model.{down}", f"model.vision.{fused}"}
-    assert set(tool.shapes_of(tmp_path / "made")) == keys
-
-
 def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(saved, tmp_path / "source"))
     (source / "README").write_text("ours")

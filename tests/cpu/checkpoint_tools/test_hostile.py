@@ -387,10 +387,7 @@ def test_folders_that_are_wrong(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, bytes | str | None], str]] = [  # files of it that are others, or gone
         ({second: None}, f"names {second}, which is not there (1 keys); fetch it as well"),
         (twice, "is in copy.safetensors and in model-00001-of-00002.safetensors"),
-        (
-            {f"{name}.safetensors.index.json": "{}" for name in "ab"},
-            "has several indices (amodel.safetensors.index.json, b",
-        ),
+        ({index: None, f"a.{index}": "{}", f"b.{index}": "{}"}, f"has several indices (a.{index}, b.{index})"),
         ({index: "{}"}, "has no weight_map"),
         ({index: "{"}, f"{index} is no JSON"),
         ({index: '{"weight_map": {"a": "../made/x.safetensors"}}'}, "which is outside of the folder"),

@@ -12,6 +12,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Iterator
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,11 +110,8 @@ class Flip(NamedTuple):
 
     def apply(self, folder: Path) -> None:
         """Once flips it, and twice back."""
-        with (folder / self.file).open("r+b") as stream:
-            stream.seek(self.at)
-            (byte,) = stream.read(1)
-            stream.seek(self.at)
-            stream.write(bytes([byte ^ 1 << self.bit]))
+        with (folder / self.file).open("r+b") as stream, mmap(stream.fileno(), 0) as content:
+            content[self.at] ^= 1 << self.bit
 
 
 def place_of(folder: Path, key: str) -> Any:
