@@ -394,7 +394,7 @@ def test_ctrl_c_while_modules_are_imported(saved: Path, tmp_path: Path, module: 
 
 
 def test_what_should_not_happen_is_a_line_too(saved: Path) -> None:
-    code = "import sys, checkpoint_tools.stored.opening as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
+    code = "import sys, checkpoint_tools.stored.reading as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
     command = ("-c", f"{code}; runpy.run_module('checkpoint_tools', None, '__main__')", "inspect", saved)
     tool.assert_one_line(tool.python(*command), "error: unexpected TypeError")
     assert "Traceback" in tool.python(*command, CHECKPOINT_TOOLS_TRACEBACK="1").stderr

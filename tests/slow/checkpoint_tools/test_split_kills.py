@@ -32,7 +32,7 @@ def counted(owner, name):
 counted(Path, "rename")
 counted(Path, "unlink")
 counted(os, "fsync")
-counted(save._Planner, "resolve_data")
+counted(save._Planner, "read")
 app(sys.argv[2:])
 """
 
