@@ -191,16 +191,13 @@ def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Pa
 
 # Values of the config ------------------------------------------------------------------------------------------------
 
-EXPERTS = {"grouped": "experts.linear_fc1.weight0", "sequential": "experts.local_experts.0.linear_fc1.weight"}
-
 
 def experts_and_dense(**args: Any) -> dict[str, Any]:
     """Every linear_fc1 is ``gate, up`` of as many tensor-parallel ranks as a test takes it for."""
-    fused = [*EXPERTS.values(), "linear_fc1.weight", "shared_experts.linear_fc1.weight", "experts.linear_fc1.bias0"]
-    whole = {key: torch.arange(8.0) + 10 * n for n, key in enumerate(fused)}
-    model = {
-        f"mlp.{key}": value if "bias" in key else value[:, None].expand(8, 3).clone() for key, value in whole.items()
-    }
+    grouped, sequential = "experts.linear_fc1.", "experts.local_experts.0.linear_fc1.weight"
+    weights = [f"{grouped}weight0", sequential, "linear_fc1.weight", "shared_experts.linear_fc1.weight"]
+    model = {f"mlp.{key}": torch.arange(24.0).view(3, 8).t() + 100 * n for n, key in enumerate(weights)}
+    model[f"mlp.{grouped}bias0"] = torch.arange(8.0)
     model |= {key.replace("fc1", "fc2"): torch.ones(3, 4) for key in model if "weight" in key}
     return {"model": model, **({"args": argparse.Namespace(**args)} if args else {})}
 
@@ -222,24 +219,23 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
         assert f"note: {value}, from config.json\n" in text
 
 
+SIZES = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+
+
 @pytest.mark.parametrize(
     ("args", "values", "ranks"),
     [
-        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}, (2, 1)),
-        ({"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 4}, {}, (1, 4)),
-        ({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}, {}, (4, 4)),
-        ({"tensor_model_parallel_size": 2}, {"etp_size": 1}, (2, 1)),
-        ({}, {"tp_size": 2, "etp_size": 4}, (2, 4)),
-        ({}, {"tp_size": 2}, (2, 2)),
+        *(((2, 1), "", (2, 1)), ((1, 4), "", (1, 4)), ((4, None), "", (4, 4)), ((2,), "etp_size=1", (2, 1))),
+        *(((), "tp_size=2 etp_size=4", (2, 4)), ((), "tp_size=2", (2, 2))),
     ],
 )
 def test_experts_are_divided_by_their_own_ranks(
-    args: dict[str, int], values: dict[str, float], ranks: tuple[int, int], tmp_path: Path
+    args: tuple[int, ...], values: str, ranks: tuple[int, int], tmp_path: Path
 ) -> None:
-    state = experts_and_dense(**args)
+    state = experts_and_dense(**dict(zip(SIZES, args, strict=False)))
     source = save(tmp_path / "source", state)
-    options = [each for name, value in values.items() for each in ("--value", f"{name}={value}")]
-    split = tool.made("split", source, tmp_path / "split", *preset("megatron-swiglu"), *options)
+    options = [*preset("megatron-swiglu"), *(each for value in values.split() for each in ("--value", value))]
+    split = tool.made("split", source, tmp_path / "split", *options)
     for key, whole in state["model"].items():
         if "fc1" in key:
             halves = [part.chunk(2) for part in whole.chunk(ranks[".experts." in key])]
@@ -247,8 +243,7 @@ def test_experts_are_divided_by_their_own_ranks(
             tool.load(loaded, split)
             for half, found in enumerate(loaded.values()):
                 assert torch.equal(found, torch.cat([part[half] for part in halves]))
-    merged = tool.made("merge", split, tmp_path / "merged", *preset("megatron-swiglu"), *options)
-    tool.shown("diff", source, merged)
+    tool.shown("diff", source, tool.made("merge", split, tmp_path / "merged", *options))
 
 
 def test_the_experts_ranks_are_told_and_not_contradicted(tmp_path: Path) -> None:

@@ -145,8 +145,6 @@ ERRORS = """
 inspect @nowhere                              | is not a folder
 verify @empty                                 | has no .metadata
 diff @cut @saved                              | cannot be read as the metadata of a checkpoint
-inspect @hostile                              | asks for posix.system
-verify @hostile                               | asks for posix.system
 diff @saved @hostile                          | asks for posix.system
 diff @saved @gone                             | __0_0.distcp cannot be read
 inspect @saved no.such.*                      | no key of
@@ -155,11 +153,9 @@ inspect @saved model.* no.such.*              | is like no.such.*;
 diff @saved @saved model.* no.such.*          | is like no.such.*;
 verify @saved --max-memory 127                | --max-memory is at least 128 bytes for 4 threads, not 127
 diff @saved @saved --max-memory 511           | --max-memory is at least 512 bytes for 2 threads, not 511
-diff @saved @saved --key-prefix x.            | no key of one side is that and a key of the other
 diff @saved @saved --key-prefix model.        | no key of one side is that and a key of the other
 inspect unheard-of://x                        | cannot be opened
 split @nowhere @new --rules @rules            | is not a folder
-split @empty @new --rules @rules              | has no .metadata
 split @short @new --rules @rules              | short is not whole: __0_0.distcp: has 100 bytes of
 split @gone @new --rules @rules               | is not whole: __0_0.distcp: is not there
 split @hostile @new --rules @rules            | asks for posix.system
