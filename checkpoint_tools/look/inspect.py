@@ -110,7 +110,7 @@ def rank_of(file: str) -> int | None:
 def as_json(summary: Summary) -> Mapping[str, Any]:
     """Return everything for JSON, with sizes in bytes."""
     rows = {name: [row._asdict() for row in getattr(summary, name)] for name in ("groups", "keys", "files")}
-    return {**summary._asdict(), **rows}
+    return {**summary._asdict(), "notes": list(summary.notes), **rows}
 
 
 def headline(summary: Summary) -> str:
