@@ -1,7 +1,6 @@
-"""Models with separate weights and exact matrix products, for the tests of real formats."""
+"""Exact matrix products, and parameters as Megatron has them, for the tests of real formats."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,33 +32,6 @@ def _rounded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0].bfloat16().to(args[0].dtype), *args[1:])
 
 
-class Separate(nn.Module):
-    """Linear layers in place of a fused one; ``join`` puts their outputs together as the fused one gave them."""
-
-    def __init__(self, fused: nn.Module, layers: Mapping[str, nn.Module], join: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.fused_type = type(fused)
-        self.join = join
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.join(*(layer(x) for layer in self.children()))
-
-
-def separated(
-    model: nn.Module, name: str, layers: Callable[[nn.Module], Mapping[str, nn.Module]], join: Callable[..., Tensor]
-) -> nn.Module:
-    """A copy in which the layers of that name are exchanged for separate ones, whose keys are as if beside it."""
-    twin = copy.deepcopy(model)
-    for path, module in list(twin.named_modules()):
-        parent, _, last = path.rpartition(".")
-        if last == name:
-            twin.set_submodule(path, Separate(module, layers(module), join))
-            _hide_name(twin.get_submodule(parent), name)
-    return twin
-
-
 def megatron_parameter(whole: Tensor, device_mesh: DeviceMesh, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A slice of the flat elements of its tensor-parallel rows, beginning and ending anywhere; and these elements.
 
@@ -75,14 +47,6 @@ def megatron_parameter(whole: Tensor, device_mesh: DeviceMesh, bounds: Sequence[
     param.megatron_fsdp_slice = slice(edges[dp], edges[dp + 1])
     param.megatron_fsdp_dist_index = SimpleNamespace(tp_dim="tp")
     return param, local
-
-
-def _hide_name(parent: nn.Module, name: str) -> None:
-    """``attn.qkv.q.weight`` is ``attn.q.weight`` in the state dict."""
-    for child, layer in parent.get_submodule(name).named_children():
-        parent.add_module(child, layer)
-    separate = parent._modules.pop(name)
-    object.__setattr__(parent, name, separate)
 
 
 def stepped(module: nn.Module) -> Optimizer:

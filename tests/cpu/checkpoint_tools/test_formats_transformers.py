@@ -2,9 +2,10 @@
 what was split gives the checkpoint that there was, also where other layers were never fused.
 
 The modules are the real ones, of tiny configurations. Where transformers has the same module with separate weights,
-that is the twin; else the fused Linear is exchanged in a copy.
+that is the twin; else each fused layer's output is computed by its parts as well.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from tests.checkpoint_tools.formats import exact, separated, stepped
+from tests.checkpoint_tools.formats import exact, stepped
 from tests.checkpoint_tools.saves import save
 from tests.checkpoint_tools.tool import assert_same, load, made, shown, values_of
 
@@ -168,23 +169,37 @@ def one_after_the_other(*outputs: Tensor) -> Tensor:
     return torch.cat(outputs, -1)
 
 
-def linears(**sizes: int) -> Callable[[nn.Module], dict[str, nn.Module]]:
-    """Of these output sizes, otherwise as the fused one."""
-    return lambda fused: {
-        name: nn.Linear(fused.in_features, size, fused.bias is not None) for name, size in sizes.items()
-    }
-
-
-def outputs_are_equal(
-    fused: nn.Module, twin: nn.Module, name: str, values: Any, run: Callable[[Any], Tensor] = lambda m: m(TOKENS).logits
+def parts_compute_the_same(
+    model: nn.Module,
+    name: str,
+    values: Any,
+    layers: dict[str, tuple[str, Callable[..., Tensor]]],
+    run: Callable[[Any], Any] = lambda model: model(TOKENS),
 ) -> None:
-    random_weights(fused)
-    exact(fused, inputs_of=[nn.Linear, Conv1D])
-    parts, _ = split_state_dict(fused.state_dict(), None, preset(name), values=values)
-    twin.double().load_state_dict(parts)
-    exact(twin, inputs_of=[nn.Linear, Conv1D])
+    """As the fused layers of these names do, for what the model gives them; the parts' outputs are joined."""
+    random_weights(model)
+    exact(model, inputs_of=[nn.Linear, Conv1D])
+    whole = model.state_dict()
+    parts, _ = split_state_dict(whole, None, preset(name), values=values)
+    computed: set[str] = set()
+
+    def compute(fused: nn.Module, args: tuple[Tensor], output: Tensor, path: str) -> None:
+        parent, _, last = path.rpartition(".")
+        names, join = layers[last]
+        outputs = []
+        for key in (f"{parent}.{each}." for each in names.split()):
+            weight, bias = parts[f"{key}weight"], parts.get(f"{key}bias")
+            y = args[0] @ (weight if isinstance(fused, Conv1D) else weight.t())
+            outputs.append(y if bias is None else y + bias)
+            computed.update({f"{key}weight", f"{key}bias"} & parts.keys())
+        assert torch.equal(join(*outputs), output)
+
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in layers:
+            module.register_forward_hook(functools.partial(compute, path=path))
     with torch.no_grad():
-        assert torch.equal(run(twin), run(fused))
+        run(model)
+    assert computed == parts.keys() - whole.keys()
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
@@ -192,30 +207,28 @@ def test_falcon(kv_heads: int) -> None:
     options = {"new_decoder_architecture": True, "num_kv_heads": kv_heads} if kv_heads > 1 else {"multi_query": True}
     config = hf.FalconConfig(vocab_size=32, hidden_size=24, num_hidden_layers=1, num_attention_heads=4, **options)
     config._attn_implementation = "eager"
-    model = hf.FalconForCausalLM(config)
-    sizes = linears(q_proj=24, k_proj=6 * kv_heads, v_proj=6 * kv_heads)
-    twin = separated(model, "query_key_value", sizes, per_head(kv_heads))
-    outputs_are_equal(model, twin, "hf-query-key-value", HEADS | {"num_key_value_heads": kv_heads})
+    layers = {"query_key_value": ("q_proj k_proj v_proj", per_head(kv_heads))}
+    values = HEADS | {"num_key_value_heads": kv_heads}
+    parts_compute_the_same(hf.FalconForCausalLM(config), "hf-query-key-value", values, layers)
 
 
 def test_gpt2() -> None:
     config = hf.GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
     config._attn_implementation = "eager"
-    model = hf.GPT2LMHeadModel(config).eval()
-    names = ("q_attn", "k_attn", "v_attn")
-    twin = separated(model, "c_attn", lambda fused: {name: Conv1D(24, fused.nx) for name in names}, one_after_the_other)
-    outputs_are_equal(model, twin, "hf-gpt2", None)
+    layers = {"c_attn": ("q_attn k_attn v_attn", one_after_the_other)}
+    parts_compute_the_same(hf.GPT2LMHeadModel(config).eval(), "hf-gpt2", None, layers)
 
 
 def test_a_vision_tower() -> None:
     config = Qwen2VLVisionConfig(embed_dim=24, num_heads=4, depth=1)
     config._attn_implementation = "eager"
-    model = nn.ModuleDict({"attn": VisionAttention(config)})
-    twin = separated(model, "qkv", linears(q=24, k=24, v=24), one_after_the_other)
     x, cos_sin = torch.randn(5, 24, dtype=torch.float64), (torch.randn(5, 6), torch.randn(5, 6))
-    lengths = torch.tensor([0, 5])
-    outputs_are_equal(
-        model, twin, "hf-vision-qkv", None, lambda module: module["attn"](x, lengths, position_embeddings=cos_sin)
+    parts_compute_the_same(
+        nn.ModuleDict({"attn": VisionAttention(config)}),
+        "hf-vision-qkv",
+        None,
+        {"qkv": ("q k v", one_after_the_other)},
+        lambda model: model["attn"](x, torch.tensor([0, 5]), position_embeddings=cos_sin),
     )
 
 
@@ -223,15 +236,20 @@ def test_multi_head_latent_attention() -> None:
     values = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
     config = hf.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **values, q_lora_rank=12)
     config._attn_implementation = "eager"
-    model = nn.ModuleDict({"self_attn": DeepseekV3Attention(config, 0)})
-    twin = separated(model, "kv_a_proj_with_mqa", linears(kv_a_proj=10, k_rope_proj=4), one_after_the_other)
-    twin = separated(twin, "kv_b_proj", linears(k_b_proj=24, v_b_proj=20), per_head(4))
     x, angles = torch.randn(2, 7, 24, dtype=torch.float64), torch.randn(1, 7, 4, dtype=torch.float64)
+    parts_compute_the_same(
+        nn.ModuleDict({"self_attn": DeepseekV3Attention(config, 0)}),
+        "hf-mla",
+        values | {"num_attention_heads": 4},
+        {
+            "kv_a_proj_with_mqa": ("kv_a_proj k_rope_proj", one_after_the_other),
+            "kv_b_proj": ("k_b_proj v_b_proj", per_head(4)),
+        },
+        lambda model: model["self_attn"](x, (angles.cos(), angles.sin()), None),
+    )
 
-    def attend(module: Any) -> Tensor:
-        return module["self_attn"](x, (angles.cos(), angles.sin()), None)[0]
 
-    outputs_are_equal(model, twin, "hf-mla", values | {"num_attention_heads": 4}, attend)
+# Gated DeltaNet ------------------------------------------------------------------------------------------------------
 
 
 def test_gated_delta_net_of_qwen3_next_becomes_that_of_qwen3_5() -> None:
