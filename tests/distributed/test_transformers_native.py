@@ -4,7 +4,6 @@ Their parameters come after ``fully_shard``. Its helpers of a checkpoint redistr
 whose memory is on the host.
 """
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, offload_report
 from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, spawn, this_device
 from tests.parity import leaves, local, same_bits
-from tests.proofs import TRAINS, proves
+from tests.proofs import RESUMES, TRAINS, proves
 
 distributed = pytest.importorskip("transformers.distributed", reason="needs transformers 5.24")
 pytestmark = pytest.mark.distributed
@@ -69,21 +68,30 @@ def train(
     return [*losses, *(local(tensor).cpu().clone() for tensor in seen)]
 
 
-def run_native(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[str, int]) -> None:
-    del rank, world_size
-    if dist.get_rank() == 0:
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(same_bits(one, other) for one, other in zip(some, others, strict=True))
+
+
+def run_saves(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[str, int]) -> None:
+    del world_size
+    if rank == 0:
         save_models(folder)
     dist.barrier()
     source = folder / kind
     plain = train(source, sizes, None, resume=None, save=folder / "plain")
     for name, policy in POLICIES.items():
         offloaded = train(source, sizes, policy, resume=None, save=folder / name)
-        assert all(itertools.starmap(same_bits, zip(plain, offloaded, strict=True))), name
-    resumed = train(source, sizes, None, resume=folder / "plain", save=None)
-    assert not all(itertools.starmap(same_bits, zip(plain, resumed, strict=True)))
+        assert same(plain, offloaded), name
+
+
+def run_resumes(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[str, int]) -> None:
+    del rank, world_size
+    source = folder / kind
+    fresh, resumed = (train(source, sizes, None, resume=saved, save=None) for saved in (None, folder / "plain"))
+    assert not same(fresh, resumed)
     for policy, saved in ((POLICIES["step"], "plain"), (None, "iteration"), (POLICIES["parameters"], "parameters")):
         again = train(source, sizes, policy, resume=folder / saved, save=None)
-        assert all(itertools.starmap(same_bits, zip(resumed, again, strict=True))), saved
+        assert same(resumed, again), saved
 
 
 LAYOUTS = {
@@ -92,9 +100,10 @@ LAYOUTS = {
 }
 
 
-@proves("transformers' DistributedConfig", "transformers", TRAINS)
+@proves("transformers' DistributedConfig", "transformers", TRAINS, RESUMES)
 @pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.long)])
 def test_trains_saves_and_resumes_the_same(kind: str, tmp_path: Path) -> None:
     if DEVICE_TYPE != "cpu":
         pytest.skip("transformers makes the groups of its meshes for the only accelerator type it finds")
-    spawn(run_native, 4, tmp_path, tmp_path, kind, LAYOUTS[kind])
+    for run in (run_saves, run_resumes):
+        spawn(run, 4, tmp_path, tmp_path, kind, LAYOUTS[kind])
