@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from ..state.store import UserState
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
-from .base import Capabilities, Conventions, LogicalStep
+from .capabilities import Capabilities, Conventions, LogicalStep
 from .masters import MASTER
 
 OLDEST = (2, 18)

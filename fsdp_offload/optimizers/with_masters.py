@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import plain_step_of, unsupported_gradient
-from .base import Capabilities, Conventions
+from .capabilities import Capabilities, Conventions
 from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_master
 from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master
 
