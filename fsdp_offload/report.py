@@ -12,7 +12,7 @@ from .core.engine import Engine
 from .core.items import Item
 from .device import HAS_COPY_QUEUES
 from .device.copy_queues import TOO_FEW
-from .optimizers.table import row_of
+from .optimizers.capabilities import row_of
 from .state.layout import leaves_of
 from .state.store import StateStore
 

@@ -132,10 +132,9 @@ class BucketUpdates:
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
         assert self.host is not None and self._states is not None
-        self.host.wait(*after)
         moving = self._spare_homes.turn(bucket.number)
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
-        return self.host.update(bucket.number, self._to_update(bucket), self._states, moving)
+        return self.host.update(bucket.number, self._to_update(bucket), self._states, moving, after)
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""

@@ -114,23 +114,24 @@ class HostUpdates:
         self._waited_seconds, self._after = 0.0, {}
         self._step = HostStep(self._cls, self._capabilities, optimizer, shards)
 
-    def wait(self, *marks: Mark | None) -> None:
-        """Let what is submitted in this step from now on read gradients only after ``marks``.
-
-        Each counts once in a step: buckets whose gradients are final at the same time so wait for the same marks, and
-        are updated in order. Their copies wait when they are issued, and not their stream now: what was submitted
-        before is issued later, as buffers become free, and would wait for the whole backward.
-        """
-        self._after.update({id(mark): mark for mark in marks if mark is not None and id(mark) not in self._after})
-
     def update(
-        self, number: int, ranges: Sequence[BoundRange], states: StateStore, moving: Sequence[StateShard]
+        self,
+        number: int,
+        ranges: Sequence[BoundRange],
+        states: StateStore,
+        moving: Sequence[StateShard],
+        after: Sequence[Mark],
     ) -> CpuMark:
         """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        The state of ``moving`` is in its other place afterwards.
+        The state of ``moving`` is in its other place afterwards. Gradients are read ``after`` these marks, and those of
+        all buckets before in this step. Each counts once in a step: buckets whose gradients are final at the same time
+        so wait for the same marks, and are updated in order.
         """
         assert self._step is not None, "a step has begun"
+        # Copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
+        # buffers become free, and would wait for the whole backward.
+        self._after |= {id(mark): mark for mark in after if id(mark) not in self._after}
         self.wait_quietly(number)  # its mirror is written by one update at a time
         conventions, before = self._capabilities.conventions, self._mirrors.get(number)
         mirror = before if before is not None and before.still_of(ranges) else Mirror(ranges)

@@ -119,8 +119,8 @@ def step_shadow(
     filled: defaultdict[Tensor, UserState] = defaultdict(dict, state)
     groups = shared.groups_for(params, counting)
     attributes = {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled}
-    # As if unpickled: creates the (empty) hook tables that step() may look at, and writes into ``defaults``, which are
-    # the real optimizer's.
+    # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``: not into
+    # those of the real optimizer.
     Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
     shadow.__dict__.update(attributes)
     try:

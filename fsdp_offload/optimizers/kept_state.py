@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value, tensors_in
 from ..state.store import UserState
 from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
-from .base import Capabilities, LogicalStep
 from .bucket_update import step_shadow
+from .capabilities import Capabilities, LogicalStep
 from .shared_values import SharedValues, entries_of, instance_attributes
 
 LayoutKey = tuple[tuple[str, str], ...]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..state.layout import tensors_in
-from .base import LogicalStep
+from .capabilities import LogicalStep
 
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from ..state.store import UserState
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
-from .base import Capabilities, Conventions, LogicalStep
+from .capabilities import Capabilities, Conventions, LogicalStep
 from .masters import MASTER
 
 OLDEST = (2, 18)
@@ -202,23 +202,20 @@ class FusedAdamConventions(Conventions):
         """Scale as ``FusedAdam.set_scaled_state`` does, and by it where a scale has to be found; sets ``_scales``."""
         found = dict(saved)
         for name in homes.keys() & saved.keys():
-            local = local_shard(saved[name]).detach()
-            found[name] = over_local(homes[name], self._kept(optimizer, param, name, local))
+            local, dtype = local_shard(saved[name]).detach(), self._dtypes.get(name, torch.float32)
+            if local.dtype is torch.int16 or dtype is torch.float32:
+                pass
+            elif dtype is torch.bfloat16:
+                scale = torch.ones([1], dtype=torch.float32, device=param.device)
+                optimizer._scales.setdefault(param, {}).setdefault(name, scale)
+                local = local.bfloat16()
+            else:
+                bare = _bare(optimizer)
+                # A copy: fp16 is scaled in place.
+                bare.set_scaled_state(param, name, local.to(param.device, torch.float32, copy=True))
+                local = local_shard(bare.state[param][name])
+            found[name] = over_local(homes[name], local)
         return found
-
-    def _kept(self, optimizer: Any, param: Tensor, name: str, saved: Tensor) -> Tensor:
-        dtype = self._dtypes.get(name, torch.float32)
-        if dtype is torch.float32 or saved.dtype is torch.int16:
-            return saved
-        if dtype is torch.bfloat16:
-            scale = torch.ones([1], dtype=torch.float32, device=param.device)
-            optimizer._scales.setdefault(param, {}).setdefault(name, scale)
-            return saved.bfloat16()
-        bare = _bare(optimizer)
-        # A copy: fp16 is scaled in place.
-        bare.set_scaled_state(param, name, saved.to(param.device, torch.float32, copy=True))
-        value: Tensor = bare.state[param][name]
-        return local_shard(value)
 
 
 def _bare(optimizer: Any, **attributes: Any) -> Any:

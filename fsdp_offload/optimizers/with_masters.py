@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import plain_step_of, unsupported_gradient
-from .base import Capabilities, Conventions
+from .capabilities import Capabilities, Conventions
 from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_master
 from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master
 
@@ -54,7 +54,17 @@ class WithMasters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _update(self)
+        with_gradient = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
+        for param in itertools.chain.from_iterable(with_gradient):
+            if problem := unsupported_gradient(param, param.grad):
+                raise RuntimeError(f"step() with masters: {problem}. Nothing has been changed.")
+        with torch.no_grad():
+            for group, params in zip(self.param_groups, with_gradient, strict=True):
+                rest = _after_one_pass(self, group, params)
+                ends = itertools.accumulate(local_shard(param).numel() for param in rest)
+                opened = itertools.groupby(zip(rest, ends, strict=True), key=lambda pair: pair[1] // _OPEN_NUMEL)
+                for _, some in opened:
+                    _update_by_plain_class(self, group, [param for param, _ in some])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,20 +182,6 @@ def _make_master(kind: MasterKind, param: Tensor, state: dict[str, Any]) -> None
 
 
 # One step ------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _update(optimizer: WithMasters) -> None:
-    with_gradient = [[param for param in group["params"] if param.grad is not None] for group in optimizer.param_groups]
-    for param in itertools.chain.from_iterable(with_gradient):
-        problem = unsupported_gradient(param, param.grad)
-        if problem:
-            raise RuntimeError(f"step() with masters: {problem}. Nothing has been changed.")
-    for group, params in zip(optimizer.param_groups, with_gradient, strict=True):
-        rest = _after_one_pass(optimizer, group, params)
-        ends = itertools.accumulate(local_shard(param).numel() for param in rest)
-        for _, some in itertools.groupby(zip(rest, ends, strict=True), key=lambda pair: pair[1] // _OPEN_NUMEL):
-            _update_by_plain_class(optimizer, group, [param for param, _ in some])
 
 
 def _after_one_pass(optimizer: WithMasters, group: Mapping[str, Any], params: Sequence[Tensor]) -> Sequence[Tensor]:

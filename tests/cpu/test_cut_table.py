@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 from fsdp_offload.core.packing import CUT_NUMEL
 from fsdp_offload.optimizers import capabilities_of
-from fsdp_offload.optimizers.table import rows
+from fsdp_offload.optimizers.capabilities import rows
 from tests.cpu.test_parity_optimizers import FLAGS, IMPLEMENTATIONS
 from tests.parity import One, make_pair, same_bits
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload.optimizers import capabilities_of
-from fsdp_offload.optimizers.table import row_of
+from fsdp_offload.optimizers.capabilities import row_of
 from tests.parity import Matrices, Zoo, make_pair, params_of, train_step
 from tests.tiers import every_nth, spread
 

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_offload import offload_optimizer
 from fsdp_offload.optimizers import capabilities_of
-from fsdp_offload.optimizers.table import row_of, rows
+from fsdp_offload.optimizers.capabilities import row_of, rows
 from tests.zoo.__main__ import main
 from tests.zoo.libraries import find, load
 from tests.zoo.local import Closure, Diverging, Idle, Matrices, Momentum, NeedsMore, Noisy, SharedNorm, Unrepeatable
