@@ -203,18 +203,18 @@ def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_current_stream_waits_for_the_wake(device, monkeypatch, waits):
     """With a busy kernel in front of what wakes the model; other bits without the wait."""
-    load = room._load
+    load = room.Parking.load
 
-    def slowed(parking: Any, sleep: Any) -> None:
+    def slowed(parking: Any) -> Any:
         with room.device_link(torch.device("cuda", 0)).lanes(serial=False).load.running():
             torch.cuda._sleep(LONG_CYCLES)
-        load(parking, sleep)
+        return load(parking)
 
     model = make(device, 64)
     expected = model[0].detach().clone()
     offload_model(model)
     fill_with_sevens(device)
-    monkeypatch.setattr(room, "_load", slowed)
+    monkeypatch.setattr(room.Parking, "load", slowed)
     if not waits:
         monkeypatch.setattr(Lane, "wait", lambda self, *marks: None)
     reload_model(model)
