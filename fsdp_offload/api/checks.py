@@ -252,7 +252,7 @@ def check_streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> It
     if not found:
         yield (
             f"OffloadPolicy(parameters=True) needs {'model=..., whose' if model is None else 'a model whose'} "
-            "parameters fully_shard gathers. Shard the model, then build the optimizer, then attach."
+            "parameters fully_shard has sharded. Shard it, then build the optimizer, then attach."
         )
     for param, one in found.items():
         if not one.is_plain:

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device.lanes import Lane
-from fsdp_offload.device.link import DeviceLink, device_link
-from fsdp_offload.model.parking import Parking
+from fsdp_offload.device.link import DeviceLink
 from tests.forks import resident_bytes
 from tests.gpu.streams import MIB, SIZES
 from tests.overlapping import Loop, Net, adamw
@@ -204,10 +203,10 @@ def test_memory_is_given_back_when_nobody_reads_it_any_more(device):
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_current_stream_waits_for_the_wake(device, monkeypatch, waits):
     """With a busy kernel in front of what wakes the model; other bits without the wait."""
-    load = Parking.load
+    load = room.Parking.load
 
-    def slowed(parking: Parking) -> Any:
-        with device_link(torch.device("cuda", 0)).lanes(serial=False).load.running():
+    def slowed(parking: Any) -> Any:
+        with room.device_link(torch.device("cuda", 0)).lanes(serial=False).load.running():
             torch.cuda._sleep(LONG_CYCLES)
         return load(parking)
 
@@ -215,7 +214,7 @@ def test_the_current_stream_waits_for_the_wake(device, monkeypatch, waits):
     expected = model[0].detach().clone()
     offload_model(model)
     fill_with_sevens(device)
-    monkeypatch.setattr(Parking, "load", slowed)
+    monkeypatch.setattr(room.Parking, "load", slowed)
     if not waits:
         monkeypatch.setattr(Lane, "wait", lambda self, *marks: None)
     reload_model(model)
