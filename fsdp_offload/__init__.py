@@ -1,14 +1,14 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
 from .api.attach import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+from .api.clipping import clip_grad_norm_
 from .api.masters import add_masters
 from .api.optimizer import OffloadedOptimizer
+from .api.report import OffloadReport
 from .api.wrapped import offload_states, release_states, reload_before, reload_states
-from .clipping import clip_grad_norm_
 from .model.materialize import materialize_on_host
 from .model.sleep import offload_model, reload_model
 from .policy import OffloadPolicy
-from .report import OffloadReport
 
 __all__ = [
     "OffloadPolicy",

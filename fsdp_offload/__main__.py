@@ -22,9 +22,9 @@ def main() -> None:
 
         plan(arguments, prog_name="fsdp-offload plan")
     elif command == "doctor" and not arguments:
-        from .doctor import main as doctor
+        from .device.doctor import main as doctor
 
-        doctor()
+        doctor(__version__)
     elif command in ("--help", "-h"):
         sys.stdout.write(HELP)
     elif command == "--version":

@@ -19,7 +19,6 @@ from ..optimizers import capabilities_for
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
-from ..report import OffloadReport, notes_of
 from ..state.layout import is_trained
 from ..state.mapping import OffloadedState
 from .attachment import (
@@ -48,6 +47,7 @@ from .checks import (
     watch_until_first_step,
 )
 from .optimizer import OffloadedOptimizer, offloaded_class
+from .report import OffloadReport, notes_of
 from .wrapped import holders_in, is_wrapped, masters_in, parts_of, saves_all_masters
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)

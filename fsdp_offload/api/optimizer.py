@@ -17,7 +17,6 @@ from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
-from ..report import OffloadReport, report_of
 from ..state.layout import is_trained
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
@@ -32,6 +31,7 @@ from .checks import (
     refuse_exchanged,
     refuse_foreign,
 )
+from .report import OffloadReport, report_of
 from .wrapped import HOOK_IS_CALLED
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.attachment import params_of
-from ..clipping import clip_in_order
+from ..api.clipping import clip_in_order
 from ..policy import OffloadPolicy
 from .plain_values import model_of, offload, policy_from
 

@@ -27,8 +27,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.attachment import params_of
+from ..api.clipping import clip_in_order
 from ..checkpoint import ArenaStager
-from ..clipping import clip_in_order
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of_each, model_of, offload, policy_from
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "fsdp_offload"
 
 # Room → the rooms it may import from, lowest room first: a line may name only rooms whose lines come before it. A room
-# is a folder of the package, whose files may import each other, or a module beside the folders. "__init__" is the
-# package itself, that is, its public names, which only its users import.
+# is a folder of the package, whose files may import each other, or a module beside the folders. The package itself and
+# its command have no lines: they import what they like, and only their users import them.
 MAY_IMPORT: dict[str, set[str]] = {
     "policy": set(),
     "torch_compat": set(),
@@ -34,18 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cpu_update": {"policy", "torch_compat", "device", "state", "optimizers"},
     "model": {"policy", "torch_compat", "device"},
     "core": {"policy", "torch_compat", "device", "state", "optimizers", "cpu_update"},
-    "report": {"device", "state", "optimizers", "core"},
-    "api": {
-        *("policy", "torch_compat", "device", "state", "optimizers"),
-        *("cpu_update", "model", "core", "report"),
-    },
+    "api": {"policy", "torch_compat", "device", "state", "optimizers", "cpu_update", "model", "core"},
     "checkpoint": {"torch_compat", "device", "state", "optimizers", "cpu_update", "core", "api"},
-    "clipping": {"torch_compat", "core", "api"},
-    "__init__": {"policy", "model", "report", "api", "clipping"},
-    "doctor": {"__init__", "device"},
     "plan": {"policy", "device", "core"},
-    "integrations": {"policy", "api", "checkpoint", "clipping"},
-    "__main__": {"__init__", "doctor", "plan"},
+    "integrations": {"policy", "api", "checkpoint"},
 }
 
 TOOLS = "checkpoint_tools"
@@ -59,12 +51,11 @@ TABLES: dict[str, dict[str, set[str]]] = {
         "integrity": {"core", "stored", "look"},
         "rewrite": {"core", "stored", "fuse", "look", "integrity"},
         "convert": {"core", "stored", "fuse", "look", "integrity", "rewrite"},
-        "__init__": {"core", "stored", "fuse", "look", "integrity"},
         "cli": {"core", "stored", "fuse", "look", "integrity", "rewrite", "convert"},
-        "__main__": {"core", "cli"},
     },
 }
 EVERY_PACKAGE = pytest.mark.parametrize("package", TABLES)
+WITHOUT_LINE = {"__init__", "__main__"}
 
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
 MAY_USE_PRIVATE_TORCH = {
@@ -92,7 +83,7 @@ OPTIONAL_PACKAGES = {
 
 @EVERY_PACKAGE
 def test_every_room_has_a_line_in_the_table(package: str):
-    rooms, table = {room_of(module) for module in module_files(package)}, TABLES[package]
+    rooms, table = {room_of(module) for module in module_files(package)} - WITHOUT_LINE, TABLES[package]
     assert rooms - table.keys() == set(), (
         f"new in {package}/ and unknown to {Path(__file__).name}: give each a line in its table that names what "
         "it may import, before the lines of the rooms that import it, and a line in the map of CONTRIBUTING.md"
@@ -114,6 +105,7 @@ def test_rooms_import_only_what_the_table_allows(package: str):
         f"{module} imports {target}"
         for module, targets in import_graph(package).items()
         for target in sorted(targets)
+        if room_of(module) not in WITHOUT_LINE
         if room_of(target) not in {room_of(module), *TABLES[package].get(room_of(module), set())}
     ]
     assert not wrong, (

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .api.attachment import attachment_of, params_of
-from .api.wrapped import optimizers_in
-from .torch_compat.watched_gradient import bare
+from ..torch_compat.watched_gradient import bare
+from .attachment import attachment_of, params_of
+from .wrapped import optimizers_in
 
 
 def clip_grad_norm_(

@@ -13,23 +13,22 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
-from .device.arena import Region
-from .device.copy_queues import VARIABLE
-from .device.host_limits import host_memory
+from .arena import Region
+from .copy_queues import VARIABLE
+from .host_limits import host_memory
 
 _COPIED_BYTES = 1 << 30
 
 
-def main() -> None:
-    """Print the facts."""
+def main(version: str) -> None:
+    """Print the facts, of which ``version`` is the first."""
+    sys.stdout.write(f"{'fsdp_offload':24} {version}\n")
     for name, value in facts():
         sys.stdout.write(f"{name:24} {value}\n")
 
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yield names and values: versions, limits of host memory, devices, the link of the current device."""
-    yield "fsdp_offload", __version__
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}"
     yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     memory, locked = host_memory(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
