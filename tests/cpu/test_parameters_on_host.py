@@ -285,7 +285,7 @@ def test_refusals(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.AdamW(plain.parameters())
     with pytest.raises(ValueError, match=r"parameters=True\) needs model=\.\.\."):
         offload_optimizer(optimizer, policy=policy)
-    with pytest.raises(ValueError, match="needs a model whose parameters fully_shard gathers"):
+    with pytest.raises(ValueError, match="needs a model whose parameters fully_shard has sharded"):
         offload_optimizer(optimizer, model=plain, policy=policy)
     other = nn.Linear(3, 3)
     fully_shard(other, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
