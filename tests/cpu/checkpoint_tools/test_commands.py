@@ -103,6 +103,8 @@ def test_verify(saved: Path, tmp_path: Path) -> None:
     assert "1 problem (" in finite
     save_file({"a.weight": torch.tensor([1.0, torch.nan])}, tmp_path / "model.safetensors")
     assert "a.weight  2" in shown("inspect", tmp_path / "model.safetensors")
+    tiling = json.loads(shown("inspect", tmp_path / "model.safetensors", "--tiling", "a.weight", "--json"))
+    assert tiling["chunks"][0]["bare_dtype"] == "float32"
     checked = shown("verify", tmp_path / "model.safetensors", "--finite", code=1)
     assert "a.weight: 1 of 2 values are not finite" in checked
     cut = shutil.copytree(saved, tmp_path / "cut")
