@@ -47,7 +47,8 @@ def inspect_checkpoint(
         tensor = checkpoint.tensors[tiling_key]
         dtype, chunks = dtype_name(tensor.dtype), tensor.chunks
         if as_json:
-            listed = [chunk._asdict() for chunk in chunks]
+            bare = {"bare_dtype": dtype} if chunks and chunks[0].bare_dtype is not None else {}
+            listed = [{**chunk._asdict(), **bare} for chunk in chunks]
             say_json({"key": tiling_key, "shape": tensor.shape, "dtype": dtype, "chunks": listed})
         else:
             say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")

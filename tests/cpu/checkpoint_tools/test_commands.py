@@ -65,6 +65,8 @@ def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
     ):
         printed = tool.shown(*command, code=code)
         assert all(text in printed for text in texts), (command, printed)
+    tiling = json.loads(tool.shown("inspect", file, "--tiling", "a.weight", "--json"))
+    assert tiling["chunks"][0]["bare_dtype"] == "float32"
     assert "layers.10" not in tool.shown("inspect", saved, "--groups")
     assert "optim" not in tool.shown("inspect", saved, "model.*")
 
