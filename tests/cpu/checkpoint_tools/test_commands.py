@@ -1,6 +1,7 @@
 """The commands as people use them: from a shell, with errors in one line, and nothing left behind."""
 
 import io
+import json
 import os
 import shlex
 import shutil
