@@ -165,7 +165,7 @@ def test_renames_that_are_interrupted_or_two_at_one_place(tmp_path: Path, monkey
         if done:
             raise KeyboardInterrupt
         write(*args, **options)
-        done.append(args[2])
+        done.append(args[1])
 
     monkeypatch.setattr(rewrite, "write", interrupted)
     assert run(*command).returncode == 130
