@@ -122,9 +122,15 @@ class ModelHooks:
         engine = self._engine()
         if engine is not None:
             engine.steps.check_whole("model.state_dict()")
-        self._before_load()
+        self._bring_home()
 
     def _before_load(self, *_: object) -> None:
+        self._bring_home()
+        engine = self._engine()
+        if engine is not None and engine.weights is not None:
+            engine.lending.wait()  # R4, on the host: a checkpoint's writer may be reading what is about to be written
+
+    def _bring_home(self) -> None:
         engine = self._engine()
         if engine is not None:
             engine.guesses.take_back()

@@ -342,9 +342,16 @@ RULES: tuple[Rule, ...] = (
     rule(lambda c: c.layout == "unsharded" and c.dtype == "mixed", {"dtype": "fp32"}),
     # Micro-batches without a reduction are fully_shard's.
     rule(lambda c: c.layout == "unsharded", habits="unreduced keep-gathered"),
-    # Early updates learn the number of reductions in the first steps, of new objects anew: it must not grow later.
+    # Early updates learn the number of reductions from four steps, of new objects anew: it must not grow later.
     rule(
-        lambda c: c.overlap == "iteration" and (c.save in ("sync", "async") or "reattach" in c.program),
+        lambda c: (
+            c.overlap == "iteration"
+            and (
+                c.save in ("sync", "async")
+                or bool({"reattach", "unused"} & set(c.program))
+                or c.program.count("unreduced") > 3
+            )
+        ),
         {"overlap": "forward"},
         habits="unreduced",
     ),

@@ -61,3 +61,17 @@ def test_a_save_holds_what_was_there_at_the_call(
         assert not list(not_the_same(expected, loaded(path, expected)))
     stager.close()
     assert same(plain, ours)
+
+
+def test_a_model_is_loaded_once_its_parameters_have_been_read(mesh: DeviceMesh, tmp_path: Path, waits: Waits) -> None:
+    loop = Loop(mesh, OPTIMIZERS["adamw"], policy_of(), net=partial(Net, 16, 2)).train(2)
+    state = {"model": get_model_state_dict(loop.model)}
+    expected, zeros = copied(state), {name: value * 0 for name, value in loop.model.state_dict().items()}
+    writer = waits.hold(tmp_path)
+    future = dcp.async_save(state, storage_writer=writer, async_stager=ArenaStager(loop.optimizer))
+    writer.in_use = True
+    loop.model.load_state_dict(zeros)
+    assert waits.count
+    future.result()
+    assert not list(not_the_same(expected, loaded(tmp_path, expected)))
+    loop.train(1, first=2)
