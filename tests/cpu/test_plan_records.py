@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.plan import Forecast, plan
-from fsdp_offload.plan.model import Decoder
+from fsdp_offload.plan.model import Decoder, _Layer
 from fsdp_offload.policy import MIB
 
 RECORDS = Path(__file__).resolve().parents[2] / "examples/benchmark_results"
@@ -151,11 +151,18 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_add(0, chosen // self.per_token, outs).view_as(x)
 
 
+class ExpertLayer(_Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attend(self.norms[0](x))
+        return x + self.experts(self.norms[1](x))
+
+
 def decoder_with_experts() -> Decoder:
     """A decoder whose MLPs are eight experts, of which each token goes to two."""
     made = decoder(1024, 2816, 8, 16, 32_000)
     for layer in made.layers:
-        layer.mlp = Experts(8, 2, 1024, 2816)
+        del layer.gate, layer.up, layer.down
+        layer.__class__, layer.experts = ExpertLayer, Experts(8, 2, 1024, 2816)
     return made
 
 
