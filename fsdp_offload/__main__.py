@@ -30,7 +30,8 @@ def main() -> None:
     elif command == "--version":
         sys.stdout.write(f"fsdp-offload {__version__}\n")
     else:
-        sys.exit(f"fsdp-offload: {'no command' if not command else f'unknown: {command}'}\n\n{HELP}")
+        sys.stderr.write(f"fsdp-offload: {'no command' if not command else f'unknown: {command}'}\n\n{HELP}")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -396,8 +396,8 @@ def refuse_foreign(attachment: Attachment) -> None:
     if foreign:
         raise RuntimeError(
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "
-            f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(). "
-            f"Attach afterwards: {RIGHT_ORDER}. Nothing has been changed."
+            f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(), "
+            f"or by load_state_dict(assign=True). Attach afterwards: {RIGHT_ORDER}. Nothing has been changed."
         )
 
 

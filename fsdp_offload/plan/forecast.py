@@ -108,8 +108,8 @@ class Plan:
             trace = self.trace if checkpointing == asked.checkpointing else None
             for times in MORE_RANKS:
                 ranks, tokens = times * asked.ranks, times * asked.tokens_per_step
-                changes = {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
-                made = plan(self.model, machine=machine, trace=trace, **asdict(asked) | changes)
+                changes = asdict(asked) | {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
+                made = plan(self.model, machine=machine, trace=trace, **changes)
                 trace = made.trace  # of one rank, which has as much to do beside more of them
                 if best := made.best(overlap):
                     options = [f"--checkpointing {checkpointing}"] * (checkpointing != asked.checkpointing)
@@ -117,7 +117,7 @@ class Plan:
                     found.append(f"{best.name} with {' '.join(options)}")
                     break
         most = f"{MORE_RANKS[-1]} times the ranks with --checkpointing full"
-        fits = f"What fits: {'; '.join(found)}." if found else f"{most} are not enough: fewer tokens on each need less."
+        fits = f"What fits: {'; '.join(found)}." if found else f"{most} are not enough: fewer tokens or more ranks are."
         return (
             f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({machine.memory_gb:.1f} GB "
             f"here) and {host_gb:.0f} GB of each host ({machine.host_gb:.0f} GB here). {fits}"
