@@ -263,7 +263,8 @@ class SerialLane(Lane):
     """A lane on the current stream that waits for each of its actions."""
 
     def _wait(self, mark: Mark) -> None:
-        """Return at once: whatever was issued before has finished."""
+        """Block the host until somebody else's event has passed; what these lanes were given before has finished."""
+        mark.synchronize()
 
     def mark(self) -> Mark:
         """Wait for the device, then note the time."""

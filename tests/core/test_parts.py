@@ -11,6 +11,7 @@ from fsdp_offload.core.cache import Cache, Pool
 from fsdp_offload.core.items import Item, Use
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
 from fsdp_offload.core.timeline import NEVER, Reductions, Timeline
+from fsdp_offload.device.lanes import EventMark, SerialLane
 
 from .deferred import DeferredLanes
 
@@ -262,3 +263,18 @@ def test_room_creeps_down_where_nobody_waits_but_not_below_what_was_seen_to_wait
     for _ in range(200 * CALM):
         end(room, 0)
     assert 1 <= room.extra < grown
+
+
+class Event:
+    """Of a stream that is none of ours: ``fully_shard`` reduces gradients there."""
+
+    has_passed = False
+
+    def synchronize(self) -> None:
+        self.has_passed = True
+
+
+def test_a_serial_lane_waits_for_the_events_of_others() -> None:
+    event: Any = Event()
+    SerialLane(torch.device("cpu"), name="update").wait(None, EventMark(event))
+    assert event.has_passed
