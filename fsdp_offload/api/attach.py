@@ -19,14 +19,13 @@ from ..optimizers import capabilities_for
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
-from ..state.layout import is_trained
+from ..state.layout import is_trained, params_of
 from ..state.mapping import OffloadedState
 from .attachment import (
     Attachment,
     attached,
     attachment_of,
     offloaded,
-    params_of,
     redirect_captured_step,
     states_of,
     unwrap,

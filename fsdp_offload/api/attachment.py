@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..core.engine import Engine, inside
 from ..core.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..state.layout import params_of as params_of  # for the integrations, too
 from ..state.mapping import OffloadedState
 
 
@@ -73,11 +74,6 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
     if not isinstance(optimizer.state, OffloadedState):
         optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
     return optimizer.state
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """List the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 _WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

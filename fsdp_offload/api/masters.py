@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from ..optimizers import capabilities_for
 from ..optimizers.masters import MasterKind
 from ..optimizers.with_masters import WithMasters, class_with_masters, has_master, widen_state
-from .attachment import attachment_of, params_of, redirect_captured_step, wrappers_around
+from ..state.layout import params_of
+from .attachment import attachment_of, redirect_captured_step, wrappers_around
 from .checks import names_by_place, refuse_bypass
 from .wrapped import is_wrapped
 

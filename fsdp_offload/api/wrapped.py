@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .attachment import attached, attachment_of, params_of, unwrap
+from ..state.layout import params_of
+from .attachment import attached, attachment_of, unwrap
 
 
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:

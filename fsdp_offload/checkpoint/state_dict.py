@@ -24,7 +24,7 @@ from ..api.wrapped import is_wrapped, optimizers_in
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
 from ..optimizers.masters import MASTER, is_duplicate
-from ..state.layout import leaves_of
+from ..state.layout import leaves_of, params_of
 from ..state.mapping import LEFT_OUT, OffloadedState, forget_left_out
 from ..state.store import UserState
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
@@ -368,5 +368,5 @@ def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list
                 f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
                 f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
             )
-        found.append(_Attached(target, engine, [param for group in target.param_groups for param in group["params"]]))
+        found.append(_Attached(target, engine, params_of(target)))
     return found

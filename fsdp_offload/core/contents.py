@@ -293,7 +293,7 @@ class Contents:
         state = states.get(shard.param)
         if shard.group < 0 or not is_exchanged(shard, state):
             return False
-        return in_dtypes_of(shard.layout, state).dtypes != shard.layout.dtypes
+        return in_dtypes_of(shard.layout, state).values != shard.layout.values
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""

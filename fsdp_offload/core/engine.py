@@ -18,7 +18,7 @@ from ..optimizers import Capabilities
 from ..optimizers.bucket_update import step_shadow
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
-from ..state.layout import is_trained
+from ..state.layout import is_trained, params_of
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore, UserState
 from ..torch_compat.dtensor import local_shard, version_of
@@ -303,7 +303,7 @@ class Engine(Contents):
         assert updates.shared is not None
         if created:
             new = set(created)
-            states.move_last([param for group in optimizer.param_groups for param in group["params"] if param in new])
+            states.move_last([param for param in params_of(optimizer) if param in new])
         rest = updates.shared.unvisited
         if rest:  # groups of which no bucket was updated: a plain step sees them as well
             groups = enumerate(optimizer.param_groups)

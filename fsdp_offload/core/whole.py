@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..optimizers.bucket_update import BoundRange
 from ..optimizers.shared_values import entries_of, instance_attributes
-from ..state.layout import NotUnderstoodError, describe_value, leaves_of, tensors_in
+from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
@@ -100,7 +100,7 @@ class WholeEngine(Engine):
     def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
         """Bring home what of the state is not there: into homes that fit, or into others that are planned anew."""
         shards = self.plan.shards
-        known = _params(optimizer)
+        known = params_of(optimizer)
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
         self._adopt_fitting(optimizer, states)
         if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
@@ -171,7 +171,7 @@ class _Visit:
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
         self._engine, self._optimizer = engine, optimizer
         core, weights = engine.core, engine.weights
-        trained = {param for group in optimizer.param_groups for param in group["params"]}
+        trained = set(params_of(optimizer))
         parts = {} if weights is None else weights.parts
         self._parts = [part for param, part in parts.items() if param in trained]
         self._streamed = list(dict.fromkeys(part.item for part in self._parts))
@@ -308,7 +308,7 @@ class _Visit:
     def _written(self, states: StateStore) -> list[object]:
         """Changes with what the step writes or exchanges."""
         found: list[object] = []
-        for param in _params(self._optimizer):
+        for param in params_of(self._optimizer):
             found.append(version_of(param))
             for name, value in states.get(param).items():
                 if isinstance(value, Tensor):
@@ -318,7 +318,7 @@ class _Visit:
     def _others(self, states: StateStore) -> Iterator[tuple[Tensor, str, Any]]:
         """Yield parameter, name and value of what holds tensors in the state and is not a place that is bound to it."""
         own = {(one.shard.param, name): place for one in self._bound for name, place in one.values.items()}
-        for param in _params(self._optimizer):
+        for param in params_of(self._optimizer):
             for name, value in states.get(param).items():
                 if value is not own.get((param, name)) and any(tensor.dim() for tensor in tensors_in(value)):
                     yield param, name, value
@@ -383,7 +383,7 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
                 owners[leaf.untyped_storage().data_ptr()].append((*_span(leaf), owner))
 
     found = set()
-    params = dict.fromkeys([*_params(optimizer), *more])
+    params = dict.fromkeys([*params_of(optimizer), *more])
     for tensor in (tensor for param in params for tensor in (param, param.grad) if tensor is not None):
         note(0, [] if has_inner_tensors(tensor) else [tensor])
     note(0, _kept_beside(optimizer))
@@ -424,13 +424,9 @@ def _outside(state: UserState, shard: StateShard) -> set[str]:
     }
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
     """Tensors in attributes of the optimizer and in entries of its groups, parameters aside."""
-    params = {id(param) for param in _params(optimizer)}
+    params = {id(param) for param in params_of(optimizer)}
     for tensor in tensors_in([list(instance_attributes(optimizer).values()), entries_of(optimizer)]):
         if id(tensor) not in params:
             yield tensor

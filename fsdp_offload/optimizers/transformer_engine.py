@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..state.layout import params_of
 from ..state.store import UserState
 from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
 from .capabilities import Capabilities, Conventions, LogicalStep
@@ -66,7 +67,7 @@ def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
             f"FusedAdam of Transformer Engine {version} writes out of bounds, or skips updates, where a rank's shard "
             f"of a parameter is empty. Use {'.'.join(map(str, OLDEST))} or newer."
         )
-    quantized = any(has_inner_tensors(param) for group in optimizer.param_groups for param in group["params"])
+    quantized = any(map(has_inner_tensors, params_of(optimizer)))
     if optimizer.store_param_remainders and quantized:
         refusal = (
             "FusedAdam with store_param_remainders=True and quantized parameters gives int16 remainders to a kernel "

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..state.layout import params_of
 from ..torch_compat.dtensor import local_shard, over_local
 from ..torch_compat.optim import plain_step_of, unsupported_gradient
 from .capabilities import Capabilities, Conventions
@@ -81,7 +82,7 @@ class WithMasters(Optimizer):
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             ids = (number for group in saved["param_groups"] for number in group["params"])
             state = dict(saved["state"])
-            for number, param in zip(ids, _params_of(self), strict=False):
+            for number, param in zip(ids, params_of(self), strict=False):
                 if has_master(param) and number in state:
                     loaded[param] = of_param = state[number]
                     master, wanted = of_param.get(MASTER), kept_dtype(self.master_kind, param.dtype)
@@ -161,15 +162,11 @@ def has_master(param: Tensor) -> bool:
 @torch.no_grad()
 def widen_state(optimizer: WithMasters) -> None:
     """Give a master to each parameter that has state already, and widen that to fp32, which loses nothing."""
-    for param in filter(has_master, _params_of(optimizer)):
+    for param in filter(has_master, params_of(optimizer)):
         state = optimizer.state.get(param) or {}
         narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
         state.update(_widened(param, narrow))
         _make_master(optimizer.master_kind, param, state)
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _widened(param: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

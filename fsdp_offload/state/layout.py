@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, without_data
 
@@ -129,11 +130,6 @@ class StateLayout:
     scalars: dict[str, object] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Dtypes of all leaves, value by value."""
-        return [leaf.dtype for value in self.values.values() for leaf in value.leaves]
-
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
     """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
@@ -146,6 +142,11 @@ def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayou
         changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
         values[name] = replace(value, leaves=tuple(changed))
     return replace(layout, values=values)
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def is_trained(param: Tensor) -> bool:
