@@ -24,7 +24,7 @@ from ..state.shard import StateShard
 from ..state.store import StateStore
 from ..torch_compat.dtensor import has_inner_tensors, largest_local_numel, local_shard
 from .items import BytesAtHome
-from .packing import Bucket, Homes, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
+from .packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Arena:
 class PlannedBucket:
     """A bucket, and the shards its numbers refer to; ``arena`` is ``None`` where the CPU updates it in its home."""
 
-    bucket: Bucket
+    bucket: Packed
     shards: Sequence[StateShard]
     arena: Arena | None
     _known_copies: dict[tuple[int, ...], BytesAtHome] = field(default_factory=dict, init=False)
@@ -288,7 +288,7 @@ class Plan:
         within = [at for at in breaks if at < nbytes]
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
-    def _add_buckets(self, buckets: Sequence[Bucket], shards: Sequence[StateShard], arena: Arena | None) -> None:
+    def _add_buckets(self, buckets: Sequence[Packed], shards: Sequence[StateShard], arena: Arena | None) -> None:
         for bucket in buckets:
             for shard in {piece.shard: shards[piece.shard] for piece in bucket.ranges}.values():
                 shard.buckets.append(len(self._buckets))
@@ -369,7 +369,7 @@ def _largest_nbytes(shard: StateShard) -> int:
     return sum(map(aligned, sizes))
 
 
-def _gradient_nbytes(bucket: Bucket, shards: Sequence[StateShard]) -> list[int]:
+def _gradient_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> list[int]:
     """Bytes of the gradients of a bucket, if they have the dtype of their parameters."""
     return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
 

@@ -36,20 +36,20 @@ class Range(NamedTuple):
     stop: int
 
 
-class Copy(NamedTuple):
-    """Bytes that move as one transfer between the arena and a slot."""
+class Move(NamedTuple):
+    """Bytes that move in one copy between the arena and a slot."""
 
     home_offset: int
     slot_offset: int
     nbytes: int
 
 
-class Bucket(NamedTuple):
-    """What is loaded, updated and stored together."""
+class Packed(NamedTuple):
+    """Ranges that are loaded, updated and stored together."""
 
     ranges: tuple[Range, ...]
     leaf_offsets: tuple[tuple[int, ...], ...]  # for each range, where each leaf begins in the slot
-    leaf_copies: tuple[tuple[int, Copy], ...]  # the shard, and a copy of one leaf of it
+    leaf_copies: tuple[tuple[int, Move], ...]  # the shard, and a copy of one leaf of it
     nbytes: int  # of the slot
 
 
@@ -80,7 +80,7 @@ def place_homes(shards: Iterable[Sequence[int]]) -> Homes:
     return Homes(tuple(offsets), tuple(ends), tuple(breaks[1:]))
 
 
-def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Bucket, ...], Homes]:
+def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Packed, ...], Homes]:
     """Pack ``shards``, in the given order, into buckets of at most ``bucket_bytes`` as far as cuts allow.
 
     Where there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
@@ -141,9 +141,9 @@ def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int
     return min(start + max(1, units) * CUT_NUMEL, shard.numel)
 
 
-def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Bucket:
+def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Packed:
     leaf_offsets: list[tuple[int, ...]] = []
-    copies: list[tuple[int, Copy]] = []
+    copies: list[tuple[int, Move]] = []
     end = 0
     for number, start, stop in ranges:
         shard = shards[number]
@@ -152,8 +152,8 @@ def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Home
         leaf_offsets.append(tuple(offsets))
         for home, whole, offset, nbytes in zip(homes.offsets[number], shard.leaf_nbytes, offsets, sizes, strict=True):
             if nbytes:
-                copies.append((number, Copy(home + whole // shard.numel * start if start else home, offset, nbytes)))
-    return Bucket(ranges, tuple(leaf_offsets), tuple(copies), end)
+                copies.append((number, Move(home + whole // shard.numel * start if start else home, offset, nbytes)))
+    return Packed(ranges, tuple(leaf_offsets), tuple(copies), end)
 
 
 def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
@@ -163,13 +163,13 @@ def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
     return [aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
 
 
-def join_copies(copies: Iterable[Copy], breaks: Container[int]) -> list[Copy]:
+def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
     """Join copies that continue each other at home and in the slot, unless memory may be divided between them."""
-    joined: list[Copy] = []
+    joined: list[Move] = []
     for copy in copies:
         home, slot, nbytes = joined[-1] if joined else (0, 0, 0)
         if copy[:2] == (home + nbytes, slot + nbytes) and joined and copy.home_offset not in breaks:
-            joined[-1] = Copy(home, slot, nbytes + copy.nbytes)
+            joined[-1] = Move(home, slot, nbytes + copy.nbytes)
         else:
             joined.append(copy)
     return joined

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_offload.core import packing
-from fsdp_offload.core.packing import CUT_NUMEL, Bucket, Copy, Homes, Range, ShardSpec, join_copies, plan_buckets
+from fsdp_offload.core.packing import CUT_NUMEL, Homes, Move, Packed, Range, ShardSpec, join_copies, plan_buckets
 from fsdp_offload.device.arena import ALIGN_BYTES
 
 
@@ -36,7 +36,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def copies_of(bucket: Bucket, homes: Homes) -> list[Copy]:
+def copies_of(bucket: Packed, homes: Homes) -> list[Move]:
     return join_copies((copy for _, copy in bucket.leaf_copies), homes.breaks)
 
 
@@ -187,7 +187,7 @@ def test_biases_and_norms_beside_their_matrices_cost_less_than_one_percent() -> 
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def shown(planned: Sequence[Bucket]) -> str:
+def shown(planned: Sequence[Packed]) -> str:
     """Shard, begin and end of each range; buckets have a bar between them."""
     buckets = ([f"{piece.shard}:{piece.start}-{piece.stop}" for piece in bucket.ranges] for bucket in planned)
     return " | ".join(map(" ".join, buckets))
