@@ -13,7 +13,7 @@ import typer
 from ..core.errors import NEED_EXTRA, CheckpointError
 from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
 
-if TYPE_CHECKING:  # when a command runs: rich takes longer than all that help and wrong options need
+if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
     from ..core.tables import Table
 
 Folder = Annotated[

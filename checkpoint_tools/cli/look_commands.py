@@ -22,7 +22,7 @@ from .common import (
     say_table,
 )
 
-# Of torch, which takes longer than all that help and wrong options need, each command imports what it calls itself.
+# Each command imports its own functions: they import torch, which takes longer than help and wrong options do.
 
 
 def inspect_checkpoint(

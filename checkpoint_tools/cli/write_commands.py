@@ -31,7 +31,7 @@ from .common import (
     write_progress,
 )
 
-if TYPE_CHECKING:  # when a command runs: torch takes longer than all that help and wrong options need
+if TYPE_CHECKING:  # imported when a command runs: torch takes longer than help and wrong options do
     from ..core.tables import Table
     from ..fuse.rules import Way
     from ..rewrite.rewrite_plan import Rewrite

@@ -169,7 +169,7 @@ def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
     )
 
 
-# What the checkpoint knows itself -------------------------------------------------------------------------------------
+# Values that the checkpoint knows itself ------------------------------------------------------------------------------
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"

@@ -107,7 +107,7 @@ _ATTRIBUTES = {
     "TensorStorageMetadata": {"properties", "size", "chunks"},
     "ChunkStorageMetadata": {"offsets", "sizes"},
 }
-"""Of the objects that are read. With others, torch would set what its classes do not know, or not find what they do."""
+"""Attributes that objects may have: torch would set any others, which its classes do not know."""
 
 _FLATTENED = (
     "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
@@ -286,7 +286,7 @@ class _Reading:
         return place
 
 
-# What others have written: nothing of it is printed or taken apart before it is known to be small.
+# Values that others have written: none is printed or taken apart before it is known to be small.
 
 
 def _record(value: object, name: str | None = None) -> PickledObject:

@@ -109,7 +109,7 @@ def offload_optimizer(
         _check_same(target, model, given)
         return optimizer
 
-    # What is it, and can it be offloaded?
+    # Check the optimizer, its parameters and its model.
     check_types(target, model)
     check_attachable(target)
     params, names = params_of(target), names_of_parameters(target, model)

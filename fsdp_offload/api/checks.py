@@ -376,7 +376,7 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
 
 def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
     """Refuse parameters of which none was there at attach: frameworks that shard after building it exchange them."""
-    # What was sharded at attach is not meant: a second prepare() of accelerate's puts it back.
+    # Parameters that were sharded at attach pass: a second prepare() of accelerate's puts them back.
     params = [param for group in groups for param in group["params"]]
     if params and known and not any(param in known for param in params) and not any(map(is_dtensor, known)):
         raise RuntimeError(

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
-    """What an optimizer is, beside its own class, from :func:`offload_optimizer` on; never instantiated by itself."""
+    """Methods that :func:`offload_optimizer` puts on an optimizer, over those of its class; never instantiated."""
 
     _plain_class: type[Optimizer]  # the optimizer's own
 

@@ -49,7 +49,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What the last step moved, from the end of the step before to its own end.
+    """Bytes, copies and updates of the last step, from the end of the step before to its own end.
 
     Attributes:
         loaded_bytes, stored_bytes: Copied to the device, also for gathers, and to host memory; padding included.
@@ -93,12 +93,12 @@ class IterationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRecord:
-    """What is kept on the device between its uses.
+    """State and parameters that stay on the device between their uses, and the rest, which moves.
 
     Attributes:
         buckets: Pieces of state that are not kept.
         moving_bytes: State, and parameters for gathers, that are not kept; padding included.
-        reason: What is kept, and why; a sentence.
+        reason: A sentence that says how much is kept, and why.
     """
 
     buckets: int
@@ -113,13 +113,13 @@ class OffloadReport:
     Attributes:
         optimizer: Name of the user's class.
         memory: Bytes by place, now.
-        kept: What is kept on the device.
+        kept: State and parameters kept on the device.
         step: The last step; ``None`` before the first one.
         iteration: The last iteration; ``None`` where none was measured: before the second step, after an error, on the
             CPU, with ``serial=True``.
         clipping: How often updates in the backward, which were guesses, have stood; empty where the loop does not clip.
         left_out: Names of state tensors that are not understood.
-        notes: What the user should know, most important first.
+        notes: Warnings for the user, most important first.
     """
 
     optimizer: str

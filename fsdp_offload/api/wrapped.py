@@ -118,7 +118,7 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
 
 
 HOOK_IS_CALLED = 3
-"""So many steps without a call of a wrapped hook are told, and then no more; a call counts as them."""
+"""Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""
 
 _TARGETS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # wrapper → optimizers, in the order in which they reload
 

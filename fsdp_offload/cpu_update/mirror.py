@@ -30,7 +30,7 @@ ROW_WORDS = 1024
 """A hash of 8 bytes for so many words of 4 bytes each."""
 
 _HASHED_BYTES = 4 << 20
-"""So much is hashed at a time: products take 8 bytes a word, and few launches want large pieces."""
+"""Bytes hashed at a time: products take 8 bytes a word, and few launches want large pieces."""
 
 _SEED = int.from_bytes(os.urandom(7))
 

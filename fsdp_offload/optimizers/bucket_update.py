@@ -50,11 +50,11 @@ class BoundRange:
 
     @property
     def is_alias(self) -> bool:
-        """Whether the gradient has to be handed over, since the optimizer does not see the user's own tensor."""
+        """Return whether the optimizer sees another tensor than the user's, which has to be handed its gradient."""
         return self.param is not self.shard.param
 
     def part_of(self, grad: Tensor | None) -> Tensor | None:
-        """What the optimizer gets of the gradient of the parameter."""
+        """Return the part of the parameter's gradient that the optimizer gets."""
         if grad is None or not self.shard.on_locals:
             return grad
         local = local_shard(grad)
