@@ -178,7 +178,12 @@ def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
     plain, step, small_forward, forward, small, *_ = made.forecasts
     assert small_forward.limit == "link"
     assert step.iteration_ms > small_forward.iteration_ms > forward.iteration_ms
-    assert small.iteration_ms < small_forward.iteration_ms  # all copies, one after the other; smaller blocks keep more
+    assert small.iteration_ms < small_forward.iteration_ms  # its smaller blocks keep more
+    nbytes = small.policy.device_bytes
+    same = {"device_bytes": nbytes, "bucket_bytes": nbytes // 4}
+    policies = [OffloadPolicy(overlap=overlap, **same) for overlap in ("forward", "iteration")]
+    _, one, other = large_plan(machine=SLOW, policies=policies).forecasts
+    assert other.iteration_ms == pytest.approx(one.iteration_ms, rel=1e-3)  # all copies, one after the other
     share = 1 - made.parts.forward_ms / made.parts.copy_ms(plain.resident_bytes, plain.resident_bytes)
     assert forward.resident_bytes >= share * plain.resident_bytes
     # What may be taken back is stored, whether it stays or not, and the parameters from before beside it.
