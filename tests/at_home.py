@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.items import Item
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 
 
 @contextmanager

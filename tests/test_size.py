@@ -28,7 +28,7 @@ LIMITS = {
     "fsdp_offload/optimizers": 1_945,  # 270 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_400,
     "fsdp_offload/state": 560,
-    "fsdp_offload/torch_compat": 1_590,  # on its way to 940; 90 are names that checkpoints use
+    "fsdp_offload/fsdp": 1_590,  # on its way to 940; 90 are names that checkpoints use
     "checkpoint_tools": 7_270,  # on its way to 5,500
     "examples/benchmarks": 1_960,
     "tests": 35_500,  # on its way to 22,000; 300 are the tracer, which the package had
@@ -74,7 +74,7 @@ def entered(call: Callable[[], object]) -> set[str]:
 
 
 def test_attaching_and_a_steady_step_enter_few_files() -> None:
-    """Not of a model, whose hooks add some. On their way to 14, and to 6 beside torch_compat and optimizers."""
+    """Not of a model, whose hooks add some. On their way to 14, and to 6 beside fsdp and optimizers."""
     param = torch.nn.Parameter(torch.ones(64))
     optimizer = torch.optim.AdamW([param])
     with warnings.catch_warnings():
@@ -83,4 +83,4 @@ def test_attaching_and_a_steady_step_enter_few_files() -> None:
     for _ in range(2):
         param.grad = torch.ones(64)
         files = entered(optimizer.step)
-    assert len([file for file in files if Path(file).parent.name not in ("torch_compat", "optimizers")]) <= STEP
+    assert len([file for file in files if Path(file).parent.name not in ("fsdp", "optimizers")]) <= STEP

@@ -22,8 +22,8 @@ from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_ch
 from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
+from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
 from fsdp_offload.optimizers.masters import MASTER, is_duplicate
-from fsdp_offload.torch_compat.dtensor import is_dtensor, local_shard, over_part
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..stored.checkpoint import Path

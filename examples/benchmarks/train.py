@@ -28,8 +28,8 @@ from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.device.link import device_link
-from fsdp_offload.torch_compat.dtensor import local_shard
-from fsdp_offload.torch_compat.fully_shard import fsdp_modules
+from fsdp_offload.fsdp.dtensor import local_shard
+from fsdp_offload.fsdp.fully_shard import fsdp_modules
 
 from .link import Link
 from .record import bench_device, median, print_record, run, wall_ms

@@ -23,13 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.engine import Engine, find_offloaded
 from ..device.lanes import refuse_capture
+from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
+from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
+from ..fsdp.homed import is_homed
 from ..optimizers import Capabilities
 from ..optimizers.with_masters import WithMasters
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of, params_of
-from ..torch_compat.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
-from ..torch_compat.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
-from ..torch_compat.homed import is_homed
 from .attachment import Attachment, attachment_of, offloaded
 
 _HOST_OFFLOADED = (

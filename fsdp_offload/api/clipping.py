@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..fsdp.watched_gradient import bare
 from ..state.layout import params_of
-from ..torch_compat.watched_gradient import bare
 from .attachment import attachment_of
 from .wrapped import optimizers_in
 

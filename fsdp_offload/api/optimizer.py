@@ -17,11 +17,11 @@ from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
+from ..fsdp.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
+from ..fsdp.spent_gradient import is_spent, zero_spent, zeroed_lifted
 from ..state.layout import is_trained, params_of
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
-from ..torch_compat.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
-from ..torch_compat.spent_gradient import is_spent, zero_spent, zeroed_lifted
 from .attachment import Attachment, attached, attachment_of, states_of
 from .checks import (
     RIGHT_ORDER,

@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.lending import Lending
 from ..device.arena import Region, aligned
+from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import describe_value, leaves_of
 from ..state.shard import Home
-from ..torch_compat.dtensor import local_shard, over_local
 
 logger = logging.getLogger(__name__)
 

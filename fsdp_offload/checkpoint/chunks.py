@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_compat.checkpoint import mesh_dims_in_order, split_factor
-from ..torch_compat.dtensor import local_shard, said_chunks
+from ..fsdp.checkpoint import mesh_dims_in_order, split_factor
+from ..fsdp.dtensor import local_shard, said_chunks
 
 Shape = tuple[int, ...]
 Run = tuple[int, int]  # start and length of consecutive indices of one tensor dimension

@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ..fsdp.checkpoint import storage_reader_for
+from ..fsdp.dtensor import local_shard
 from ..optimizers.masters import MASTER, can_rebuild
 from ..state.mapping import LEFT_OUT
-from ..torch_compat.checkpoint import storage_reader_for
-from ..torch_compat.dtensor import local_shard
 from .chunks import Shape, why_misread
 from .shard_tensor import in_one_dimension
 

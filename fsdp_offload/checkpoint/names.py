@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..torch_compat.checkpoint import canonical_fqn
-from ..torch_compat.dtensor import is_dtensor, may_be_another_ranks
-from ..torch_compat.fully_shard import parameter_names
+from ..fsdp.checkpoint import canonical_fqn
+from ..fsdp.dtensor import is_dtensor, may_be_another_ranks
+from ..fsdp.fully_shard import parameter_names
 
 StateDict = dict[str, Any]
 

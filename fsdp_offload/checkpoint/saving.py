@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ..torch_compat.dtensor import local_shard
+from ..fsdp.dtensor import local_shard
 from .chunks import why_misread
 from .loading import listed
 from .shard_tensor import ShardTensor

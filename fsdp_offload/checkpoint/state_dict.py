@@ -23,11 +23,11 @@ from ..api.attachment import states_of
 from ..api.wrapped import is_wrapped, optimizers_in
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
+from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
 from ..state.mapping import LEFT_OUT, OffloadedState, forget_left_out
 from ..state.store import UserState
-from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, version_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .loading import HAD_NONE, listed
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local

@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
 from ..device.link import DeviceLink, device_link
+from ..fsdp.dtensor import local_shard, over_local
+from ..fsdp.optim import unsupported_gradient
+from ..fsdp.spent_gradient import is_zeroed
 from ..optimizers import Capabilities
 from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
 from ..optimizers.masters import MASTER, can_rebuild
@@ -21,9 +24,6 @@ from ..policy import OffloadPolicy
 from ..state.layout import StateLayout, in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
-from ..torch_compat.dtensor import local_shard, over_local
-from ..torch_compat.optim import unsupported_gradient
-from ..torch_compat.spent_gradient import is_zeroed
 from .homes import Plan
 from .lending import Lending
 

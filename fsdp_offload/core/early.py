@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from ..fsdp.dtensor import version_of
+from ..fsdp.spent_gradient import is_spent, note_freed, spend
+from ..fsdp.watched_gradient import unwatch, watch
 from ..state.store import StateStore
-from ..torch_compat.dtensor import version_of
-from ..torch_compat.spent_gradient import is_spent, note_freed, spend
-from ..torch_compat.watched_gradient import unwatch, watch
 from .guesses import Guesses
 from .homes import Plan
 from .loop import Core

@@ -14,6 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
+from ..fsdp.dtensor import local_shard, version_of
+from ..fsdp.homed import is_homed
+from ..fsdp.optim import scaler_decides
+from ..fsdp.sharded_parameter import ShardedParameter
+from ..fsdp.spent_gradient import is_freed
 from ..optimizers import Capabilities
 from ..optimizers.bucket_update import step_shadow
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
@@ -21,11 +26,6 @@ from ..policy import OffloadPolicy
 from ..state.layout import is_trained, params_of
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import local_shard, version_of
-from ..torch_compat.homed import is_homed
-from ..torch_compat.optim import scaler_decides
-from ..torch_compat.sharded_parameter import ShardedParameter
-from ..torch_compat.spent_gradient import is_freed
 from .buckets import ELSEWHERE, Bucket, bucketing, pools_for, share_out
 from .contents import Contents
 from .early import Early

@@ -22,13 +22,13 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
+from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of
+from ..fsdp.spent_gradient import USED_UP, is_spent
+from ..fsdp.watched_gradient import is_watched, unwatch, watch
 from ..optimizers import Capabilities
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
-from ..torch_compat.dtensor import has_inner_tensors, local_shard, version_of
-from ..torch_compat.spent_gradient import USED_UP, is_spent
-from ..torch_compat.watched_gradient import is_watched, unwatch, watch
 from .buckets import Bucket
 from .homes import Plan
 from .items import BytesAtHome, Item

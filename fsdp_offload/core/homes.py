@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
+from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard
 from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import LeafLayout, in_dtypes_of
 from ..state.shard import StateShard
 from ..state.store import StateStore
-from ..torch_compat.dtensor import has_inner_tensors, largest_local_numel, local_shard
 from .items import BytesAtHome
 from .packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..device.lanes import refuse_capture
+from ..fsdp.conversions import keep_in_place
+from ..fsdp.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
+from ..fsdp.spent_gradient import refuse_freed
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
-from ..torch_compat.conversions import keep_in_place
-from ..torch_compat.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
-from ..torch_compat.spent_gradient import refuse_freed
 from .engine import Engine
 
 GetStates = Callable[[Optimizer], StateStore]

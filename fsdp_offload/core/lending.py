@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from ..fsdp.dtensor import version_of
 from ..optimizers import Conventions
 from ..state.shard import Home, Reader, StateShard
 from ..state.store import StateStore, adopt, is_exchanged
-from ..torch_compat.dtensor import version_of
 from .buckets import Bucket
 from .homes import Plan
 from .items import BytesAtHome, Item

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..fsdp.dtensor import is_dtensor, placements_of
 from ..optimizers.masters import MASTER, can_rebuild
 from ..state.layout import StateLayout, ValueLayout, in_dtypes_of, leaves_of
 from ..state.store import UserState
-from ..torch_compat.dtensor import is_dtensor, placements_of
 from .engine import Engine
 
 logger = logging.getLogger(__name__)

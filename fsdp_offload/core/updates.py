@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
 from ..device.lanes import Mark
+from ..fsdp.dtensor import version_of
+from ..fsdp.optim import pinned_implementations
+from ..fsdp.watched_gradient import bare
 from ..optimizers import Conventions
 from ..optimizers.bucket_update import BoundRange, FirstUpdate, update_bucket
 from ..optimizers.kept_state import Layouts
 from ..optimizers.shared_values import SharedValues
 from ..state.store import OwnCounters, StateStore
-from ..torch_compat.dtensor import version_of
-from ..torch_compat.optim import pinned_implementations
-from ..torch_compat.watched_gradient import bare
 from .buckets import Bucket
 from .homes import Plan
 from .lending import SpareHomes

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..device.arena import PAGE_BYTES, Region
+from ..fsdp.dtensor import local_shard, version_of
+from ..fsdp.homed import holders_of, uses_of
+from ..fsdp.sharded_parameter import ShardedParameter
 from ..state.shard import Home
-from ..torch_compat.dtensor import local_shard, version_of
-from ..torch_compat.homed import holders_of, uses_of
-from ..torch_compat.sharded_parameter import ShardedParameter
 from .items import BytesAtHome, Item
 from .packing import place_homes
 

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from ..device.lanes import Mark
 from ..device.link import device_link
+from ..fsdp.dtensor import local_shard
 from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import local_shard
 from .job import HostJob, HostStates, HostStep, passing_bytes
 from .mirror import Hasher, Mirror
 from .worker import host_worker

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ..torch_compat.dtensor import local_shard
-from ..torch_compat.fully_shard import sharding_groups
+from ..fsdp.dtensor import local_shard
+from ..fsdp.fully_shard import sharding_groups
 
 
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:

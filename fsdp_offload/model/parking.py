@@ -20,8 +20,8 @@ from ..device.arena import BREAK_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..device.lanes import Lane, Mark
 from ..device.link import LinkLanes, device_link
-from ..torch_compat.dtensor import local_shard
-from ..torch_compat.guard import Guard, WriteWatch
+from ..fsdp.dtensor import local_shard
+from ..fsdp.guard import Guard, WriteWatch
 
 Storage = torch.UntypedStorage
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device.link import device_link
-from ..torch_compat.dtensor import is_dtensor, local_shard
-from ..torch_compat.fully_shard import (
+from ..fsdp.dtensor import is_dtensor, local_shard
+from ..fsdp.fully_shard import (
     drop_gathered_gradients,
     fsdp_modules,
     gathered_gradients,
@@ -30,7 +30,7 @@ from ..torch_compat.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from ..torch_compat.guard import Guard
+from ..fsdp.guard import Guard
 from .parking import Parking, Storage, wait_for
 
 logger = logging.getLogger(__name__)

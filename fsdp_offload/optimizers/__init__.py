@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from ..torch_compat.dtensor import has_inner_tensors
+from ..fsdp.dtensor import has_inner_tensors
 from .capabilities import Capabilities, Conventions, LogicalStep, capabilities_of
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
 from .with_masters import capabilities_with_masters, plain_class_of

@@ -19,11 +19,11 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, version_of
+from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local, version_of
-from ..torch_compat.optim import no_global_step_hooks, plain_step_of
 from . import Conventions
 from .masters import MASTER, is_only_copy, let_weights_win
 from .shared_values import SharedValues, instance_attributes

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..fsdp.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value, tensors_in
 from ..state.store import UserState
-from ..torch_compat.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from .bucket_update import step_shadow
 from .capabilities import Capabilities, LogicalStep
 from .shared_values import SharedValues, entries_of, instance_attributes

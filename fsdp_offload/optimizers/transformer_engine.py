@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
 from ..state.layout import params_of
 from ..state.store import UserState
-from ..torch_compat.dtensor import has_inner_tensors, local_shard, over_local
 from .capabilities import Capabilities, Conventions, LogicalStep
 from .masters import MASTER
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..fsdp.dtensor import local_shard, over_local
+from ..fsdp.optim import plain_step_of, unsupported_gradient
 from ..state.layout import params_of
-from ..torch_compat.dtensor import local_shard, over_local
-from ..torch_compat.optim import plain_step_of, unsupported_gradient
 from .capabilities import Capabilities, Conventions
 from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_master
 from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master

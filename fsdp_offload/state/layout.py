@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..torch_compat.dtensor import is_dtensor, local_shard, over_local, without_data
+from ..fsdp.dtensor import is_dtensor, local_shard, over_local, without_data
 
 
 class LeafLayout(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..torch_compat.dtensor import local_shard, over_local
+from ..fsdp.dtensor import local_shard, over_local
 from .layout import LeafLayout, StateLayout
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, synchronize
 from fsdp_offload.core.engine import engine_of
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint
 from tests.clipping import ALWAYS, NEVER, clip, clipped_step, clipping, guesses_of, train

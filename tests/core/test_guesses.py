@@ -21,7 +21,7 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import updates
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.guesses import Guesses
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests.async_writers import Reading
 from tests.clipping import ALWAYS, LOOKS, NEVER, clip, clipped_step, clipping, guesses_of, train
 from tests.overlapping import Loop, Net, adamw, look, pair, same, same_values

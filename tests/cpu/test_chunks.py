@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor, chunks_of, with_chunks
 from fsdp_offload.checkpoint.chunks import Cut, contiguous_strides, cut_chunks, ragged_chunks
-from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from fsdp_offload.fsdp.dtensor import local_shard, over_local
 
 Shape = tuple[int, ...]
 

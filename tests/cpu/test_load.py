@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_offload.checkpoint import Loaded, LoadPlanner, chunks_of, load, loading, with_chunks
 from fsdp_offload.checkpoint.loading import ReadPart, overlapping
-from fsdp_offload.torch_compat.dtensor import over_local
+from fsdp_offload.fsdp.dtensor import over_local
 from tests.async_writers import emptied
 from tests.loading import WHOLE, edit_metadata, memory_of, ragged, refused, sharded, tensors_of
 

@@ -27,7 +27,7 @@ from fsdp_offload.checkpoint import (
     with_chunks,
 )
 from fsdp_offload.checkpoint import load as checked_load
-from fsdp_offload.torch_compat.dtensor import local_shard, over_local, over_part
+from fsdp_offload.fsdp.dtensor import local_shard, over_local, over_part
 from tests.parity import attach
 from tests.state_dicts import (
     EVERY_FORM,

@@ -29,10 +29,10 @@ from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
-from fsdp_offload.torch_compat import sharded_parameter
-from fsdp_offload.torch_compat.dtensor import local_shard
-from fsdp_offload.torch_compat.optim import foreach_supports
-from fsdp_offload.torch_compat.spent_gradient import note_freed, spend
+from fsdp_offload.fsdp import sharded_parameter
+from fsdp_offload.fsdp.dtensor import local_shard
+from fsdp_offload.fsdp.optim import foreach_supports
+from fsdp_offload.fsdp.spent_gradient import note_freed, spend
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
 from tests.overlapping import (

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardTensor, check_storage_writer, chunks_of, with_chunks
-from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from fsdp_offload.fsdp.dtensor import local_shard, over_local
 from tests.loading import ragged as ragged_parts
 
 SHAPE = (5, 3, 2)

@@ -228,7 +228,7 @@ def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> N
 
 
 def storages_of_fsdp(model: nn.Module) -> list[torch.UntypedStorage]:
-    from fsdp_offload.torch_compat.fully_shard import _param_groups
+    from fsdp_offload.fsdp.fully_shard import _param_groups
 
     params = [param for group in _param_groups(model) for param in group.fsdp_params]
     tensors = [param._sharded_param_data for param in params]

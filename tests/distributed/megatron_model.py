@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 
 Shape = tuple[int, ...]
 

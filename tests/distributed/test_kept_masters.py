@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload import remove_offload
 from fsdp_offload.checkpoint import set_optimizer_state_dict
-from fsdp_offload.torch_compat.dtensor import local_shard, over_local
+from fsdp_offload.fsdp.dtensor import local_shard, over_local
 from tests.cpu.test_shard_tensor import pickled
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, spawn, spawn_cases

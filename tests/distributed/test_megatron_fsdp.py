@@ -23,7 +23,7 @@ from fsdp_offload.checkpoint import (
     save,
     with_parameter_chunks,
 )
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests.async_writers import read_checkpoint
 from tests.distributed.launch import mesh, run_cases, spawn
 from tests.distributed.megatron_model import (

@@ -31,8 +31,8 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear,
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from fsdp_offload import OffloadPolicy, offload_report
+from fsdp_offload.fsdp.fully_shard import fsdp_modules
 from fsdp_offload.integrations.torchtitan import offloaded
-from fsdp_offload.torch_compat.fully_shard import fsdp_modules
 from tests.async_writers import read_checkpoint
 from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device

@@ -28,7 +28,7 @@ from fsdp_offload.checkpoint import (
     set_optimizer_state_dict,
     with_chunks,
 )
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests.distributed.launch import mesh, spawn_cases, this_device, unless_refused
 from tests.tiers import world_sizes
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.hooks import ModelHooks
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests.gpu.streams import SLEEP_CYCLES, Slow, offloaded
 from tests.overlapping import Loop, Net, adamw, same_values, save_and_load
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_offload.torch_compat.dtensor import local_shard, over_local
-from fsdp_offload.torch_compat.homed import put_home, take_from_home
+from fsdp_offload.fsdp.dtensor import local_shard, over_local
+from fsdp_offload.fsdp.homed import put_home, take_from_home
 
 
 def on_the_mesh(local: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -27,15 +27,15 @@ PACKAGE = "fsdp_offload"
 # its command have no lines: they import what they like, and only their users import them.
 MAY_IMPORT: dict[str, set[str]] = {
     "policy": set(),
-    "torch_compat": set(),
+    "fsdp": set(),
     "device": set(),
-    "state": {"policy", "torch_compat"},
-    "optimizers": {"policy", "torch_compat", "state"},
-    "cpu_update": {"policy", "torch_compat", "device", "state", "optimizers"},
-    "model": {"policy", "torch_compat", "device"},
-    "core": {"policy", "torch_compat", "device", "state", "optimizers", "cpu_update"},
-    "api": {"policy", "torch_compat", "device", "state", "optimizers", "cpu_update", "model", "core"},
-    "checkpoint": {"torch_compat", "device", "state", "optimizers", "cpu_update", "core", "api"},
+    "state": {"policy", "fsdp"},
+    "optimizers": {"policy", "fsdp", "state"},
+    "cpu_update": {"policy", "fsdp", "device", "state", "optimizers"},
+    "model": {"policy", "fsdp", "device"},
+    "core": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update"},
+    "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core"},
+    "checkpoint": {"fsdp", "device", "state", "optimizers", "cpu_update", "core", "api"},
     "plan": {"policy", "device", "core"},
     "integrations": {"policy", "api", "checkpoint"},
 }
@@ -59,9 +59,9 @@ WITHOUT_LINE = {"__init__", "__main__"}
 
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
 MAY_USE_PRIVATE_TORCH = {
-    *("torch_compat/__init__.py", "torch_compat/dtensor.py", "torch_compat/fully_shard.py", "torch_compat/optim.py"),
-    *("torch_compat/guard.py", "torch_compat/homed.py", "torch_compat/sharded_parameter.py"),
-    "torch_compat/checkpoint.py",
+    *("fsdp/__init__.py", "fsdp/dtensor.py", "fsdp/fully_shard.py", "fsdp/optim.py"),
+    *("fsdp/guard.py", "fsdp/homed.py", "fsdp/sharded_parameter.py"),
+    "fsdp/checkpoint.py",
 }
 
 # Also attributes of our own objects with one of these names, which read as torch's. Call them something else.
@@ -136,7 +136,7 @@ def test_private_torch_names_stay_in_their_room():
         if file.relative_to(folder).as_posix() not in MAY_USE_PRIVATE_TORCH
         for line, name in private_torch_uses(file.read_text(encoding="utf-8"))
     ]
-    assert not found, f"only {sorted(MAY_USE_PRIVATE_TORCH)} may; give torch_compat a function that does this: {found}"
+    assert not found, f"only {sorted(MAY_USE_PRIVATE_TORCH)} may; give fsdp a function that does this: {found}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_offload.checkpoint import chunks_of, with_parameter_chunks
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 
 SHAPE = (12, 5)
 

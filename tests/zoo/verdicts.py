@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_offload.fsdp.optim import plain_step_of
 from fsdp_offload.state.layout import leaves_of
-from fsdp_offload.torch_compat.optim import plain_step_of
 
 from .dependence import DependenceTrace
 from .libraries import load

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict, verify
 from fsdp_offload.checkpoint import check_storage_writer
 from fsdp_offload.checkpoint.names import flattened
-from fsdp_offload.torch_compat.dtensor import local_shard
+from fsdp_offload.fsdp.dtensor import local_shard
 from tests.checkpoint_tools.formats import megatron_parameter
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, part_of, rule
 from tests.cpu.checkpoint_tools.test_round_trip import fused
