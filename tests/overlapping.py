@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded
-from fsdp_offload.core.lanes import Lane
+from fsdp_offload.device.lanes import Lane
 from tests.at_home import not_at_home
 from tests.parity import attach, leaves, same_bits
 from tests.policies import with_share

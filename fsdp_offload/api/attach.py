@@ -179,7 +179,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         if attachment is None:
             raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
         engine = attachment.engine
-        engine.steps.check_usable("remove_offload()")
+        engine.check_usable("remove_offload()")
         attachment.parked.bring_back()
         states = states_of(target)
         engine.return_to_device(states.unwaited)

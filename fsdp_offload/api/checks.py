@@ -296,7 +296,7 @@ def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
         return  # a container steps those that it holds, and each is looked at then
     params = [param for param in params_of(other) if param.grad is not None]
     for both, engine in _offloaded_with(params, lambda policy: policy.updates_in_backward):
-        used = engine.steps.begun
+        used = bool(engine.core.done)
         raise RuntimeError(
             f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
             "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "

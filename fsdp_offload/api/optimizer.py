@@ -92,7 +92,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             RuntimeError: an exception has left the state half updated.
         """
         engine = attached(self).engine
-        engine.steps.check_usable("state_dict()")
+        engine.check_usable("state_dict()")
         if engine.conventions.keeps_raw_state:
             plain: dict[str, Any] = self._plain_class.state_dict(self)
             for state in plain["state"].values():
@@ -116,7 +116,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         engine, states = attachment.engine, states_of(self)
         attachment.parked.bring_back()
-        attachment.has_loaded_inside_step |= engine.steps.begun
+        attachment.has_loaded_inside_step |= bool(engine.core.done)
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
         installed = False
@@ -182,10 +182,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
         """
         attachment = attached(self)
-        attachment.engine.steps.skip()
+        attachment.engine.skip_step()
         attachment.has_loaded_inside_step = False
         if False in (*args, *kwargs.values()):
-            attachment.engine.steps.wait_for_all()
+            attachment.engine.wait_updated()
             for param in filter(is_spent, params_of(self)):
                 zero_spent(param)  # let go of in the backward
             with zeroed_lifted(params_of(self)):
@@ -206,9 +206,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         may be done while the state is away: ``step()`` reloads by itself.
         """
         attachment = attached(self)
-        attachment.engine.phases.offload(states_of(self).unwaited)
+        attachment.engine.offload(states_of(self).unwaited)
         if attachment.parked.params:
-            attachment.engine.steps.wait_for_all()  # updates on other streams write them
+            attachment.engine.wait_updated()  # updates on other streams write them
             attachment.parked.offload()
 
     def release_states(self) -> None:
@@ -216,7 +216,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
         The memory goes to torch's allocator.
         """
-        attached(self).engine.phases.release()
+        attached(self).engine.release()
         attached(self).parked.release()
 
     def reload_states(self, *, free_host_memory: bool = False) -> None:
@@ -253,7 +253,7 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once, or as a class that moves as a whole calls it."""
     attachment = attached(self)
     engine = attachment.engine
-    engine.steps.check_usable("step()", mid_step=True)
+    engine.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
     attachment.parked.bring_back()
     if isinstance(engine, WholeEngine):

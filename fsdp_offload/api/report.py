@@ -273,8 +273,8 @@ def notes_of(engine: Engine) -> Iterator[str]:
     if left_out := _left_out(engine):
         own = " of its own" if whole else ""
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
-    if engine.steps.failure:
-        yield f"Not usable: {engine.steps.failure}."
+    if engine.failure:
+        yield f"Not usable: {engine.failure}."
 
 
 def _why_whole(cls: type[Optimizer]) -> str:

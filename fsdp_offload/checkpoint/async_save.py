@@ -113,7 +113,7 @@ class ArenaStager(AsyncStager):
             self._loan.wait()
         engines = self._unspoiled_engines()
         for engine in engines:
-            engine.steps.check_usable("dcp.async_save()")
+            engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
         with _no_garbage_collection():
             staging = _Staging(state_dict, engines)

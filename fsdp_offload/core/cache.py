@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device.lanes import recorded
+from ..device.lanes import Lane, Mark, recorded
+from ..device.link import Lanes
 from .items import Block, Item, Pool
-from .lanes import Lane, Lanes, Mark
 from .room import Stopwatch
 from .timeline import Timeline
 

@@ -31,12 +31,9 @@ from .contents import Contents
 from .early import Early
 from .guesses import Guesses
 from .items import Item
-from .lanes import Lanes
 from .lending import SpareHomes
 from .loop import Core
-from .phases import Phases
 from .room import Room, Stopwatch
-from .steps import Steps
 from .updates import BucketUpdates
 from .weights import Weights
 
@@ -48,8 +45,6 @@ class Engine(Contents):
 
     Attributes:
         core: the loop.
-        steps: answers others who ask about its steps.
-        phases: everything leaves the device, and comes back.
         gathered: parameters that ``fully_shard`` gathers.
         weights: those that live on the host; ``None``: all stay on the device.
         loads_in_backward: hooks on a model tell when a backward begins.
@@ -86,12 +81,10 @@ class Engine(Contents):
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
         )
         self._updates.host = host
-        lanes = Lanes(self._link, serial=policy.serial)
-        self.core = Core(lanes, device, policy.overlap, self._updates)
+        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
         self.guesses = Guesses(self, capabilities, self._updates)
         self.early = Early(self.core, self.guesses, self._updates, self.plan, self.names)
-        self.steps = Steps(self.core, self.guesses, host)
-        self.phases = Phases(self.core, self.guesses, self.plan, self.lending)
+        self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
         self.room: Room | None = None
@@ -219,8 +212,8 @@ class Engine(Contents):
         Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
         current stream; where updates run on into the forward, each gather waits for those that it reads.
         """
-        steps, core, early, updates = self.steps, self.core, self.early, self._updates
-        steps.check_usable("step()", mid_step=True)
+        core, early, updates = self.core, self.early, self._updates
+        self.check_usable("step()", mid_step=True)
         guesses = self.guesses
         self._make_zeroed_gradients(self.plan.shards)
         early.unwatch()
@@ -334,7 +327,7 @@ class Engine(Contents):
             torn = None  # nothing has been written: nothing is lost
         if core.done or torn is not None:
             done = list(core.done)
-            self.steps.failure = (
+            self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
                 f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may "
                 "be half updated; the others are as before that step"
@@ -369,7 +362,7 @@ class Engine(Contents):
         core = self.core
         core.away = False
         self.early.ended = set()  # these gradients are of another backward than those that a load has overtaken
-        if not core.begun and not self.steps.failure:
+        if not core.begun and not self.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
             may_begin = self.early.frees_all or self.early.is_clean
@@ -406,7 +399,7 @@ class Engine(Contents):
         Then edits of param groups are followed now and not in ``step()``, as they may divide state anew.
         """
         core = self.core
-        if not core.frees_gradients or self.steps.failure or core.done:
+        if not core.frees_gradients or self.failure or core.done:
             return
         if not self.early.is_clean and self.layouts.capabilities.elementwise:
             self.early.frees_all = self.early.frees_all or not self._gradients_fit()
@@ -457,7 +450,7 @@ class Engine(Contents):
 
     def refuse(self, failure: str, message: str) -> None:
         """Note that the state is half updated for ever, and say why."""
-        self.steps.failure = failure
+        self.failure = failure
         self.core.abandon()
         self.early.forget()
         raise RuntimeError(message)
@@ -486,11 +479,73 @@ class Engine(Contents):
         if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
 
+    # May this be done now? --------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str:
+        """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
+        return self._failure or (self.host.failure if self.host is not None else "")
+
+    @failure.setter
+    def failure(self, failure: str) -> None:
+        self._failure = failure
+        if self.host is not None and not failure:
+            self.host.failure = ""
+
+    def check_whole(self, what: str) -> None:
+        """Refuse to hand out, or to go on with, what an earlier step has half updated."""
+        if self.host is not None:
+            self.host.raise_failure()
+        if self.failure:
+            raise RuntimeError(
+                f"{what} refused: {self.failure}. Load a checkpoint of the model and of this optimizer "
+                "(load_state_dict) before going on."
+            )
+
+    def check_usable(self, what: str, *, mid_step: bool = False) -> None:
+        """Refuse to go on with half updated state; with ``mid_step``, not if the backward alone has updated a part."""
+        self.check_whole(what)
+        if mid_step:
+            return
+        self.guesses.take_back()
+        if self.core.done:
+            raise RuntimeError(
+                f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
+                "Call step() first."
+            )
+
+    def skip_step(self) -> None:
+        """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
+        self.guesses.skip()
+        if self.core.done:
+            self.refuse(
+                "gradients were cleared instead of stepping, after the backward had updated parameters with them",
+                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in "
+                "the backward, and a step cannot be skipped any more. A loop that skips steps, or clears the gradients "
+                "that another loss has left (GANs), has to use overlap='forward'.",
+            )
+
     # By hand ----------------------------------------------------------------------------------------------------------
+
+    def offload(self, states: StateStore) -> None:
+        """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
+        self.guesses.take_back()
+        if not (self.core.done or self.core.away):
+            self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+            self.core.cache.flush()
+            self.core.away = True
+
+    def release(self) -> None:
+        """Free the device memory, in the order of the current stream; the host does not wait."""
+        if self.core.away:
+            self.core.wait_updated()
+            self.core.cache.release()
 
     def reload(self, states: StateStore) -> None:
         """Let items come back, and begin to load what the next step needs first."""
-        self.phases.reload(states)
+        if self.core.away:
+            self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+            self.core.away = False
         if self._taken == self.plan.generation:
             self.core.prefetch()
 
@@ -501,13 +556,13 @@ class Engine(Contents):
         self.core.abandon()
         self.early.forget()
         super().install(optimizer, states, loaded)
-        self.steps.failure = ""
+        self.failure = ""
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
         """As :meth:`Contents.add`."""
         params = list(params)
         if params:
-            self.steps.check_usable("taking over more parameters")
+            self.check_usable("taking over more parameters")
         super().add(optimizer, params, states)
         if self._taken >= 0:
             self._take_plan(states)
@@ -554,10 +609,14 @@ class Engine(Contents):
         streamed = [] if self.weights is None else self.weights.items.values()
         self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
 
-    def synchronize(self) -> None:
-        """Block the host until every transfer and every update has finished."""
+    def wait_updated(self) -> None:
+        """Let what follows on the current stream see all parameters and counters new."""
         self.guesses.take_back()
         self.core.wait_updated()
+
+    def synchronize(self) -> None:
+        """Block the host until every transfer and every update has finished."""
+        self.wait_updated()
         self.wait_all_home(may_write=False)
         if self.core.updated is not None:
             self.core.updated.synchronize()

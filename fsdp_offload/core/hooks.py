@@ -32,7 +32,7 @@ class ModelHooks:
         last = self._left_behind = LeftBehind(
             self._model, None if engine.host is None else engine.host.wait_without_owner
         )
-        self._steps = engine.steps  # the engine may go first
+        self._core = engine.core  # the engine may go first
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
@@ -47,7 +47,7 @@ class ModelHooks:
                 self._undo.append(register(partial(_call, hooks, last, name)).remove)
 
     def __del__(self) -> None:
-        if self._steps.begun and self._undo:
+        if self._core.done and self._undo:
             self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
@@ -121,7 +121,7 @@ class ModelHooks:
     def _before_state_dict(self, *_: object) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.steps.check_whole("model.state_dict()")
+            engine.check_whole("model.state_dict()")
         self._bring_home()
 
     def _before_load(self, *_: object) -> None:

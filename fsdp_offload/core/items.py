@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .lanes import Mark
+from ..device.lanes import Mark
 
 BytesAtHome = Sequence[tuple[Tensor, int]]
 """Host bytes, and the offset in the place to which they belong."""

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device.lanes import Mark, recorded
+from ..device.lanes import Lane, Mark, recorded
+from ..device.link import Lanes
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved
 from .items import Item, Use
-from .lanes import Lane, Lanes
 from .timeline import Reductions, Timeline
 
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..device.lanes import Mark, StreamMark, current_stream
+from ..device.lanes import Lane, Mark, StreamMark, current_stream
 from .items import Pool
-from .lanes import Lane
 
 TOLERATED = 0.01
 """Part of an iteration for which compute may stand still."""

@@ -54,7 +54,7 @@ class WholeEngine(Engine):
         """
         with torch.no_grad():
             states = get_states()
-            self.steps.check_usable("step()")
+            self.check_usable("step()")
             self._make_zeroed_gradients(self.plan.shards)
             self.lending.check_unspoiled()
             self.core.away = False
@@ -145,7 +145,7 @@ class WholeEngine(Engine):
                 homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
                 others = [name for name, value in state.items() if value is not homes.get(name)]
                 state.update({n: _copied(state[n], None if n in stays else self.device, copies) for n in others})
-        self.steps.failure = ""
+        self.failure = ""
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
@@ -252,11 +252,11 @@ class _Visit:
         self._give_back()
         core.end()
         if torn or borrowed:
-            engine.steps.failure = self._failure(error, borrowed)
+            engine.failure = self._failure(error, borrowed)
         elif error is None:
             engine.take_over(self._optimizer, states)
         if borrowed and error is None:
-            raise RuntimeError(f"step(): {engine.steps.failure}.")
+            raise RuntimeError(f"step(): {engine.failure}.")
 
     def _put_homes_back(self, states: StateStore) -> None:
         """Exchange places in the state for homes; copy new values of the same layout into their places first."""

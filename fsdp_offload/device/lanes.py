@@ -9,7 +9,8 @@ On an accelerator the loads and the stores have streams of their own, and update
   That needs a queue of the driver for each stream: ``copy_queues.py``;
 - stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
   read, and gradients that the host is to update with, go the same way;
-- what the host updates has streams of its own, one down and two in turns up.
+- what the host updates has streams of its own, one down and two in turns up. The CPU is a lane as well
+  (``cpu_update/``): whoever waits for a mark of it on a stream blocks the host until it has updated.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """

@@ -1,20 +1,43 @@
 """The link of one device: its lanes, and the memory that it has left."""
 
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, Lane, SerialLane, TurnsLane
+from .lanes import PIECE_BYTES, STORED_PIECE_BYTES, EventMark, Lane, Mark, SerialLane, TurnsLane
 
 
-class LinkLanes(NamedTuple):
-    """Lanes for loads, stores, updates beside the model, and the stream that is current."""
+class Lanes:
+    """Lanes of one device. Tests have some of another kind, which run everything later (``tests/core/deferred.py``).
 
-    load: Lane
-    store: Lane
-    update: Lane
-    compute: Lane
+    Attributes:
+        load, store: copies between homes and places.
+        update: updates beside the model.
+        compute: the stream that is current.
+    """
+
+    def __init__(self, device: torch.device, load: Lane, store: Lane, update: Lane, compute: Lane) -> None:
+        self._device = device
+        self.load, self.store, self.update, self.compute = load, store, update, compute
+
+    def on(self, stream: torch.Stream | None) -> Lane:
+        """Return the lane of a stream of torch's; ``None`` is the current one."""
+        if stream is None or isinstance(self.compute, SerialLane):
+            return self.compute
+        return Lane(self._device, stream, name=f"stream {stream.stream_id}")
+
+    def event(self, event: object) -> Mark:
+        """Return a mark for an event of torch's; without one, the point that compute has reached."""
+        return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
+
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """Note, for whoever looks for races, that these were made in the order of the compute lane."""
+
+    def freed(self, tensor: Tensor) -> None:
+        """Note that memory is given back: the next kernel of the compute lane may write it."""
 
 
 class DeviceLink:
@@ -26,20 +49,21 @@ class DeviceLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def lanes(self, *, serial: bool) -> LinkLanes:
+    def lanes(self, *, serial: bool) -> Lanes:
         """Return the lanes of all optimizers of this device; with ``serial``, and on the CPU, none overlaps another."""
         if serial or self.device.type == "cpu":
-            return LinkLanes(*(SerialLane(self.device, name=name) for name in LinkLanes._fields))
+            names = ("load", "store", "update", "compute")
+            return Lanes(self.device, *(SerialLane(self.device, name=name) for name in names))
         return self._lanes
 
     @functools.cached_property
-    def _lanes(self) -> LinkLanes:
+    def _lanes(self) -> Lanes:
         """The same for all users: copies of one kind are in order, whoever issues them."""
         load = TurnsLane(self.device, PIECE_BYTES, name="load")
         store = TurnsLane(self.device, STORED_PIECE_BYTES, name="store")
         # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
         update = Lane(self.device, torch.Stream(self.device, priority=-1), name="update")
-        return LinkLanes(load, store, update, Lane(self.device))
+        return Lanes(self.device, load, store, update, Lane(self.device))
 
     def host_lanes(self, *, serial: bool) -> tuple[Lane, Lane]:
         """Return the lanes of updates on the host: down for gradients and rewritten parameters, up for parameters.

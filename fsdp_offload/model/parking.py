@@ -19,7 +19,7 @@ from torch import Tensor
 from ..device.arena import BREAK_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..device.lanes import Lane, Mark
-from ..device.link import LinkLanes, device_link
+from ..device.link import Lanes, device_link
 from ..fsdp.dtensor import local_shard
 from ..fsdp.guard import Guard, WriteWatch
 
@@ -115,7 +115,7 @@ class Parking:
         self.storages, self._places = (), []
         return ends
 
-    def _by_device(self) -> Iterator[tuple[LinkLanes, list[_Place]]]:
+    def _by_device(self) -> Iterator[tuple[Lanes, list[_Place]]]:
         for device in dict.fromkeys(storage.device for storage in self.storages):
             places = [place for place in self._places if place.storage.device == device]
             yield device_link(device).lanes(serial=False), places

@@ -177,7 +177,7 @@ def test_a_backward_that_fails(mesh: DeviceMesh) -> None:
     loop.model.blocks[0].register_full_backward_pre_hook(_fail)
     with pytest.raises(ZeroDivisionError):
         loop.backward(3)
-    assert engine_of(loop.optimizer).steps.begun
+    assert engine_of(loop.optimizer).core.done
     with pytest.raises(RuntimeError, match="refused"):
         loop.optimizer.state_dict()
 

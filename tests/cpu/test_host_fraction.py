@@ -803,7 +803,7 @@ engine = vars(optimizer)["_offload_engine"].engine
 for _ in range(2):
     net(torch.ones(1, 512)).sum().backward()
     optimizer.step()
-engine.steps.wait_for_all = lambda: None  # leaves the thread at work
+engine.wait_updated = lambda: None  # leaves the thread at work
 net(torch.ones(1, 512)).sum().backward()
 optimizer.step()
 """

@@ -354,7 +354,7 @@ def test_a_backward_that_failed_behind_updates_is_not_gone_on_from(
     monkeypatch.setattr(Engine, "_gradients_fit", lambda _: fit)
     loop = Loop(mesh, adamw, on_host({"overlap": "iteration"}), net=Failing).train(4 if fit else 0)
     fail(loop, 4, "backward")
-    assert engine_of(loop.optimizer).steps.begun
+    assert engine_of(loop.optimizer).core.done
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(4)
 
@@ -436,7 +436,7 @@ def test_half_updated_weights_are_not_handed_out(
         fail_in_bucket(patch, 1)
         with pytest.raises(ArithmeticError):
             loop.train(1, first=2)
-    assert engine_of(loop.optimizer).steps.failure
+    assert engine_of(loop.optimizer).failure
     sentence = "refused: an earlier step.. stopped with ArithmeticError: a bit has flipped. 1 of .* Load a checkpoint"
     for what in (loop.optimizer.step, loop.model.state_dict, loop.model.blocks[0].state_dict):
         with pytest.raises(RuntimeError, match=sentence):
@@ -460,7 +460,7 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     loop.train(4)
     loss = loop.model(loop.batch(41))
     loop.backward(40)
-    assert engine_of(loop.optimizer).steps.begun
+    assert engine_of(loop.optimizer).core.done
     loop.optimizer = loop.scheduler = None  # type: ignore[assignment]
     gc.collect()
     if clears:

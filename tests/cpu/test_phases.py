@@ -241,10 +241,10 @@ def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...])
     go_through(optimizer, phases)
     state = optimizer.state[params_of(optimizer)[0]]
     kept, state["exp_avg"] = state["exp_avg"], torch.ones(7)
-    was_away = engine_of(optimizer).phases.away
+    was_away = engine_of(optimizer).core.away
     with pytest.raises(ValueError, match=r"expected local tensors .*\(40, 33\).*Nothing has been changed"):
         go_through(optimizer, ["reload" if was_away else "offload"])
-    assert engine_of(optimizer).phases.away == was_away
+    assert engine_of(optimizer).core.away == was_away
     state["exp_avg"] = kept
     pair.train(2)
 
@@ -291,7 +291,7 @@ def test_state_that_comes_later(edit: Callable[[Run], None], policy: OffloadPoli
     go_through(optimizer, phases)
     pair.each(edit)
     pair.assert_same()
-    if engine_of(optimizer).phases.away:
+    if engine_of(optimizer).core.away:
         assert_at_home(optimizer)
     pair.train(2)
     for phase in PHASES:
