@@ -19,7 +19,7 @@ from ..fsdp.homed import is_homed
 from ..fsdp.optim import scaler_decides
 from ..fsdp.sharded_parameter import ShardedParameter
 from ..fsdp.spent_gradient import is_freed
-from ..optimizers import Capabilities
+from ..optimizers import Capabilities, Conventions
 from ..optimizers.bucket_update import step_shadow
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -76,7 +76,7 @@ class Engine(Contents):
         for param, number in together.items():
             if param in names:
                 self._params_of[number].append(param)
-        self._spare_homes = SpareHomes(self.plan, self.conventions)
+        self._spare_homes = SpareHomes(partial(_may_move, self.conventions))
         self._updates = BucketUpdates(
             cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
         )
@@ -105,21 +105,11 @@ class Engine(Contents):
             return one.param in self.names or (is_frozen(one) and not is_homed(one.param))
 
         own = [list(filter(is_own, group)) for group in groups]
-        weights = Weights(
-            own,
-            partial(_wait_parameter, weakref.ref(self)),
-            self.plan.take_region,
-            self.policy.snapshot_bytes - self.plan.spare_bytes,
-            self.names,
-        )
-        self.weights = self._updates.weights = weights
-        self.lending.homes_of_parameters = weights.homes
-        self._count_weights(weights)
+        spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
+        wait = partial(_wait_parameter, weakref.ref(self))
+        self.weights = self._updates.weights = Weights(own, wait, self.plan.take_region, spare_bytes, self.names)
+        self.plan.of_parameters = self.weights.arena
         self._taken = -1
-
-    def _count_weights(self, weights: Weights) -> None:
-        self.plan.regions += [region for region in weights.regions if region.nbytes]
-        self.plan.spare_bytes += weights.spare_bytes
 
     def weights_of(self, number: int) -> Weights | None:
         """Those of which a group of ``fully_shard`` has some; ``None``: its parameters stay on the device."""
@@ -164,8 +154,8 @@ class Engine(Contents):
 
     def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
         planned = self.plan[number]
-        shards = list(planned.covers())
-        home = planned.home()
+        shards = planned.covers()
+        home = planned.copies()
         item = Item(
             f"state {number}",
             planned.bucket.nbytes if home else 0,
@@ -174,12 +164,12 @@ class Engine(Contents):
             exists=False,
             lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
-        self._spare_homes.serve(number, item)
+        self._spare_homes.serve(planned, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
         params = tuple(shard.param for shard in shards)
         after = frozenset(other for shard in shards for other in shard.buckets if other < number)
-        return Bucket(number, item, groups, marks, params, planned.on_host, after)
+        return Bucket(number, item, groups, marks, params, not planned.arena.moves, after)
 
     def take_staging(self) -> None:
         """Allocate all blocks before there are activations, so that blocks do not lie among these."""
@@ -574,15 +564,13 @@ class Engine(Contents):
         super().return_to_device(states)
         if self.weights is not None:
             self.weights.return_to_device(self.device)
-            self.weights = None
+            self.weights = self.plan.of_parameters = None
 
     def clear(self) -> None:
         """Drop all homes of state, after the last store."""
         self.settle()
         self.core.cache.release()
         super().clear()
-        if self.weights is not None:
-            self._count_weights(self.weights)
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
@@ -601,7 +589,7 @@ class Engine(Contents):
         """Block the host until the home of a parameter that streams is up to date."""
         self.guesses.take_back()
         if self.weights is not None:
-            self.core.wait_home([self.weights.parts[param].item])
+            self.core.wait_home([self.weights.items[self.weights.parts[param].number]])
 
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
@@ -626,6 +614,11 @@ def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     found = engine()
     if found is not None:
         found.wait_parameter_home(param)
+
+
+def _may_move(conventions: Conventions, shard: StateShard) -> bool:
+    # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
+    return len(shard.buckets) == 1 or conventions.gradient(shard.param) is not None
 
 
 def _versions_at(home: Home) -> int:

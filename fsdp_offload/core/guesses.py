@@ -240,11 +240,7 @@ class Guesses:
         if not self.is_ready or self.blocked or self._updates.writes_gradients:
             return False
         # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
-        shards = engine.plan.shards.values()
-        spare = [shard.places[1 - shard.side] for shard in shards if len(shard.places) > 1]
-        if engine.weights is not None:
-            spare += [home for home, is_home in engine.weights.homes() if not is_home]
-        return not any(home.is_read() for home in spare)
+        return not any(one.spare is not None and one.spare.is_read() for one in engine.plan.housed())
 
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
         """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
@@ -422,25 +418,18 @@ class Guesses:
         for number in numbers:
             begins[number] = nbytes
             nbytes += sum(aligned(param.numel()) for param in self._old_ranges(number))
-        if self._region is not None:
-            plan.regions = [one for one in plan.regions if one is not self._region]
-            self._region = None
-        missing_bytes = 0 if engine.weights is None else engine.weights.missing_bytes
-        needed_bytes = plan.spare_nbytes() + nbytes + missing_bytes
+        plan.others = [one for one in plan.others if one is not self._region]
+        self._region = None
+        needed_bytes = plan.missing_spare_bytes() + nbytes
         try:
             plan.check_host_memory(needed_bytes)
             plan.take_spare_homes()
-            if engine.weights is not None:
-                spare = engine.weights.take_spare_homes(plan.take_region)
-                if spare is not None:
-                    plan.regions.append(spare)
-                    plan.spare_bytes += spare.nbytes
             self._region = Region(nbytes, device=engine.device, pin=engine.pinned)
         except (MemoryError, RuntimeError) as error:
             self.unavailable = f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
             logger.warning("%s", self.sentence)
             return
-        plan.regions += [self._region] if nbytes else []
+        plan.others.append(self._region)
         self._begins, self._pairs, self._takeable = begins, {}, frozenset(numbers)
 
     def _takeable_buckets(self) -> list[int]:
@@ -464,7 +453,7 @@ class Guesses:
         """Flat bytes on the device of the parameters in a bucket that stay there."""
         planned = self._engine.plan[number]
         for piece in planned.bucket.ranges:
-            shard = planned.shards[piece.shard]
+            shard = planned.arena.shards[piece.shard]
             if not self._streams(shard):
                 flat = local_shard(shard.param).detach().view(-1)
                 yield flat[piece.start : piece.stop].view(torch.uint8)

@@ -5,9 +5,9 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,67 +20,119 @@ from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard
 from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
-from ..state.layout import LeafLayout, in_dtypes_of
-from ..state.shard import StateShard
+from ..state.layout import in_dtypes_of
+from ..state.shard import Housed, StateShard
 from ..state.store import StateStore
 from .items import BytesAtHome
 from .packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 
+AnyHoused = TypeVar("AnyHoused", bound=Housed)
+TakeRegion = Callable[[int, Sequence[int]], Region]
+"""Takes host memory of so many bytes, with offsets that no copy crosses."""
 
-@dataclass(frozen=True)
-class Arena:
-    """The host memory of some shards' homes.
+
+def _always(_: object) -> bool:
+    return True
+
+
+class Arena(Generic[AnyHoused]):
+    """Host memory of homes, laid end to end, and of spare ones: of the first of them, or of all.
 
     Attributes:
-        regions: their home, a spare one for the shards at its beginning, and perhaps one for the rest of them.
-        breaks: offsets that no copy crosses.
+        shards: those whose homes they are.
+        moves: they move to the device and back; otherwise the CPU updates them where they are.
+        regions: of all homes, of the spare homes of the first, and of those of the others.
         begins: the offset of each region's first byte.
+        breaks: offsets that no copy crosses.
     """
 
-    regions: tuple[Region, ...]
-    breaks: frozenset[int]
-    begins: tuple[int, ...] = (0, 0)
+    def __init__(
+        self, shards: Sequence[AnyHoused], homes: Homes, spare_bytes: int, take: TakeRegion, *, moves: bool = True
+    ) -> None:
+        """Give each of ``shards`` a home, and the first of them another, of at most ``spare_bytes``."""
+        self.moves = moves
+        self.shards, self.breaks, self._homes = shards, frozenset(homes.breaks), homes
+        self._with_spare = homes.count_within(spare_bytes)
+        nbytes = homes.nbytes, homes.end_of(self._with_spare)
+        self.begins = [0, 0]
+        self.regions = [take(n, [at for at in homes.breaks if at < n]) for n in nbytes]
+        self._settle(self.regions[0], 0, 0, len(shards))
+        self._settle(self.regions[1], 0, 0, self._with_spare)
+
+    def _settle(self, region: Region, begin: int, first: int, last: int) -> None:
+        for shard, offsets in zip(self.shards[first:last], self._homes.offsets[first:last], strict=True):
+            leaves = zip(offsets, shard.leaf_layouts, strict=True)
+            made = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
+            shard.places.append(shard.home_over(made))
+
+    def region_of(self, number: int, side: int) -> int:
+        """Which region the place of a shard on one side is in."""
+        return side if number < self._with_spare else 2 * side
+
+    def _first_without_spare(self) -> int:
+        """The page on which the first home without a spare one begins."""
+        return self._homes.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # else breaks would not be pages
+
+    @property
+    def missing_bytes(self) -> int:
+        """Host memory that :meth:`take_spare` would take."""
+        has_all = len(self.regions) > 2 or self.regions[1].nbytes == self.regions[0].nbytes
+        return 0 if has_all else self.regions[0].nbytes - self._first_without_spare()
+
+    def take_spare(self, take: TakeRegion) -> None:
+        """Give the others a spare home, too. Nothing is moving.
+
+        Raises:
+            RuntimeError: the driver refuses to lock the memory; nothing has been taken.
+        """
+        begin = self._first_without_spare()
+        if self.missing_bytes:
+            region = take(self.missing_bytes, [at - begin for at in self._homes.breaks if at > begin])
+            self.regions.append(region)
+            self.begins.append(begin)
+            self._settle(region, begin, self._with_spare, len(self.shards))
 
 
 @dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket, and the shards its numbers refer to; ``arena`` is ``None`` where the CPU updates it in its home."""
+class PlannedBucket(Generic[AnyHoused]):
+    """What moves together between an arena and a place; its numbers are those of the arena's shards.
+
+    ``changes``: which of the shards updates may change.
+    """
 
     bucket: Packed
-    shards: Sequence[StateShard]
-    arena: Arena | None
-    _known_copies: dict[tuple[int, ...], BytesAtHome] = field(default_factory=dict, init=False)
+    arena: Arena[AnyHoused]
+    changes: Callable[[AnyHoused], bool] = _always
+    _known_copies: dict[tuple[tuple[int, int], ...], BytesAtHome] = field(default_factory=dict, init=False)
 
-    def covers(self) -> Iterator[StateShard]:
+    def covers(self) -> list[AnyHoused]:
         """The shards of which it holds at least a range."""
-        return (self.shards[piece.shard] for piece in self.bucket.ranges)
+        return [self.arena.shards[piece.shard] for piece in self.bucket.ranges]
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it is updated on the host."""
-        return any(shard.on_host for shard in self.covers())
+    def changed(self) -> list[AnyHoused]:
+        """Those of them that updates may change."""
+        return list(filter(self.changes, self.covers()))
 
-    def copies(self, side_of: Callable[[StateShard], int]) -> BytesAtHome:
-        """The bytes at home, and the offset of each in a place. ``side_of``: which home of a shard."""
-        if self.arena is None:
+    def copies(
+        self, side_of: Callable[[AnyHoused], int] = lambda shard: shard.side, of: Callable[[AnyHoused], bool] = _always
+    ) -> BytesAtHome:
+        """The bytes at home, and the offset of each in a place. ``side_of``: which home of a shard; ``of``: which."""
+        if not self.arena.moves:
             return []
-        regions = {piece.shard: _region_of(self.shards[piece.shard], side_of) for piece in self.bucket.ranges}
-        key = tuple(regions.values())
+        shards = [(piece.shard, self.arena.shards[piece.shard]) for piece in self.bucket.ranges]
+        key = tuple((number, self.arena.region_of(number, side_of(shard))) for number, shard in shards if of(shard))
         if key not in self._known_copies:  # state that moves to and fro comes back to the same few
-            self._known_copies[key] = self._copies_of(self.arena, regions)
+            self._known_copies[key] = self._copies_of(dict(key))
         return self._known_copies[key]
 
-    def _copies_of(self, arena: Arena, regions: Mapping[int, int]) -> list[tuple[Tensor, int]]:
+    def _copies_of(self, regions: Mapping[int, int]) -> BytesAtHome:
         found: list[tuple[Tensor, int]] = []
-        for number, run in itertools.groupby(self.bucket.leaf_copies, key=lambda part: regions[part[0]]):
-            region, begin = arena.regions[number].bytes, arena.begins[number]
-            copies = join_copies((copy for _, copy in run), arena.breaks)
+        parts = (part for part in self.bucket.leaf_copies if part[0] in regions)
+        for number, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
+            region, begin = self.arena.regions[number].bytes, self.arena.begins[number]
+            copies = join_copies((copy for _, copy in run), self.arena.breaks)
             found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
         return found
-
-    def home(self) -> BytesAtHome:
-        """The bytes at home where the state lives now, and the offset of each in a place."""
-        return self.copies(lambda shard: shard.side)
 
 
 class Plan:
@@ -88,8 +140,9 @@ class Plan:
 
     Attributes:
         shards: by parameter, in planning order: the same on every rank.
-        regions: the host memory of the homes, and of those of parameters.
-        spare_bytes: of ``regions``, what is second homes.
+        arenas: their homes.
+        of_parameters: the homes of parameters, if these are on the host.
+        others: other host memory.
         generation: grows whenever buckets are added or dropped; not where a shard moves among the places that it has.
     """
 
@@ -108,22 +161,23 @@ class Plan:
         self._host_taken = Taken()
         self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
-        self.regions: list[Region] = []
-        self.spare_bytes = 0
+        self.arenas: list[Arena[StateShard]] = []
+        self.of_parameters: Arena[Any] | None = None
+        self.others: list[Region] = []
         self._layouts = layouts
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._pin = pin
         self._together = together
-        self._buckets: list[PlannedBucket] = []
+        self._buckets: list[PlannedBucket[StateShard]] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def host_shards(self) -> Iterator[StateShard]:
         """Those that the host updates."""
         return (shard for shard in self.shards.values() if shard.on_host)
 
-    def __getitem__(self, number: int) -> PlannedBucket:
+    def __getitem__(self, number: int) -> PlannedBucket[StateShard]:
         return self._buckets[number]
 
     def add(
@@ -200,70 +254,63 @@ class Plan:
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self._bucket_bytes)
         cpu_gradients = [_gradient_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
         buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
-        spare = _shards_within(homes, streamed, self._policy.snapshot_bytes - self.spare_bytes)
-        left_bytes = self._policy.snapshot_bytes - self.spare_bytes - spare.nbytes
-        cpu_spare = _shards_within(cpu_homes, cpu_shards, left_bytes)
+        left_bytes = self._policy.snapshot_bytes - self.spare_bytes
         mirror_nbytes = [local_shard(shard.param).numel() * shard.param.itemsize for shard in cpu_shards]
         mirrors = place_homes([nbytes] for nbytes in mirror_nbytes)
-        needed_bytes = homes.nbytes + spare.nbytes + cpu_homes.nbytes + cpu_spare.nbytes + mirrors.nbytes
+        spare_bytes = homes.end_of(homes.count_within(left_bytes))
+        cpu_spare_bytes = cpu_homes.end_of(cpu_homes.count_within(left_bytes - spare_bytes))
+        needed_bytes = homes.nbytes + spare_bytes + cpu_homes.nbytes + cpu_spare_bytes + mirrors.nbytes
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(cpu_gradients)
         self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
         if self._host is not None and cpu_gradients:
             self._host.reserve(cpu_gradients)
-        cpu_regions = [self._region(nbytes, cpu_homes.breaks) for nbytes in (cpu_homes.nbytes, cpu_spare.nbytes)]
-        regions = tuple(self._region(nbytes, homes.breaks) for nbytes in (homes.nbytes, spare.nbytes))
+        arena = Arena(streamed, homes, spare_bytes, self._region)
+        cpu_arena = Arena(cpu_shards, cpu_homes, cpu_spare_bytes, self._region, moves=False)
         mirror_region = self._region(mirrors.nbytes, mirrors.breaks)
         for shard, (offset,), nbytes in zip(cpu_shards, mirrors.offsets, mirror_nbytes, strict=True):
             shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
-        _settle(streamed, homes, partial(_host_leaf, regions[0]))
-        _settle(streamed, homes, partial(_host_leaf, regions[1]), spare.shards)
-        _settle(cpu_shards, cpu_homes, partial(_host_leaf, cpu_regions[0]))
-        _settle(cpu_shards, cpu_homes, partial(_host_leaf, cpu_regions[1]), cpu_spare.shards)
-        self.spare_bytes += cpu_spare.nbytes
-        self._add_buckets(cpu_buckets, cpu_shards, None)  # nothing of it ever moves
-        self.regions += [region for region in (*regions, *cpu_regions, mirror_region) if region.nbytes]
-        self.spare_bytes += spare.nbytes
-        self._add_buckets(buckets, streamed, Arena(regions, frozenset(homes.breaks)))
+        self.others.append(mirror_region)
+        self.arenas += [cpu_arena, arena]
+        for packed, its in (*((one, cpu_arena) for one in cpu_buckets), *((one, arena) for one in buckets)):
+            planned = PlannedBucket(packed, its)
+            for shard in dict.fromkeys(planned.covers()):
+                shard.buckets.append(len(self._buckets))
+            self._buckets.append(planned)
 
-    def spare_nbytes(self) -> int:
+    @property
+    def _all_arenas(self) -> list[Arena[Any]]:
+        return [*self.arenas, *([] if self.of_parameters is None else [self.of_parameters])]
+
+    def housed(self) -> Iterator[Housed]:
+        """All that has a home: state, and parameters."""
+        return (shard for arena in self._all_arenas for shard in arena.shards)
+
+    @property
+    def regions(self) -> list[Region]:
+        """All host memory that is held."""
+        homes = [region for arena in self._all_arenas for region in arena.regions]
+        return [region for region in (*homes, *self.others) if region.nbytes]
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of it, the bytes of second homes."""
+        return sum(region.nbytes for arena in self._all_arenas for region in arena.regions[1:])
+
+    def missing_spare_bytes(self) -> int:
         """Host memory that :meth:`take_spare_homes` would take."""
-        return sum(arena.regions[0].nbytes - begin for arena, _, begin in self._without_spare())
+        return sum(arena.missing_bytes for arena in self._all_arenas if arena.moves)
 
     def take_spare_homes(self) -> None:
-        """Give all state a second home, where it has none. Nothing is moving.
+        """Give all that moves a second home, where it has none. Nothing is moving.
 
         Raises:
-            RuntimeError: the driver refuses to lock the memory; nothing has been taken.
+            RuntimeError: the driver refuses to lock the memory.
         """
-        found = self._without_spare()
-        taken = [self._region(arena.regions[0].nbytes - begin, _after(begin, arena)) for arena, _, begin in found]
-        for (arena, shards, begin), region in zip(found, taken, strict=True):
-            number, first = len(arena.regions), arena.regions[0].bytes.data_ptr()
-            for shard in shards:
-                leaves = list(shard.home.all_leaves())
-                offsets = [leaf.data_ptr() - first - begin if leaf.numel() else 0 for leaf in leaves]
-                layouts = zip(offsets, shard.leaf_layouts, strict=True)
-                shard.places.append(shard.home_over([_host_leaf(region, offset, leaf) for offset, leaf in layouts]))
-                shard.spare_region = number
-            grown = replace(arena, regions=(*arena.regions, region), begins=(*arena.begins, begin))
-            self._buckets = [replace(one, arena=grown) if one.arena is arena else one for one in self._buckets]
-            self.regions.append(region)
-            self.spare_bytes += region.nbytes
-
-    def _without_spare(self) -> list[tuple[Arena, list[StateShard], int]]:
-        """Arenas with shards that have one home only, these shards, and the offset of the first of their bytes."""
-        found = []
-        for arena in {id(one.arena): one.arena for one in self._buckets if one.arena is not None}.values():
-            covered = (shard for one in self._buckets if one.arena is arena for shard in one.covers())
-            shards = [shard for shard in dict.fromkeys(covered) if len(shard.places) == 1]
-            leaves = [leaf for shard in shards for leaf in shard.home.all_leaves()]
-            first = arena.regions[0].bytes.data_ptr() if arena.regions[0].nbytes else 0
-            begins = [leaf.data_ptr() - first for leaf in leaves if leaf.numel()]
-            if begins:
-                found.append((arena, shards, min(begins) // PAGE_BYTES * PAGE_BYTES))  # else breaks would not be pages
-        return found
+        for arena in self._all_arenas:
+            if arena.moves:
+                arena.take_spare(self._region)
 
     @property
     def bucket_count(self) -> int:
@@ -288,12 +335,6 @@ class Plan:
         within = [at for at in breaks if at < nbytes]
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
-    def _add_buckets(self, buckets: Sequence[Packed], shards: Sequence[StateShard], arena: Arena | None) -> None:
-        for bucket in buckets:
-            for shard in {piece.shard: shards[piece.shard] for piece in bucket.ranges}.values():
-                shard.buckets.append(len(self._buckets))
-            self._buckets.append(PlannedBucket(bucket, shards, arena))
-
     def bind(
         self,
         number: int,
@@ -307,7 +348,7 @@ class Plan:
         planned = self._buckets[number]
         bound = []
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
-            shard = planned.shards[piece.shard]
+            shard = planned.arena.shards[piece.shard]
             if shard.on_host:
                 values = shard.values_at(shard.side, piece.start, piece.stop)
             else:
@@ -323,37 +364,10 @@ class Plan:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
         self.generation += 1
         self.shards.clear()
-        self.regions.clear()
+        self.arenas.clear()
+        self.others.clear()
         self._buckets.clear()
-        self.spare_bytes = 0
         self._host_taken = Taken()
-
-
-def _region_of(shard: StateShard, side_of: Callable[[StateShard], int]) -> int:
-    """Which region of its arena a place of ``shard`` is in."""
-    return shard.spare_region if (side := side_of(shard)) else side
-
-
-def _after(begin: int, arena: Arena) -> list[int]:
-    """The breaks of a region of ``arena`` that begins at ``begin``."""
-    return sorted(at - begin for at in arena.breaks if at > begin)
-
-
-class _WithSpare(NamedTuple):
-    shards: int  # how many, from the first
-    nbytes: int
-
-
-def _shards_within(homes: Homes, shards: Sequence[StateShard], nbytes: int) -> _WithSpare:
-    """How many of ``shards`` have all of their home within the first ``nbytes`` bytes, and where those end."""
-    end = 0
-    for count, offsets in enumerate(homes.offsets):
-        leaves = zip(offsets, shards[count].leaf_layouts, strict=True)
-        shard_end = max((offset + aligned(leaf.nbytes) for offset, leaf in leaves), default=end)
-        if shard_end > nbytes:
-            return _WithSpare(count, end)
-        end = max(end, shard_end)
-    return _WithSpare(len(shards), end)
 
 
 def _spec(shard: StateShard) -> ShardSpec:
@@ -372,22 +386,6 @@ def _largest_nbytes(shard: StateShard) -> int:
 def _gradient_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> list[int]:
     """Bytes of the gradients of a bucket, if they have the dtype of their parameters."""
     return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
-
-
-def _settle(
-    shards: Sequence[StateShard],
-    homes: Homes,
-    make: Callable[[int, LeafLayout], Tensor],
-    count: int | None = None,
-) -> None:
-    """Give a home to the first ``count`` of ``shards``, which are the first of ``homes``, or to all."""
-    for shard, offsets in zip(shards[:count], homes.offsets, strict=False):
-        leaves = zip(offsets, shard.leaf_layouts, strict=True)
-        shard.places.append(shard.home_over([make(offset, leaf) for offset, leaf in leaves]))
-
-
-def _host_leaf(region: Region, offset: int, leaf: LeafLayout) -> Tensor:
-    return region.range(offset, leaf.nbytes, leaf.dtype, leaf.shape, leaf.stride)
 
 
 def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:

@@ -10,15 +10,14 @@ them have been updated when the step is complete: then the shard lives there.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Generic
 
 from ..fsdp.dtensor import version_of
-from ..optimizers import Conventions
-from ..state.shard import Home, Reader, StateShard
+from ..state.shard import EntryOf, Home, Reader, StateShard
 from ..state.store import StateStore, adopt, is_exchanged
-from .buckets import Bucket
-from .homes import Plan
+from .homes import AnyHoused, Plan, PlannedBucket
 from .items import BytesAtHome, Item
 
 logger = logging.getLogger(__name__)
@@ -31,26 +30,20 @@ _SPOILED = (
 
 
 class Lending:
-    """Knows who reads which homes of one plan.
-
-    Attributes:
-        homes_of_parameters: homes of parameters that do not live with their state, and whether they are there now.
-    """
+    """Knows who reads which homes of one plan."""
 
     def __init__(self, plan: Plan, settle: Callable[[], None]) -> None:
         """Take what brings everything home: homes are about to be written."""
         self._plan, self._settle = plan, settle
         self._readers: list[Reader] = []  # some of them may have finished
         self._is_spoiled = False
-        self.homes_of_parameters: Callable[[], Iterable[tuple[Home, bool]]] = tuple
 
     def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
         """By the address of each tensor over a home: that home, and whether state lives there now. Host memory only."""
-        shards = self._plan.shards.values()
-        of_state = ((place, place is shard.home) for shard in shards for place in shard.places)
         return {
-            leaf.data_ptr(): (place, is_home)
-            for place, is_home in (*of_state, *self.homes_of_parameters())
+            leaf.data_ptr(): (place, place is one.home)
+            for one in self._plan.housed()
+            for place in one.places
             for leaf in place.all_leaves()
             if leaf.numel()
         }
@@ -100,75 +93,61 @@ class Lending:
             self.wait()
             adopt(exchanged)
 
-    @staticmethod
-    def move(moved: Iterable[StateShard], states: StateStore) -> None:
-        """The state of ``moved`` lives in their other place from now on, and ``states`` says so. Nothing is copied."""
-        for shard in moved:
-            state, old = states.get(shard.param), shard.homes
-            shard.side = 1 - shard.side
-            state.update((name, home) for name, home in shard.homes.items() if state.get(name) is old[name])
 
-
-class SpareHomes:
-    """Moves the state of one optimizer to spare homes.
+class SpareHomes(Generic[AnyHoused]):
+    """Moves the state of one optimizer, or its parameters, to spare homes.
 
     Attributes:
-        moving: shards that live in their other home once the step is complete.
+        moving: what lives in its other home once the step is complete.
         guessing: updates may be taken back, so none of them may change a home.
     """
 
-    def __init__(self, plan: Plan, conventions: Conventions) -> None:
-        self._plan, self._conventions = plan, conventions
-        self.moving: dict[StateShard, None] = {}
+    def __init__(self, may_move: Callable[[AnyHoused], bool], *, at_once: bool = False) -> None:
+        """``may_move``: asked before a shard moves. ``at_once``: not at the end of a step, unless it is a guess."""
+        self._may_move, self._at_once = may_move, at_once
+        self.moving: dict[AnyHoused, None] = {}
         self.guessing = False
 
-    def serve(self, number: int, item: Item) -> None:
-        """Let the item of a bucket's state ask here for its home."""
-        item.spare_home = partial(self._spare_home, number)
-        item.wait_unread = partial(self._wait_unread, number)
+    def serve(self, planned: PlannedBucket[AnyHoused], item: Item) -> None:
+        """Let the item of a bucket ask here for its home."""
+        item.spare_home = partial(self._spare_home, planned)
+        item.wait_unread = partial(self._wait_unread, planned)
 
-    def turn(self, number: int) -> list[StateShard]:
+    def turn(self, planned: PlannedBucket[AnyHoused]) -> list[AnyHoused]:
         """An update changes a bucket; returns which of its shards live in their other home after the step."""
-        shards = list(self._plan[number].covers())
+        shards = planned.changed()
         for shard in shards:
-            turns = shard not in self.moving and (self.guessing or shard.home.is_read())
-            if turns and self._may_move(shard):
-                shard.places[1 - shard.side].wait_unread()
+            spare, turns = shard.spare, self.guessing or shard.home.is_read()
+            if turns and spare is not None and shard not in self.moving and self._may_move(shard):
+                spare.wait_unread()
                 self.moving[shard] = None
         return [shard for shard in shards if shard in self.moving]
 
-    def _spare_home(self, number: int) -> BytesAtHome | None:
-        return self._plan[number].copies(self._side_of) if self.turn(number) else None
+    def _spare_home(self, planned: PlannedBucket[AnyHoused]) -> BytesAtHome | None:
+        if not self.turn(planned):
+            return None
+        if self._at_once and not self.guessing:
+            self.commit()
+        return planned.copies(self.side_of)
 
-    def _may_move(self, shard: StateShard) -> bool:
-        # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
-        updated = len(shard.buckets) == 1 or self._conventions.gradient(shard.param) is not None
-        return updated and len(shard.places) > 1
-
-    def _side_of(self, shard: StateShard) -> int:
+    def side_of(self, shard: AnyHoused) -> int:
+        """Which of its places is the newest."""
         return 1 - shard.side if shard in self.moving else shard.side
 
-    def _wait_unread(self, number: int) -> None:
-        for shard in self._plan[number].covers():
-            home = shard.places[self._side_of(shard)]
+    def _wait_unread(self, planned: PlannedBucket[AnyHoused]) -> None:
+        for shard in planned.changed():
+            home = shard.places[self.side_of(shard)]
             if home.readers:
                 home.wait_unread()
 
-    def commit(self, states: StateStore) -> None:
-        """A step is complete."""
-        Lending.move(self.moving, states)
-        self.moving = {}
+    def drop_guesses(self) -> None:
+        """Updates of this step have been taken back: nothing moves."""
+        self.guessing, self.moving = False, {}
 
-    def commit_done(self, buckets: Iterable[Bucket], done: Iterable[Bucket], states: StateStore) -> None:
-        """A step has failed when these were ``done``: shards move if all of their buckets were, and others stay."""
-        numbers = {bucket.number for bucket in done}
-        moved = [shard for shard in self.moving if numbers.issuperset(shard.buckets)]
-        for bucket in buckets if self.moving else ():
-            if bucket.state.nbytes:
-                bucket.state.home = self._plan[bucket.number].copies(
-                    lambda shard: 1 - shard.side if shard in moved else shard.side
-                )
-        Lending.move(moved, states)
+    def commit(self, entry_of: EntryOf = lambda _: {}, moved: Collection[AnyHoused] | None = None) -> None:
+        """A step is complete, or has failed when the state of ``moved`` was."""
+        for shard in self.moving if moved is None else moved:
+            shard.move(entry_of)
         self.moving = {}
 
 

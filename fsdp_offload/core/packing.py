@@ -6,6 +6,7 @@ ranges of them. Whole shards lie in the arena just as in the slot, so a bucket o
 shard costs one copy for each leaf.
 """
 
+import bisect
 import itertools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -63,7 +64,15 @@ class Homes(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
-        return self.ends[-1] if self.ends else 0
+        return self.end_of(len(self.ends))
+
+    def count_within(self, nbytes: int) -> int:
+        """How many of the first shards lie within ``nbytes``."""
+        return bisect.bisect_right(self.ends, nbytes)
+
+    def end_of(self, count: int) -> int:
+        """Where the first ``count`` shards end."""
+        return self.ends[count - 1] if count else 0
 
 
 def place_homes(shards: Iterable[Sequence[int]]) -> Homes:
@@ -95,7 +104,7 @@ def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[
         The buckets, and the homes of the shards.
     """
     homes = place_homes(shard.leaf_nbytes for shard in shards)
-    return tuple(_lay_out(ranges, shards, homes) for ranges in _pack(shards, bucket_bytes)), homes
+    return tuple(lay_out(ranges, shards, homes) for ranges in _pack(shards, bucket_bytes)), homes
 
 
 def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range, ...]]:
@@ -141,7 +150,8 @@ def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int
     return min(start + max(1, units) * CUT_NUMEL, shard.numel)
 
 
-def _lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Packed:
+def lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Packed:
+    """Lay ``ranges`` of ``shards`` end to end in a slot."""
     leaf_offsets: list[tuple[int, ...]] = []
     copies: list[tuple[int, Move]] = []
     end = 0

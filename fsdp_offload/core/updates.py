@@ -16,6 +16,7 @@ from ..optimizers import Conventions
 from ..optimizers.bucket_update import BoundRange, FirstUpdate, update_bucket
 from ..optimizers.kept_state import Layouts
 from ..optimizers.shared_values import SharedValues
+from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
 from .buckets import Bucket
 from .homes import Plan
@@ -38,7 +39,13 @@ class BucketUpdates:
     """
 
     def __init__(
-        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes, *, copies_options: bool
+        self,
+        cls: type[Optimizer],
+        layouts: Layouts,
+        plan: Plan,
+        spare_homes: SpareHomes[StateShard],
+        *,
+        copies_options: bool,
     ) -> None:
         """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
         self._cls, self._layouts, self._plan, self._copies_options = cls, layouts, plan, copies_options
@@ -71,33 +78,38 @@ class BucketUpdates:
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
         if self._states is not None:
-            self._spare_homes.commit(self._states)
+            self._spare_homes.commit(self._states.get)
         self.shared = self._states = self.first = None
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
         """The step has ended when these were ``done``."""
         if self._states is not None:
-            self._spare_homes.commit_done(buckets, done, self._states)
+            numbers = {bucket.number for bucket in done}  # shards move if all of their buckets were, and others stay
+            moving = list(self._spare_homes.moving)
+            self._spare_homes.commit(self._states.get, [one for one in moving if numbers.issuperset(one.buckets)])
+            for bucket in buckets if moving else ():
+                bucket.state.home = self._plan[bucket.number].copies()
         self.finish()
 
     def begin_guesses(self, own: OwnCounters) -> None:
         """Updates may be taken back: they change spare homes only, and copies of counters."""
         self._spare_homes.guessing, self._states = True, own
         if self.weights is not None:
-            self.weights.guessed = {}
+            self.weights.spare_homes.guessing = True
 
     def commit_guesses(self, states: StateStore) -> None:
         """They count, and the rest of the step updates ``states`` itself."""
         self._spare_homes.guessing, self._states = False, states
         if self.weights is not None:
-            self.weights.commit_guesses()
+            self.weights.spare_homes.guessing = False
+            self.weights.spare_homes.commit()
 
     def drop_guesses(self) -> None:
         """They have been taken back; the step may start again."""
-        self._spare_homes.guessing, self._spare_homes.moving = False, {}
+        self._spare_homes.drop_guesses()
         if self.weights is not None:
-            self.weights.guessed = None
+            self.weights.spare_homes.drop_guesses()
         self.finish()
 
     def begin(self) -> bool:
@@ -132,7 +144,7 @@ class BucketUpdates:
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
         assert self.host is not None and self._states is not None
-        moving = self._spare_homes.turn(bucket.number)
+        moving = self._spare_homes.turn(self._plan[bucket.number])
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
         return self.host.update(bucket.number, self._to_update(bucket), self._states, moving, after)
 

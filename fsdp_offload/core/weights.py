@@ -5,30 +5,55 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..device.arena import PAGE_BYTES, Region
 from ..fsdp.dtensor import local_shard, version_of
 from ..fsdp.homed import holders_of, uses_of
 from ..fsdp.sharded_parameter import ShardedParameter
-from ..state.shard import Home
-from .items import BytesAtHome, Item
-from .packing import place_homes
+from ..state.layout import LeafLayout
+from ..state.shard import EntryOf, Home, Housed
+from .homes import Arena, PlannedBucket, TakeRegion
+from .items import Item
+from .lending import SpareHomes
+from .packing import Packed, Range, ShardSpec, lay_out, place_homes
 
 
-class Part(NamedTuple):
-    """A parameter, its offset in the place of ``item``, and its home, with a spare one where there is room for it."""
+@dataclass(eq=False)
+class Part(Housed):
+    """A parameter that lives on the host: the number of its group, and its offset in the place of that.
 
-    item: Item
+    It has no reference to the item of the group, which has one to it.
+    """
+
+    number: int
     offset: int
     sharded: ShardedParameter
-    homes: list[Home]
+
+    @property
+    def leaf_layouts(self) -> list[LeafLayout]:
+        """As :attr:`Housed.leaf_layouts`."""
+        local = local_shard(self.sharded.param)
+        return [LeafLayout(tuple(local.shape), local.stride(), local.dtype)]
+
+    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+        """As :meth:`Housed.home_over`."""
+        return Home({}, {}, leaves[0])
+
+    def move(self, _: EntryOf) -> None:
+        """As :meth:`Housed.move`."""
+        self.side = 1 - self.side
+        self.live_at_home()
+
+    def live_at_home(self) -> None:
+        """Let the parameter live in its home."""
+        home = self.home
+        assert home.weights is not None
+        home.stand_in = self.sharded.live_at(home.weights, home.stand_in)
 
 
 class Weights:
@@ -38,16 +63,15 @@ class Weights:
         groups: those that have any of them, by number.
         items: by number, the item of each of these groups.
         parts: by parameter.
-        regions: their host memory, and that of their spare homes.
-        spare_bytes: of these, what is spare homes.
-        guessed: groups that guesses of this step have changed; ``None``: updates are no guesses now.
+        arena: their homes.
+        spare_homes: moves them to their other ones.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[ShardedParameter]],
         wait: Callable[[Tensor], None],
-        take: Callable[[int, Sequence[int]], Region],
+        take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
     ) -> None:
@@ -56,98 +80,39 @@ class Weights:
         Args:
             groups: of ``fully_shard``.
             wait: blocks the host until the home of a parameter is up to date.
-            take: takes host memory of so many bytes, with offsets that no copy crosses.
+            take: takes host memory.
             spare_bytes: as many at most are for spare homes.
             trained: those that updates may change; it may grow.
         """
         self.groups = {number: group for number, group in enumerate(groups) if group}
-        homes = place_homes([_padded_nbytes(one)] for group in groups for one in group)
-        shards = itertools.count()
-        offsets, ends = {}, {}
-        for number, group in self.groups.items():
-            of_group = [next(shards) for _ in group]
-            offsets[number], ends[number] = [homes.offsets[n][0] for n in of_group], homes.ends[of_group[-1]]
-        spare_end = max((end for end in ends.values() if end <= spare_bytes), default=0)
-        breaks = self._breaks = homes.breaks
-        self.regions = [take(n, [at for at in breaks if at < n]) for n in (homes.nbytes, spare_end)]
-        self.spare_bytes = spare_end
-        self.guessed: dict[int, None] | None = None
-        self._begins = {number: offsets[number][0] for number in offsets}
-        self._homes: dict[int, list[BytesAtHome]] = {}  # of each group: where it is now, and a spare one
+        together = [one for group in self.groups.values() for one in group]
+        specs = [ShardSpec(one.padded_numel, (_padded_nbytes(one),), cuttable=False) for one in together]
+        homes = place_homes(spec.leaf_nbytes for spec in specs)
+        numbers = itertools.count()
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
+        packed: dict[int, Packed] = {}
         for number, group in self.groups.items():
-            begin, end = offsets[number][0], ends[number]
-            regions = [region for region in self.regions if end <= region.nbytes]
-            homes_of_item = self._homes[number] = [self._bytes(region.bytes, 0, begin, end) for region in regions]
-            version = _versions([one.param for one in group])
-            item = Item(f"parameters of group {number}", end - begin, home=homes_of_item[0], version=version)
-            self.items[number] = item
-            for one, offset in zip(group, offsets[number], strict=True):
-                local = local_shard(one.param)
-                layout = local.nbytes, local.dtype, tuple(local.shape), local.stride()
-                places = [Home({}, {}, region.range(offset, *layout)) for region in regions]
-                self.parts[one.param] = Part(item, offset - begin, one, places)
-                one.wait = wait
-                assert places[0].weights is not None
-                places[0].stand_in = one.live_at(places[0].weights.copy_(local))
-            parts = [self.parts[one.param] for one in group]
-            holders = [holders_of(local_shard(one.param)) for one in group]
-            item.is_held = partial(_is_held, group, holders)
-            item.wait_unread = partial(_wait_unread, parts)
-            item.spare_home = partial(_spare_home, weakref.ref(self), number, parts, homes_of_item)
-            if len(regions) == 1 and not all(one.param in trained for one in group):
-                ends_of_group = [*offsets[number][1:], end]
-                ranges = list(zip((one.param for one in group), offsets[number], ends_of_group, strict=True))
-                item.stored = partial(_stored, regions[0].bytes, ranges, trained, breaks)
-
-    def _bytes(self, memory: Tensor, shift: int, begin: int, end: int) -> BytesAtHome:
-        """Cut the home ``[begin, end)``, of which ``memory`` begins at ``shift``, into what one copy may be about."""
-        return [(memory[a - shift : b - shift], a - begin) for a, b in _cuts(begin, end, self._breaks)]
-
-    @property
-    def missing_bytes(self) -> int:
-        """Host memory that :meth:`take_spare_homes` would take."""
-        first = self._first_without_spare()
-        return 0 if first is None else self.regions[0].nbytes - first
-
-    def _first_without_spare(self) -> int | None:
-        begins = [begin for number, begin in self._begins.items() if len(self._homes[number]) == 1]
-        return min(begins) // PAGE_BYTES * PAGE_BYTES if begins else None  # else breaks would not be pages
-
-    def take_spare_homes(self, take: Callable[[int, Sequence[int]], Region]) -> Region | None:
-        """Give each group a second home, where it has none; returns their memory.
-
-        Raises:
-            RuntimeError: the driver refuses to lock it; nothing has been taken.
-        """
-        first = self._first_without_spare()
-        if first is None:
-            return None
-        region = take(self.missing_bytes, [at - first for at in self._breaks if at > first])
-        for number, homes in self._homes.items():
-            if len(homes) > 1:
-                continue
-            begin, nbytes = self._begins[number], self.items[number].nbytes
-            homes.append(self._bytes(region.bytes, first, begin, begin + nbytes))
-            self.items[number].stored = None  # parameters live in either, frozen ones too
-            for one in self.groups[number]:
-                part, local = self.parts[one.param], local_shard(one.param)
-                layout = local.nbytes, local.dtype, tuple(local.shape), local.stride()
-                part.homes.append(Home({}, {}, region.range(begin + part.offset - first, *layout)))
-        self.regions.append(region)
-        self.spare_bytes += region.nbytes
-        return region
-
-    def commit_guesses(self) -> None:
-        """Let parameters live where updates have stored them."""
-        guessed, self.guessed = self.guessed or {}, None
-        for number in guessed:
-            _flip([self.parts[one.param] for one in self.groups[number]], self._homes[number])
-
-    def homes(self) -> Iterator[tuple[Home, bool]]:
-        """All homes, and whether parameters live there now."""
-        return ((home, number == 0) for part in self.parts.values() for number, home in enumerate(part.homes))
+            ranges = tuple(Range(index, 0, specs[index].numel) for index in itertools.islice(numbers, len(group)))
+            packed[number] = lay_out(ranges, specs, homes)
+            for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
+                self.parts[one.param] = Part(number, offset, one)
+        self.arena = Arena(list(self.parts.values()), homes, spare_bytes, take)
+        self.spare_homes: SpareHomes[Part] = SpareHomes(lambda part: True, at_once=True)
+        for part in self.parts.values():
+            assert part.home.weights is not None
+            part.home.weights.copy_(local_shard(part.sharded.param))
+            part.sharded.wait = wait
+            part.live_at_home()
+        for number, group in self.groups.items():
+            planned = PlannedBucket(packed[number], self.arena, lambda part: part.sharded.param in trained)
+            item = self.items[number] = Item(f"parameters of group {number}", packed[number].nbytes)
+            item.home = planned.copies()
+            item.version = _versions([one.param for one in group])
+            item.is_held = partial(_is_held, group, [holders_of(local_shard(one.param)) for one in group])
+            if planned.changed() != planned.covers():
+                item.stored = partial(planned.copies, self.spare_homes.side_of, planned.changes)
+            self.spare_homes.serve(planned, item)
 
     @property
     def nbytes(self) -> int:
@@ -163,13 +128,19 @@ class Weights:
         if part is None:
             return None
         local = local_shard(param)
-        flat = _padded(part)[: local.numel()]
+        flat = self._padded(part)[: local.numel()]
         return flat.as_strided(local.shape, local.stride()) if stop - start == local.numel() else flat[start:stop]
+
+    def _padded(self, part: Part) -> Tensor:
+        """A parameter in its place, as a gather reads it: flat."""
+        block = self.items[part.number].block
+        assert block is not None, "its group is on the device"
+        return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(local_shard(part.sharded.param).dtype)
 
     def lend(self, number: int) -> None:
         """Let the gather that follows read the place of a group."""
         for one in self.groups[number]:
-            one.lend(_padded(self.parts[one.param]))
+            one.lend(self._padded(self.parts[one.param]))
 
     def take_back(self, number: int) -> None:
         """End :meth:`lend`: the gather has been issued."""
@@ -182,16 +153,8 @@ class Weights:
             local = local_shard(param)
             # Another optimizer may have taken over what nobody trained. fully_shard exchanges the tensor of an empty
             # shard at the first forward; that needs its padding again, or gathers of this rank are too short.
-            if local is part.homes[0].weights or not local.numel():
+            if local is part.home.weights or not local.numel():
                 part.sharded.live_on(device)
-
-
-def _padded(part: Part) -> Tensor:
-    """A parameter in its place, as a gather reads it: flat."""
-    assert part.item.block is not None, part.item.name
-    dtype = local_shard(part.sharded.param).dtype
-    nbytes = part.sharded.padded_numel * dtype.itemsize
-    return part.item.block.memory[part.offset : part.offset + nbytes].view(dtype)
 
 
 def _padded_nbytes(one: ShardedParameter) -> int:
@@ -207,51 +170,3 @@ def _versions(params: Sequence[Tensor]) -> Callable[[], object]:
 def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:
     """Return whether anybody else has tensors over the homes of these, which have so many ``holders`` among us."""
     return any(holders_of(local_shard(one.param)) > count for one, count in zip(group, holders, strict=True))
-
-
-def _wait_unread(parts: Sequence[Part]) -> None:
-    for part in parts:
-        part.homes[0].wait_unread()
-
-
-def _cuts(begin: int, end: int, breaks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut ``[begin, end)`` into what one copy may be about."""
-    return itertools.pairwise([begin, *(at for at in breaks if begin < at < end), end])
-
-
-def _stored(
-    memory: Tensor, ranges: Sequence[tuple[Tensor, int, int]], trained: Container[Tensor], breaks: Sequence[int]
-) -> BytesAtHome:
-    """The bytes of those of a group's parameters that updates may change; neighbours are one copy."""
-    found: list[tuple[Tensor, int]] = []
-    for is_trained, run in itertools.groupby(ranges, key=lambda one: one[0] in trained):
-        if is_trained:
-            spans = [(begin, end) for _, begin, end in run]
-            found += [(memory[a:b], a - ranges[0][1]) for a, b in _cuts(spans[0][0], spans[-1][1], breaks)]
-    return found
-
-
-def _spare_home(
-    weights: "weakref.ref[Weights]", number: int, parts: Sequence[Part], homes: list[BytesAtHome]
-) -> BytesAtHome | None:
-    """As :attr:`Item.spare_home`. Until a guess is committed, parameters live where they were."""
-    guessed = None if (owner := weights()) is None else owner.guessed
-    if guessed is not None:
-        known = number in guessed
-        guessed[number] = None
-        return None if known else homes[1]
-    if len(homes) == 1 or not any(part.homes[0].is_read() for part in parts):
-        return None
-    _flip(parts, homes)
-    return homes[0]
-
-
-def _flip(parts: Sequence[Part], homes: list[BytesAtHome]) -> None:
-    """Let parameters live in their other home."""
-    homes.reverse()
-    for part in parts:
-        part.homes.reverse()
-        part.homes[0].wait_unread()
-        home = part.homes[0]
-        assert home.weights is not None
-        home.stand_in = part.sharded.live_at(home.weights, home.stand_in)

@@ -128,7 +128,7 @@ class WholeEngine(Engine):
 
     def commit_moves(self, states: StateStore) -> None:
         """State that a checkpoint's writer reads lives in its other home from now on."""
-        self._spare_homes.commit(states)
+        self._spare_homes.commit(states.get)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it."""
@@ -174,7 +174,8 @@ class _Visit:
         trained = set(params_of(optimizer))
         parts = {} if weights is None else weights.parts
         self._parts = [part for param, part in parts.items() if param in trained]
-        self._streamed = list(dict.fromkeys(part.item for part in self._parts))
+        groups = dict.fromkeys(part.number for part in self._parts)
+        self._streamed = [] if weights is None else [weights.items[number] for number in groups]
         self._counts = [(pool, pool.count) for pool in core.cache.pools]
         self._items = [*(bucket.state for bucket in core.buckets if bucket.state.nbytes), *self._streamed]
         try:
@@ -241,7 +242,7 @@ class _Visit:
         for item in self._items:
             core.cache.changed(item, mark)
         for part in self._parts:
-            home = part.homes[0]
+            home = part.home
             assert home.weights is not None, "a parameter that streams has a home"
             part.sharded.live_at(home.weights, home.stand_in)
         engine.commit_moves(states)

@@ -4,15 +4,18 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..fsdp.dtensor import local_shard, over_local
 from .layout import LeafLayout, StateLayout
+
+EntryOf = Callable[[Tensor], dict[str, Any]]
 
 
 class Reader(Protocol):
@@ -67,7 +70,43 @@ class Home:
 
 
 @dataclass(eq=False)
-class StateShard:
+class Housed(ABC):
+    """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter.
+
+    Attributes:
+        places: its home, and a spare one if there is room for it.
+        side: which of ``places`` is the home now.
+    """
+
+    places: list[Home] = field(default_factory=list, kw_only=True)
+    side: int = field(default=0, kw_only=True)
+
+    @property
+    def home(self) -> Home:
+        """The place where it lives now."""
+        return self.places[self.side]
+
+    @property
+    def spare(self) -> Home | None:
+        """The other one."""
+        return self.places[1 - self.side] if len(self.places) > 1 else None
+
+    @property
+    @abstractmethod
+    def leaf_layouts(self) -> list[LeafLayout]:
+        """All leaves, value by value: the order in which they lie in a bucket."""
+
+    @abstractmethod
+    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+        """A home of it over ``leaves``, one for each leaf layout."""
+
+    @abstractmethod
+    def move(self, entry_of: EntryOf) -> None:
+        """Live in the other place from now on. Nothing is copied. ``entry_of``: finds an entry of optimizer.state."""
+
+
+@dataclass(eq=False)
+class StateShard(Housed):
     """One parameter's state on this rank.
 
     Attributes:
@@ -80,9 +119,6 @@ class StateShard:
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         on_host: it is updated on the host, in its home.
         mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
-        places: its home, and a spare one if there is room for it.
-        side: which of ``places`` is the home now.
-        spare_region: which region of its arena the second of ``places`` is in.
         existed: there has been state, whose dtypes are what they are from then on.
     """
 
@@ -94,9 +130,6 @@ class StateShard:
     group: int
     together: int = 0
     on_host: bool = False
-    places: list[Home] = field(default_factory=list)
-    side: int = 0
-    spare_region: int = 1
     mirror: Tensor | None = None
     existed: bool = False
     buckets: list[int] = field(default_factory=list)
@@ -108,18 +141,13 @@ class StateShard:
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        """All leaves, value by value: the order in which they lie in a bucket."""
+        """As :attr:`Housed.leaf_layouts`."""
         return [leaf for value in self.layout.values.values() for leaf in value.leaves]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state, without padding."""
         return sum(leaf.nbytes for leaf in self.leaf_layouts)
-
-    @property
-    def home(self) -> Home:
-        """The place where the state lives now."""
-        return self.places[self.side]
 
     @property
     def homes(self) -> dict[str, Tensor]:
@@ -136,7 +164,7 @@ class StateShard:
         return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
 
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
-        """A home of this state over ``leaves``, one for each leaf layout."""
+        """As :meth:`Housed.home_over`."""
         remaining = iter(leaves)
         home = Home({}, {})
         for name, value in self.layout.values.items():
@@ -144,6 +172,12 @@ class StateShard:
             built = value.build(home.leaves[name])
             home.values[name] = over_local(self.param, built) if self.on_locals else built
         return home
+
+    def move(self, entry_of: EntryOf) -> None:
+        """As :meth:`Housed.move`."""
+        state, old = entry_of(self.param), self.homes
+        self.side = 1 - self.side
+        state.update((name, home) for name, home in self.homes.items() if state.get(name) is old[name])
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
