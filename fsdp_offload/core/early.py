@@ -9,14 +9,12 @@ from ..fsdp.dtensor import version_of
 from ..fsdp.spent_gradient import is_spent, note_freed, spend
 from ..fsdp.watched_gradient import unwatch, watch
 from ..state.store import StateStore
-from .guesses import Guesses
+from .guesses import Guesses, Version
 from .homes import Plan
 from .loop import Core
 from .updates import BucketUpdates
 
 logger = logging.getLogger(__name__)
-
-Version = tuple[int, int]
 
 _CLEAN_STEPS = 2
 """Updates move into the backward after so many steps in which nobody touched gradients before ``step()``."""
@@ -28,7 +26,6 @@ class Early:
     Attributes:
         freed: parameters whose gradient was let go of with its update, and their versions then.
         ended: numbers of buckets updated in a step that a load has ended: ``step()`` leaves their used gradients out.
-        frees_all: every backward, the first included, frees gradients after use: they would not fit together.
     """
 
     def __init__(
@@ -36,9 +33,7 @@ class Early:
     ) -> None:
         self.freed: dict[Tensor, Version] = {}
         self.ended: set[int] = set()
-        self.frees_all = False
         self._core, self._guesses, self._updates, self._plan, self._names = core, guesses, updates, plan, names
-        self._used: dict[Tensor, tuple[Tensor, Version, Version]] = {}  # a gradient, its version, the parameter's
         self._touches = _Touches()
         self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
@@ -47,18 +42,14 @@ class Early:
         """Return whether the first steps have shown that nobody touches gradients before ``step()``."""
         return self._clean_steps >= _CLEAN_STEPS
 
-    def used(self) -> list[Tensor]:
-        """Gradients that updates of this step have used, or may have."""
-        return [grad for grad, _, _ in self._used.values()]
-
     def note(self, params: Iterable[Tensor]) -> None:
         """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
         if self._guesses.announced:
-            if not (self.frees_all or self._guesses.unavailable):
+            if not (self._core.frees_all or self._guesses.unavailable):
                 self._guesses.watch(
                     param.grad for param in params if param in self._plan.shards and param.grad is not None
                 )
-        elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self.frees_all:
+        elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self._core.frees_all:
             self.watch(params)
 
     def watch(self, params: Iterable[Tensor]) -> None:
@@ -70,12 +61,12 @@ class Early:
             if (grad := param.grad) is not None:
                 if not self._guesses.made:
                     watch(grad, self._touches)
-                self._used[param] = grad, version_of(grad), version_of(param)
+                self._guesses.used[param] = grad, version_of(grad), version_of(param)
 
     def unwatch(self) -> None:
         """Let everybody touch gradients again."""
         self._guesses.unwatch()
-        for grad, _, _ in self._used.values():
+        for grad, _, _ in self._guesses.used.values():
             unwatch(grad)
 
     def spend(self, params: Iterable[Tensor]) -> None:
@@ -89,22 +80,21 @@ class Early:
                 self.freed[param] = version_of(param)
                 spend(param)
 
-    def forget(self, *, unwatch: bool = True) -> None:
+    def forget(self) -> None:
         """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
-        if unwatch:
-            self.unwatch()
-        self._used, self.freed, self._touches.written = {}, {}, False
+        self.unwatch()
+        self._guesses.used, self.freed, self._touches.written = {}, {}, False
 
     def written(self) -> list[Tensor]:
         """List parameters that somebody else has written since their update, as their versions tell."""
-        versions = [*((param, version) for param, (_, _, version) in self._used.items()), *self.freed.items()]
+        versions = [*((param, version) for param, (_, _, version) in self._guesses.used.items()), *self.freed.items()]
         return [param for param, version in versions if version_of(param) != version]
 
     def problem(self, states: StateStore) -> str:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
         if written := self.written():
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
-        exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self._used)]
+        exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self._guesses.used)]
         if exchanged:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
         if self._touches.written:
@@ -129,8 +119,8 @@ class Early:
         """Forget the gradients of a step, and learn from it; a GradScaler that decides about it changes them."""
         for param in self.freed:
             note_freed(param)
-        used, touched = self._used, self._touches.written
-        self.freed, self._used, self._touches.written = {}, {}, False
+        used, touched = self._guesses.used, self._touches.written
+        self.freed, self._guesses.used, self._touches.written = {}, {}, False
         if not used or not 0 <= self._clean_steps < _CLEAN_STEPS or self._guesses.announced:
             return
         if touched or _exchanged(used) or scaler_decides:

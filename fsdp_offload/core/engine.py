@@ -82,7 +82,7 @@ class Engine(Contents):
         )
         self._updates.host = host
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
-        self.guesses = Guesses(self, capabilities, self._updates)
+        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned)
         self.early = Early(self.core, self.guesses, self._updates, self.plan, self.names)
         self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
@@ -108,7 +108,7 @@ class Engine(Contents):
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         wait = partial(_wait_parameter, weakref.ref(self))
         self.weights = self._updates.weights = Weights(own, wait, self.plan.take_region, spare_bytes, self.names)
-        self.plan.of_parameters = self.weights.arena
+        self.plan.of_parameters, self.plan.streamed = self.weights.arena, self.weights.parts.keys()
         self._taken = -1
 
     def weights_of(self, number: int) -> Weights | None:
@@ -355,8 +355,8 @@ class Engine(Contents):
         if not core.begun and not self.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            may_begin = self.early.frees_all or self.early.is_clean
-            if self.guesses.announced and not self.early.frees_all:
+            may_begin = self.core.frees_all or self.early.is_clean
+            if self.guesses.announced and not self.core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
             core.may_begin_early = may_begin and not stale
@@ -392,8 +392,8 @@ class Engine(Contents):
         if not core.frees_gradients or self.failure or core.done:
             return
         if not self.early.is_clean and self.layouts.capabilities.elementwise:
-            self.early.frees_all = self.early.frees_all or not self._gradients_fit()
-        if not self.early.frees_all:
+            self.core.frees_all = self.core.frees_all or not self._gradients_fit()
+        if not self.core.frees_all:
             return
         core.reductions.expect_one()
         with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
@@ -565,6 +565,7 @@ class Engine(Contents):
         if self.weights is not None:
             self.weights.return_to_device(self.device)
             self.weights = self.plan.of_parameters = None
+            self.plan.streamed = ()
 
     def clear(self) -> None:
         """Drop all homes of state, after the last store."""

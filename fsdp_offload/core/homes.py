@@ -4,7 +4,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -142,6 +142,7 @@ class Plan:
         shards: by parameter, in planning order: the same on every rank.
         arenas: their homes.
         of_parameters: the homes of parameters, if these are on the host.
+        streamed: these parameters.
         others: other host memory.
         generation: grows whenever buckets are added or dropped; not where a shard moves among the places that it has.
     """
@@ -163,6 +164,7 @@ class Plan:
         self.shards: dict[Tensor, StateShard] = {}
         self.arenas: list[Arena[StateShard]] = []
         self.of_parameters: Arena[Any] | None = None
+        self.streamed: Container[Tensor] = ()
         self.others: list[Region] = []
         self._layouts = layouts
         self._policy = policy

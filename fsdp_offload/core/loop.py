@@ -73,7 +73,8 @@ class Core:
     Attributes:
         buckets: in forward order.
         weights: by group number, the item of its parameters; without bytes where they stay on the device.
-        frees_gradients: gradients are freed in the backward that uses them: there is no room for all of them.
+        frees_gradients: gradients are freed in the backward that uses them.
+        frees_all: also in the first backward: there is no room for all of them.
         done: buckets that this step has updated, in order.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
         begun: updates of this step have begun.
@@ -99,7 +100,7 @@ class Core:
         self.last_moved: Moved | None = None
         self.torn: Bucket | None = None
         self.may_begin_early, self.away = True, False
-        self.frees_gradients = False
+        self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}

@@ -55,7 +55,7 @@ def gradients_without_room(overlap: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_gradients_fit", lambda _: not last_rank())
         ours = Loop(device_mesh, adamw, policy).train(SOME_STEPS)
-    frees = engine_of(ours.optimizer).early.frees_all
+    frees = engine_of(ours.optimizer).core.frees_all
     problems = [] if frees == last_rank() else ["gradients are freed from the first backward on, or not"]
     return problems if same(plain, ours) else [*problems, "other bits"]
 
