@@ -20,7 +20,8 @@ LIMITS = {
     "fsdp_offload": 17_860,  # on its way to 12,000; 230 are masters without offload, which the policy had not
     "fsdp_offload/api": 1_950,  # 97 are add_masters, which refuses steps captured before it
     "fsdp_offload/checkpoint": 2_230,
-    "fsdp_offload/core": 5_000,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
+    "fsdp_offload/core": 1_640,
+    "fsdp_offload/engine": 3_350,  # what joins the core to an optimizer, guesses, whole steps, hooks, loading
     "fsdp_offload/cpu_update": 895,
     "fsdp_offload/device": 860,
     "fsdp_offload/integrations": 470,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, inside
-from ..core.hooks import ModelHooks
+from ..engine.engine import Engine, inside
+from ..engine.hooks import ModelHooks
 from ..model.parking import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too

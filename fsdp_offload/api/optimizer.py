@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, find_offloaded, inside
-from ..core.loading import check_loadable
-from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
+from ..engine.engine import Engine, find_offloaded, inside
+from ..engine.loading import check_loadable
+from ..engine.whole import WholeEngine
 from ..fsdp.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..fsdp.spent_gradient import is_spent, zero_spent, zeroed_lifted
 from ..state.layout import is_trained, params_of

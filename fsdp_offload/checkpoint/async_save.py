@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, engine_of, find_offloaded
-from ..core.lending import Lending
 from ..device.arena import Region, aligned
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.lending import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import describe_value, leaves_of
 from ..state.shard import Home

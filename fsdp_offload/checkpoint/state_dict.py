@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ..api.attachment import states_of
 from ..api.wrapped import is_wrapped, optimizers_in
-from ..core.engine import Engine, engine_of, find_offloaded
-from ..core.loading import check_loadable
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
