@@ -390,3 +390,41 @@ def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
             for offsets, inner_sizes in _flat_rectangles(sizes[1:], skipped, kept):
                 yield (row, *offsets), (1, *inner_sizes)
             begin += kept - skipped
+
+
+# --- arithmetic: overlaps --------------------------------------------------------------------------------------------
+
+
+class ReadPart(NamedTuple):
+    """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
+
+    offsets: Shape
+    sizes: Shape
+    stored_at: Shape
+
+
+def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
+    """Two parts that have elements in common, or ``None``.
+
+    Parts that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
+    group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
+    pair by pair.
+    """
+    for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
+        groups: list[list[ReadPart]] = []
+        end = -1
+        for part in sorted(parts, key=lambda part: part.offsets[dim]):
+            if part.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(part)
+            end = max(end, part.offsets[dim] + part.sizes[dim])
+        if len(groups) > 1:
+            return next(filter(None, map(overlapping, groups)), None)
+    return next((pair for pair in itertools.combinations(parts, 2) if _overlap(*pair)), None)
+
+
+def _overlap(first: ReadPart, second: ReadPart) -> bool:
+    return all(
+        a < b + b_size and b < a + a_size
+        for a, a_size, b, b_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    )

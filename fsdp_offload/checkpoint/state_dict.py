@@ -12,7 +12,7 @@ What torch's own functions do otherwise: a KeyError after a forward without back
 state; loaded tensors are cast and moved; a load that matched nothing trains from zero.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ from ..core.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
-from ..state.mapping import LEFT_OUT, OffloadedState, forget_left_out
+from ..state.mapping import OffloadedState
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .loading import HAD_NONE, listed
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
+from .planners import listed
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
 
@@ -87,8 +87,7 @@ def get_optimizer_state_dict(
         attached.check_names(fqns)
         states, groups = attached.for_load() if for_load else attached.saved()
         for param, state in states.items():
-            nested["state"][fqns[param]] = saved = _as_saved(param, state, copies=cpu_offload)
-            forget_left_out(saved)
+            nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
     if fsdp_dtensor:
         return as_fsdp_dtensor(nested)
@@ -199,19 +198,15 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
 
-UNTOUCHED = "no load has written it since for_load=True gave it"
+def _versions(value: Tensor) -> tuple[int, ...]:
+    """Change with every write into ``value``: through a DTensor, its local tensor, or what that consists of."""
+    return (*version_of(value), *(leaf._version for leaf in leaves_of(value)))
 
 
-def _is_untouched_since_now(value: Tensor, leaf: Tensor) -> Callable[[], bool]:
-    """Tells whether a load has come: it writes the inner tensor; ``copy_`` into a DTensor counts in that alone."""
-    versions = *version_of(value), leaf._version
-    return lambda: versions == (*version_of(value), leaf._version)
-
-
-def _first_leaf(value: object) -> Tensor | None:
-    """One tensor with memory that a load into ``value`` writes."""
+def _address(value: object) -> int:
+    """Where the memory of ``value`` begins; 0 if it has none."""
     leaves = leaves_of(value) if isinstance(value, Tensor) else []
-    return leaves[0] if leaves and leaves[0].numel() else None
+    return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
 
 @dataclass
@@ -262,12 +257,8 @@ class _Attached:
             for param, state in found.items()
             if state
         }
-        self.states.offered = {
-            leaf.data_ptr(): _is_untouched_since_now(value, leaf)
-            for state in offered.values()
-            for value in state.values()
-            if (leaf := _first_leaf(value)) is not None
-        }
+        values = [value for state in offered.values() for value in state.values()]
+        self.states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
         # Counters that groups get in the first step would not be asked for, and so not be loaded.
         counters = self.engine.layouts.group_counters_at_zero() if reserved else {}
         return offered, [{**counters, **group} for group in self.optimizer.param_groups]
@@ -290,32 +281,29 @@ class _Attached:
         return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
 
     def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
-        current = self.states.unwaited
         loaded: dict[Tensor, UserState] = {}
         untouched: list[str] = []
         for param in self.params:
-            fqn, state = fqns[param], current.get(param)
+            fqn, state = fqns[param], self.states.unwaited.get(param)
             given = saved.state.get(fqn, {})
-            reasons = self._why_unfilled(given)
-            why = set(reasons.values())
-            if why == {HAD_NONE}:
-                continue
-            if fqn in saved.entries and why and None not in why:  # it keeps the state it has
-                untouched += [fqn] if UNTOUCHED in why else []
+            # What has no elements on this rank goes by the rest.
+            filled = {name: not self._is_untouched(value) for name, value in given.items() if _address(value)}
+            if fqn in saved.entries and filled and not any(filled.values()):  # it keeps the state it has
+                untouched.append(fqn)
             elif fqn in saved.entries:
-                required = [name for name, reason in reasons.items() if reason and name != MASTER]
-                if required and not state:
+                lacking = [] if state else [name for name in filled if not filled[name]]
+                if lacking not in ([], [MASTER]):
+                    required = [name for name in lacking if name != MASTER]
                     raise ValueError(
                         f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
-                        f"{sorted(name for name in reasons if not reasons[name])} was. The checkpoint lacks it; load "
-                        f"it, or take {fqn} out of the state dict."
+                        f"{sorted(filter(filled.get, filled))} was. The checkpoint lacks it; load it, or take {fqn} "
+                        "out of the state dict."
                     )
                 # A master that the checkpoint lacks is made anew from the parameter.
-                lacks_master = reasons.get(MASTER) not in ((None, UNTOUCHED) if state else (None,))
-                state = {n: _as_loaded(param, v) for n, v in given.items() if n != MASTER or not lacks_master}
+                state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
             if state:
                 loaded[param] = state
-        if untouched and all(is_untouched() for is_untouched in self.states.offered.values()):
+        if untouched and all(map(self._is_untouched, (value for value, _ in self.states.offered.values()))):
             raise ValueError(
                 "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
                 f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which "
@@ -323,15 +311,10 @@ class _Attached:
             )
         return loaded
 
-    def _why_unfilled(self, state: UserState) -> dict[str, str | None]:
-        """Why the last load has not filled each tensor, ``None`` if it has. One without elements can only be told."""
-        reasons: dict[str, str | None] = {}
-        for name, value in state.items():
-            leaf, reason = _first_leaf(value), getattr(value, LEFT_OUT, None)
-            is_untouched = None if leaf is None else self.states.offered.get(leaf.data_ptr())
-            if reason or leaf is not None:
-                reasons[name] = reason or (UNTOUCHED if is_untouched is not None and is_untouched() else None)
-        return reasons
+    def _is_untouched(self, value: Tensor) -> bool:
+        """Return whether no load has written ``value`` since ``for_load=True`` gave it."""
+        template, versions = self.states.offered.get(_address(value), (None, None))
+        return template is not None and _versions(template) == versions
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:

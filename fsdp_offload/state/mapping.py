@@ -10,16 +10,6 @@ from torch import Tensor
 
 from .store import StateStore, UserState
 
-LEFT_OUT = "_fsdp_offload_left_out"
-"""Attribute of a tensor of optimizer state that a load has left as it was, until it is handed out again."""
-
-
-def forget_left_out(state: Mapping[str, Any]) -> None:
-    """``state`` is handed out: what an earlier load did not find says nothing about the next one."""
-    for value in state.values():
-        if isinstance(value, Tensor):
-            vars(value).pop(LEFT_OUT, None)
-
 
 class Homes(Protocol):
     """Whoever stores the state: what is read from a home waits for it."""
