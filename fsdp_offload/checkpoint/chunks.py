@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..fsdp.checkpoint import mesh_dims_in_order, split_factor
-from ..fsdp.dtensor import local_shard, said_chunks
+from ..fsdp.dtensor import local_shard
 
 Shape = tuple[int, ...]
 Run = tuple[int, int]  # start and length of consecutive indices of one tensor dimension
 Rectangle = tuple[Shape, Shape]  # offsets, sizes
 FlatRange = tuple[int, int] | slice
 
-# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has what places it in two attributes
-# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64, 2026-08-22). Detached, copied or in a state
-# dict, a tensor does not have them any more.
+# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has two attributes that place it
+# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64). Detached, copied or in a state dict, it has
+# lost them.
 
 MEGATRON_SLICE = "megatron_fsdp_slice"
 """The flat range that this rank has, row by row, in coordinates of its *tensor-parallel* part.
@@ -39,10 +39,10 @@ MEGATRON_SLICE = "megatron_fsdp_slice"
 Empty ones may be ``(0, 0)`` or ``(numel, numel)``. Absent where nothing is sharded: then the placements say it all."""
 
 MEGATRON_INDEX = "megatron_fsdp_dist_index"
-"""Its meshes. ``tp_dim`` is the name of the mesh dimension of tensor parallelism, or ``None``.
+"""Its meshes. ``tp_dim`` names the mesh dimension of tensor parallelism, or is ``None``.
 
-The parameter's own ``device_mesh`` has a dimension of that name only if tensor parallelism shards the parameter; its
-placement is that cut. The placements of the other dimensions are nominal."""
+The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; its placement is
+that cut. The placements of the other dimensions are nominal."""
 
 # Ragged ranges are different for every parameter, rectangles are shared; an entry takes about a kilobyte.
 _CACHED_ENTRIES = 16_384
@@ -110,9 +110,6 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(itertools.accumulate(reversed(sizes[: len(shape)]), int.__mul__))[::-1]
 
 
-# --- read off tensors ------------------------------------------------------------------------------------------------
-
-
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
     """Compute the chunks of this rank's part of a tensor.
 
@@ -135,20 +132,12 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
         TypeError: an unknown placement.
     """
     part = _part_of(source)
-    if flat_range is None:
-        return part
-    if len(part.chunks) != 1:
-        raise ValueError(
-            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}: {part.chunks}. Give the global "
-            "shape and the range within it"
-        )
-    return ragged_chunks(part.global_shape, part.chunks[0][:2], *_begin_end(flat_range))
+    return part if flat_range is None else _range_of(part, flat_range)
 
 
 def says_its_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
-    carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
-    return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
+    return hasattr(tensor, MEGATRON_SLICE) or hasattr(local_shard(tensor), "__create_chunk_list__")
 
 
 def why_misread(value: object) -> str | None:
@@ -164,10 +153,9 @@ def why_misread(value: object) -> str | None:
         own = chunks_of(value).rectangles
     except (TypeError, ValueError) as error:
         return str(error)
-    if len(own) < 2:
-        read = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
-        if own == [(offsets, sizes) for offsets, sizes in read if 0 not in sizes]:
-            return None
+    read = value.__create_chunk_list__() if len(own) < 2 else ()
+    if own == [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in read if 0 not in chunk.sizes]:
+        return None
     return "its local tensor is not the rectangle that its placements, left to right, name"
 
 
@@ -175,9 +163,7 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
     """Begin and end of ``part`` in the global tensor's elements, ``(0, 0)`` if empty; ``None``: not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
-    for chunk in part.chunks:
-        if not chunk.numel:
-            continue
+    for chunk in filter(lambda chunk: chunk.numel, part.chunks):
         first = sum(map(int.__mul__, chunk.offsets, strides))
         length = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
         if length != chunk.numel or chunk.local_start != end - begin or (end and first != end):
@@ -198,17 +184,12 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
         if megatron_range is not None:
             raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(source).__name__}")
         return cut_chunks(global_shape, ())
-    said = said_chunks(source) if megatron_range is None else None
-    if said is not None:
-        return _said_chunks(source, said)
-    cuts = _cuts_of(source, range(source.device_mesh.ndim) if megatron_range is None else _tp_dims(source))
-    if cuts is None:
-        return ShardChunks(global_shape, (0,), ())
-    placed = cut_chunks(global_shape, cuts)
     if megatron_range is not None:
-        (tensor_parallel_part,) = placed.chunks
-        return ragged_chunks(global_shape, tensor_parallel_part[:2], *_begin_end(megatron_range))
-    if local.numel() != placed.local_numel and not local.is_meta:  # one without data has no size of its own
+        return _range_of(_cut_by(source, _tp_dims(source)), megatron_range)
+    if hasattr(local, "__create_chunk_list__"):
+        return _said_chunks(source, local.__create_chunk_list__())
+    placed = _cut_by(source, range(source.device_mesh.ndim))
+    if placed.chunks and local.numel() != placed.local_numel and not local.is_meta:  # that has no size of its own
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
             f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
@@ -218,20 +199,26 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
     return placed
 
 
-def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
-    if not isinstance(flat_range, slice):
-        return flat_range
-    if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
-        raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")
-    return flat_range.start, flat_range.stop
+def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
+    """The elements of one rectangle that are in ``flat_range``; nothing of nothing."""
+    if len(part.chunks) > 1:
+        raise ValueError(
+            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}: {part.chunks}. Give the global "
+            "shape and the range within it"
+        )
+    if isinstance(flat_range, slice):
+        if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
+            raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")
+        flat_range = (flat_range.start, flat_range.stop)
+    return ragged_chunks(part.global_shape, part.chunks[0][:2], *flat_range) if part.chunks else part
 
 
-def _cuts_of(tensor: DTensor, among: Collection[int]) -> tuple[Cut, ...] | None:
-    """The cuts of those mesh dimensions ``among`` that shard, in the order they are applied; ``None`` outside it."""
+def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
+    """What those mesh dimensions ``among`` that shard leave to this rank; no chunk on a rank outside the mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return None
+        return ShardChunks(tuple(tensor.shape), (0,), ())
     cuts = []
     for mesh_dim in mesh_dims_in_order(tensor):
         placement: Any = placements[mesh_dim]
@@ -242,7 +229,7 @@ def _cuts_of(tensor: DTensor, among: Collection[int]) -> tuple[Cut, ...] | None:
             )
         if mesh_dim in among and not placement.is_replicate():
             cuts.append(Cut(placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor(placement)))
-    return tuple(cuts)
+    return cut_chunks(tuple(tensor.shape), tuple(cuts))
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:

@@ -13,20 +13,18 @@ state; loaded tensors are cast and moved; a load that matched nothing trains fro
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..api.attachment import states_of
+from ..api.attachment import attached, states_of
 from ..api.wrapped import is_wrapped, optimizers_in
-from ..core.engine import Engine, engine_of, find_offloaded
+from ..core.engine import find_offloaded
 from ..core.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
-from ..state.mapping import OffloadedState
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
@@ -83,9 +81,8 @@ def get_optimizer_state_dict(
             "list of one rank. Give flatten_optimizer_state_dict=True: its keys are each parameter's own."
         )
     nested: StateDict = {"state": {}, "param_groups": []}
-    for attached in _attached(optimizer, "get_optimizer_state_dict"):
-        attached.check_names(fqns)
-        states, groups = attached.for_load() if for_load else attached.saved()
+    for one in _offloaded(optimizer, fqns, "get_optimizer_state_dict"):
+        states, groups = _to_load_into(one) if for_load else _to_save(one)
         for param, state in states.items():
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
@@ -125,12 +122,9 @@ def set_optimizer_state_dict(
     """
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
-    known: set[str] = set()
-    plans = []
-    for attached in _attached(optimizer, "set_optimizer_state_dict"):
-        attached.check_names(fqns)
-        known.update(fqns[param] for param in attached.params)
-        plans.append((attached, attached.by_parameter(fqns, saved, strict=strict)))
+    optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
+    plans = [(one, _by_number(one, fqns, saved, strict=strict)) for one in optimizers]
+    known = {fqns[param] for one in optimizers for param in params_of(one)}
     extra = [fqn for fqn in (*saved.state, *saved.entries) if fqn not in known]
     if strict and extra:
         raise ValueError(
@@ -138,11 +132,42 @@ def set_optimizer_state_dict(
             "it of another model? strict=False ignores them."
         )
     if len(plans) > 1:  # one alone checks before it changes anything
-        for attached, state_dict in plans:
-            check_loadable(attached.engine, attached.optimizer, state_dict)
-    for attached, state_dict in plans:
-        attached.optimizer.load_state_dict(state_dict)
-        attached.states.offered = {}
+        for one, state_dict in plans:
+            check_loadable(attached(one).engine, one, state_dict)
+    for one, state_dict in plans:
+        one.load_state_dict(state_dict)
+        states_of(one).offered = {}
+
+
+def _offloaded(
+    optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str
+) -> list[Optimizer]:
+    """The offloaded optimizers in what a function was given; all of their parameters have a name."""
+    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
+    found = []
+    for inner in (inner for wrapped in given for inner in optimizers_in(wrapped)):
+        one = find_offloaded(inner)
+        if one is None:
+            raise ValueError(
+                f"{function}: this {type(inner).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
+                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
+            )
+        foreign = [param for param in params_of(one) if param not in fqns]
+        names = [attached(one).engine.names.get(param, "?") for param in foreign]
+        if not all(isinstance(param, nn.Parameter) for param in foreign):
+            raise ValueError(
+                f"{len(names)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
+                f"as those of Megatron's DistributedOptimizer ({names[0]}): they have no names and no shapes that a "
+                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
+                "save_parameter_state(), which read the state in host memory."
+            )
+        if foreign:
+            raise ValueError(
+                f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
+                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
+            )
+        found.append(one)
+    return found
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -195,7 +220,33 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
     return wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
 
 
-# Optimizers ----------------------------------------------------------------------------------------------------------
+# One optimizer -------------------------------------------------------------------------------------------------------
+
+
+def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+    """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
+    saved, params = optimizer.state_dict(), params_of(optimizer)
+    states_of(optimizer).offered = {}  # these homes hold state, whatever had been offered to load into
+    states = {params[number]: values for number, values in saved["state"].items()}
+    return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
+
+
+def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+    """The same, in the order of the groups: what there is and, where there is none, its reserved home."""
+    engine, states = attached(optimizer).engine, states_of(optimizer)
+    engine.lending.wait()  # what is handed out will be written
+    reserved = engine.reserved_state(optimizer, states.unwaited)
+    existing = dict(states.items())  # waits for the last stores
+    offered = {
+        param: engine.as_saved(optimizer, param, state, empty=param not in existing)
+        for param in params_of(optimizer)
+        if (state := existing.get(param) or reserved.get(param))
+    }
+    values = [value for state in offered.values() for value in state.values()]
+    states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
+    # Counters that groups get in the first step would not be asked for, and so not be loaded.
+    counters = engine.layouts.group_counters_at_zero() if reserved else {}
+    return offered, [{**counters, **group} for group in optimizer.param_groups]
 
 
 def _versions(value: Tensor) -> tuple[int, ...]:
@@ -209,112 +260,61 @@ def _address(value: object) -> int:
     return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
 
-@dataclass
-class _Attached:
-    """An offloaded optimizer."""
+def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
+    """What ``load_state_dict`` takes, with positions for names."""
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    missing = [fqns[param] for param in numbers if fqns[param] not in saved.entries]
+    if strict and missing:
+        raise ValueError(
+            f"set_optimizer_state_dict: the state dict lacks parameters of the optimizer: {listed(missing)}. "
+            "strict=False leaves them as they are."
+        )
+    groups = [
+        {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
+        | {"params": [numbers[param] for param in group["params"]]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    states = {numbers[param]: state for param, state in _loaded(optimizer, fqns, saved).items()}
+    return {"state": states, "param_groups": groups}
 
-    optimizer: Optimizer
-    engine: Engine
-    params: list[Tensor]
 
-    @property
-    def states(self) -> OffloadedState:
-        """``optimizer.state``."""
-        return states_of(self.optimizer)
+def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
+    """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
+    states = states_of(optimizer)
 
-    def check_names(self, fqns: Mapping[Tensor, str]) -> None:
-        """Refuse parameters that have no FQN."""
-        foreign = [param for param in self.params if param not in fqns]
-        names = [self.engine.names.get(param, "?") for param in foreign]
-        if not all(isinstance(param, nn.Parameter) for param in foreign):
-            raise ValueError(
-                f"{len(names)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
-                f"as those of Megatron's DistributedOptimizer ({names[0]}): they have no names and no shapes that a "
-                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
-                "save_parameter_state(), which read the state in host memory."
-            )
-        if foreign:
-            raise ValueError(
-                f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
-                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
-            )
-
-    def saved(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-        """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
-        saved = self.optimizer.state_dict()
-        self.states.offered = {}  # these homes hold state, whatever had been offered to load into
-        state = {self.params[number]: values for number, values in saved["state"].items()}
-        return state, [{**g, "params": [self.params[number] for number in g["params"]]} for g in saved["param_groups"]]
-
-    def for_load(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-        """State by parameter, in the order of the groups: what there is and, where there is none, its reserved home."""
-        self.engine.lending.wait()  # what is handed out will be written
-        reserved = self.engine.reserved_state(self.optimizer, self.states.unwaited)
-        existing = dict(self.states.items())  # waits for the last stores
-        found = {param: existing.get(param) or reserved.get(param) for param in self.params}
-        offered = {
-            param: self.engine.as_saved(self.optimizer, param, state, empty=param not in existing)
-            for param, state in found.items()
-            if state
-        }
-        values = [value for state in offered.values() for value in state.values()]
-        self.states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
-        # Counters that groups get in the first step would not be asked for, and so not be loaded.
-        counters = self.engine.layouts.group_counters_at_zero() if reserved else {}
-        return offered, [{**counters, **group} for group in self.optimizer.param_groups]
-
-    def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-        """Make what ``load_state_dict`` takes, with positions for names."""
-        missing = [fqns[param] for param in self.params if fqns[param] not in saved.entries]
-        if strict and missing:
-            raise ValueError(
-                f"set_optimizer_state_dict: the state dict lacks parameters of the optimizer: {listed(missing)}. "
-                "strict=False leaves them as they are."
-            )
-        numbers = {param: number for number, param in enumerate(self.params)}
-        groups = [
-            {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
-            | {"params": [numbers[param] for param in group["params"]]}
-            for index, group in enumerate(self.optimizer.param_groups)
-        ]
-        loaded = self._loaded_state(fqns, saved)
-        return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
-
-    def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
-        loaded: dict[Tensor, UserState] = {}
-        untouched: list[str] = []
-        for param in self.params:
-            fqn, state = fqns[param], self.states.unwaited.get(param)
-            given = saved.state.get(fqn, {})
-            # What has no elements on this rank goes by the rest.
-            filled = {name: not self._is_untouched(value) for name, value in given.items() if _address(value)}
-            if fqn in saved.entries and filled and not any(filled.values()):  # it keeps the state it has
-                untouched.append(fqn)
-            elif fqn in saved.entries:
-                lacking = [] if state else [name for name in filled if not filled[name]]
-                if lacking not in ([], [MASTER]):
-                    required = [name for name in lacking if name != MASTER]
-                    raise ValueError(
-                        f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
-                        f"{sorted(filter(filled.get, filled))} was. The checkpoint lacks it; load it, or take {fqn} "
-                        "out of the state dict."
-                    )
-                # A master that the checkpoint lacks is made anew from the parameter.
-                state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
-            if state:
-                loaded[param] = state
-        if untouched and all(map(self._is_untouched, (value for value, _ in self.states.offered.values()))):
-            raise ValueError(
-                "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
-                f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which "
-                "it was saved?"
-            )
-        return loaded
-
-    def _is_untouched(self, value: Tensor) -> bool:
-        """Return whether no load has written ``value`` since ``for_load=True`` gave it."""
-        template, versions = self.states.offered.get(_address(value), (None, None))
+    def is_untouched(value: Tensor) -> bool:
+        template, versions = states.offered.get(_address(value), (None, None))
         return template is not None and _versions(template) == versions
+
+    loaded: dict[Tensor, UserState] = {}
+    untouched: list[str] = []
+    for param in params_of(optimizer):
+        fqn, state = fqns[param], states.unwaited.get(param)
+        given = saved.state.get(fqn, {})
+        # What has no elements on this rank goes by the rest.
+        filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
+        if fqn in saved.entries and filled and not any(filled.values()):
+            untouched.append(fqn)
+        elif fqn in saved.entries:
+            lacking = [] if state else [name for name in filled if not filled[name]]
+            required = [name for name in lacking if name != MASTER]
+            if required:
+                raise ValueError(
+                    f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
+                    f"{sorted(filter(filled.get, filled))} was. The checkpoint lacks it; load it, or take {fqn} out of "
+                    "the state dict."
+                )
+            # A master that the checkpoint lacks is made anew from the parameter.
+            state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
+        if state:
+            loaded[param] = state
+    if untouched and all(is_untouched(value) for value, _ in states.offered.values()):
+        raise ValueError(
+            "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
+            f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which it "
+            "was saved?"
+        )
+    return loaded
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
@@ -334,22 +334,7 @@ def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any
     return agreed or {}
 
 
-def _same(one: object, other: object) -> bool:
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
-    return bool((one.cpu() == other.cpu()).all())
-
-
-def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list[_Attached]:
-    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
-    found = []
-    for one in (inner for wrapped in given for inner in optimizers_in(wrapped)):
-        target = find_offloaded(one)
-        engine = engine_of(target)
-        if target is None or engine is None:
-            raise ValueError(
-                f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
-                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
-            )
-        found.append(_Attached(target, engine, params_of(target)))
-    return found
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return bool((one.cpu() == other.cpu()).all())
+    return one is other or bool(one == other)
