@@ -140,7 +140,7 @@ class ArenaStager(AsyncStager):
             for address, found in engine.lending.homes_by_address().items()
         }
         values, structure = tree_flatten(state_dict)
-        leaves = [leaves_of(value) if isinstance(value, Tensor) else [] for value in values]
+        leaves = [leaves_of(value) for value in values]
         lent: dict[Lending, set[Home]] = defaultdict(set)
         copied: dict[_Key, Tensor] = {}
         for leaf in itertools.chain.from_iterable(leaves):

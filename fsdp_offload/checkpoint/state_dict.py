@@ -256,7 +256,7 @@ def _versions(value: Tensor) -> tuple[int, ...]:
 
 def _address(value: object) -> int:
     """Where the memory of ``value`` begins; 0 if it has none."""
-    leaves = leaves_of(value) if isinstance(value, Tensor) else []
+    leaves = leaves_of(value)
     return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
 

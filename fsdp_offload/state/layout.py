@@ -96,15 +96,20 @@ def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
     return build
 
 
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """The dense tensors inside ``value``, in the order of its layout."""
-    if is_dtensor(value):
+def leaves_of(value: object) -> list[Tensor]:
+    """The dense tensors inside ``value``, in the order of its layout; none in what is no tensor."""
+    if isinstance(value, Tensor) and is_dtensor(value):
         return leaves_of(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
         names, _ = _flatten(value)
-        parts = [getattr(value, name) for name in names]
-        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part)]
-    return [value]
+        return [leaf for name in names for leaf in leaves_of(getattr(value, name))]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def forms_of(value: object) -> object:
+    """Shapes and dtypes of the leaves of ``value``, to be compared and shown; of what is no tensor, its type."""
+    forms = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(value)]
+    return forms if isinstance(value, Tensor) else type(value).__name__
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -133,15 +138,15 @@ class StateLayout:
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
     """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
-    values = {}
-    for name, value in layout.values.items():
-        given = state.get(name)
-        leaves = leaves_of(given) if isinstance(given, Tensor) else []
-        same = [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]
-        dtypes = [leaf.dtype for leaf in (leaves if same else value.leaves)]
-        changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
-        values[name] = replace(value, leaves=tuple(changed))
-    return replace(layout, values=values)
+
+    def changed(value: ValueLayout, given: object) -> ValueLayout:
+        leaves = leaves_of(given)
+        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in value.leaves]:
+            return value
+        pairs = zip(value.leaves, leaves, strict=True)
+        return replace(value, leaves=tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs))
+
+    return replace(layout, values={name: changed(value, state.get(name)) for name, value in layout.values.items()})
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
