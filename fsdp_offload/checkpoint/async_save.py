@@ -9,7 +9,6 @@ The staged dict is what ``dcp.async_save`` hands to its writing thread: it does 
 home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
-import bisect
 import copy
 import ctypes
 import gc
@@ -19,8 +18,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, ItemsView, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -155,9 +153,9 @@ class ArenaStager(AsyncStager):
                 copied.setdefault(_key(leaf), leaf.detach())
             else:
                 lent[found[0]].add(found[1])
-        buffer = self._buffer_for(copied.values(), engines)
-        loan = Loan([buffer, *(region for engine in engines for region in engine.plan.regions)])
-        copies = {key: loan.tensor(made) for key, made in _copies(copied, buffer).items()}
+        copies = self._copies(copied, pin=all(engine.policy.pin_memory is not False for engine in engines))
+        loan = Loan(filter(None, [self._buffer, *(region for engine in engines for region in engine.plan.regions)]))
+        copies = {key: loan.tensor(made) for key, made in copies.items()}
         for number, (value, parts) in enumerate(zip(values, leaves, strict=True)):  # while the device copies
             if isinstance(value, Tensor):
                 staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
@@ -173,43 +171,38 @@ class ArenaStager(AsyncStager):
         self._loan = loan
         return result
 
-    def _buffer_for(self, leaves: Collection[Tensor], engines: Sequence[Engine]) -> Region:
-        """Host memory for copies of ``leaves``; the same as last time if it is large enough."""
-        nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in leaves)
+    def _copies(self, copied: Mapping[_Key, Tensor], *, pin: bool) -> dict[_Key, Tensor]:
+        """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
+        nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in copied.values())
         if self._buffer is None or self._buffer.nbytes < nbytes:
-            device = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), torch.device("cpu"))
-            pin = device.type != "cpu" and all(engine.policy.pin_memory is not False for engine in engines)
+            devices = (leaf.device for leaf in copied.values() if leaf.device.type != "cpu")
+            device = next(devices, torch.device("cpu"))
             self._buffer = None  # free the old one first
-            self._buffer = Region(nbytes, device=device, pin=pin)
-        return self._buffer
+            self._buffer = Region(nbytes, device=device, pin=pin and device.type != "cpu")
+        buffer, offset = self._buffer, 0
+        made: dict[_Key, Tensor] = {}
+        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
+
+        def copy_of(leaf: Tensor) -> Tensor:
+            nonlocal offset
+            nbytes = leaf.numel() * leaf.element_size()
+            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
+            offset += aligned(nbytes)
+            return target.copy_(leaf, non_blocking=True)
+
+        for key, leaf in copied.items():
+            if leaf.dim():
+                made[key] = copy_of(leaf)
+            else:
+                counters[leaf.dtype, leaf.device].append(key)
+        for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
+            together = copy_of(torch.stack([copied[key] for key in keys]))
+            made.update(zip(keys, together.unbind(), strict=True))
+        return made
 
 
 def _key(leaf: Tensor) -> _Key:
     return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-
-
-def _copies(copied: Mapping[_Key, Tensor], buffer: Region) -> dict[_Key, Tensor]:
-    """Copies of these tensors in ``buffer``, dense; those from a device may still be on their way."""
-    made: dict[_Key, Tensor] = {}
-    counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
-    offset = 0
-
-    def copy_of(leaf: Tensor) -> Tensor:
-        nonlocal offset
-        nbytes = leaf.numel() * leaf.element_size()
-        target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
-        offset += aligned(nbytes)
-        return target.copy_(leaf, non_blocking=True)
-
-    for key, leaf in copied.items():
-        if leaf.dim():
-            made[key] = copy_of(leaf)
-        else:
-            counters[leaf.dtype, leaf.device].append(key)
-    for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
-        together = copy_of(torch.stack([copied[key] for key in keys]))
-        made.update(zip(keys, together.unbind(), strict=True))
-    return made
 
 
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
@@ -236,7 +229,7 @@ class Loan:
 
     def __init__(self, regions: Iterable[Region]) -> None:
         """Take the memory that its tensors may be over."""
-        self._memory: list[tuple[int, Any]] = []  # where each begins, while the loan is made
+        self._memory: list[tuple[range, Any]] = []  # and its addresses, while the loan is made
         self._alive: list[weakref.ref[Any]] = []
         self.owner = threading.current_thread()
         self.thread: threading.Thread | None = None  # that writes
@@ -244,19 +237,19 @@ class Loan:
         self._is_over = False
         for region in regions:
             if region.nbytes:
-                address = region.bytes.data_ptr()
-                memory = (ctypes.c_ubyte * region.nbytes).from_address(address)
+                begin = region.bytes.data_ptr()
+                memory = (ctypes.c_ubyte * region.nbytes).from_address(begin)
                 memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
-                bisect.insort(self._memory, (address, memory), key=itemgetter(0))
+                self._memory.append((range(begin, begin + region.nbytes), memory))
                 self._alive.append(weakref.ref(memory, self._is_gone))
 
     def tensor(self, like: Tensor) -> Tensor:
         """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
         if not like.numel():
             return like
-        address = like.data_ptr()
-        begin, memory = self._memory[bisect.bisect_right(self._memory, address, key=itemgetter(0)) - 1]
-        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=address - begin)
+        at = like.data_ptr()
+        addresses, memory = next(pair for pair in self._memory if at in pair[0])
+        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=at - addresses.start)
         return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
 
     def seal(self) -> None:

@@ -25,7 +25,6 @@ from ..fsdp.checkpoint import mesh_dims_in_order, split_factor
 from ..fsdp.dtensor import local_shard
 
 Shape = tuple[int, ...]
-Run = tuple[int, int]  # start and length of consecutive indices of one tensor dimension
 Rectangle = tuple[Shape, Shape]  # offsets, sizes
 FlatRange = tuple[int, int] | slice
 
@@ -284,18 +283,20 @@ def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
     whose offset is the dimension's size, as torch has it: all empty parts are then the same chunk, and none of them
     collides with a real one at offset 0.
     """
-    runs_by_dim: list[list[Run]] = [[(0, size)] if size else [] for size in global_shape]
+    runs_by_dim: list[list[range]] = [[range(size)] if size else [] for size in global_shape]
     for cut in cuts:
         runs_by_dim[cut.tensor_dim] = _cut_runs(runs_by_dim[cut.tensor_dim], cut)
-    local_shape = tuple(_length(runs) for runs in runs_by_dim)
+    local_shape = tuple(sum(map(len, runs)) for runs in runs_by_dim)
     strides = contiguous_strides(local_shape)
     if 0 in local_shape:
-        first = [runs[0][0] if runs else size for runs, size in zip(runs_by_dim, global_shape, strict=True)]
+        first = [runs[0].start if runs else size for runs, size in zip(runs_by_dim, global_shape, strict=True)]
         return ShardChunks(global_shape, local_shape, (Chunk(tuple(first), local_shape, 0, strides),))
-    chunks = []
-    for combination in itertools.product(*map(_with_local_offsets, runs_by_dim)):  # in the order of the local tensor
-        offsets, sizes, local_offsets = (tuple(run[field] for run in combination) for field in range(3))
-        chunks.append(Chunk(offsets, sizes, sum(map(int.__mul__, local_offsets, strides)), strides))
+    starts_by_dim = [list(itertools.accumulate(map(len, runs[:-1]), initial=0)) for runs in runs_by_dim]
+    in_order = zip(itertools.product(*runs_by_dim), itertools.product(*starts_by_dim), strict=True)  # of the buffer
+    chunks = [
+        Chunk(tuple(run.start for run in runs), tuple(map(len, runs)), sum(map(int.__mul__, starts, strides)), strides)
+        for runs, starts in in_order
+    ]
     return ShardChunks(global_shape, local_shape, tuple(chunks))
 
 
@@ -305,28 +306,19 @@ def part_of(length: int, parts: int, part: int) -> tuple[int, int]:
     return min(size * part, length), min(size * (part + 1), length)
 
 
-def _cut_runs(runs: list[Run], cut: Cut) -> list[Run]:
-    kept: list[Run] = []
+def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
+    kept: list[range] = []
     for block in range(cut.split_factor):
-        block_begin, block_end = part_of(_length(runs), cut.split_factor, block)
-        begin, end = part_of(block_end - block_begin, cut.parts, cut.part)
-        for start, length, position in _with_local_offsets(runs):  # of the indices that the runs list one after another
-            first = start + max(block_begin + begin - position, 0)
-            stop = start + min(block_begin + end - position, length)
-            if first < stop and kept and sum(kept[-1]) == first:  # it goes on where the last one ends
-                kept[-1] = (kept[-1][0], stop - kept[-1][0])
-            elif first < stop:
-                kept.append((first, stop - first))
+        block_begin, block_end = part_of(sum(map(len, runs)), cut.split_factor, block)
+        begin, end = (block_begin + at for at in part_of(block_end - block_begin, cut.parts, cut.part))
+        for run in runs:  # [begin, end) of the indices that the runs list one after another
+            part = run[max(begin, 0) : max(end, 0)]
+            if part and kept and kept[-1].stop == part.start:  # it goes on where the last one ends
+                kept[-1] = range(kept[-1].start, part.stop)
+            elif part:
+                kept.append(part)
+            begin, end = begin - len(run), end - len(run)
     return kept
-
-
-def _length(runs: list[Run]) -> int:
-    return sum(length for _, length in runs)
-
-
-def _with_local_offsets(runs: list[Run]) -> list[tuple[int, int, int]]:
-    local_offsets = itertools.accumulate((length for _, length in runs), initial=0)
-    return [(*run, local) for run, local in zip(runs, local_offsets, strict=False)]
 
 
 # --- arithmetic: ragged parts ----------------------------------------------------------------------------------------

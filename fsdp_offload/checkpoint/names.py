@@ -84,11 +84,6 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.{name}", value
 
 
-def as_fsdp_dtensor(nested: StateDict) -> StateDict:
-    """Megatron's form of ``nested``."""
-    return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
-
-
 def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
     """Return whether ``state_dict`` has Megatron's form."""
     return isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get(GROUP_META), Mapping)

@@ -7,9 +7,7 @@
 
 Everything before the last arrow is planning, from metadata and DCP's plan alone. DCP gathers the plans of all ranks,
 with their exceptions, before any rank reads or writes: an error on one rank is one on all, and then nothing has changed
-on any. No collective is added.
-
-Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
+on any. No collective is added. Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
 
 A save does not see what *other* ranks save under the same key: DCP takes the same chunk of the same key for replicas
 and keeps that of one rank. Experts get names of their own instead (``names.py``).
@@ -24,7 +22,6 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
@@ -80,19 +77,12 @@ class Problem(Enum):
     )
     KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
     DTYPE = (
-        "of another dtype than in the checkpoint, and would be cast: {}. Load into tensors of the saved dtype, or cast "
-        "on purpose with allow_cast=[patterns]."
+        "of another dtype than in the checkpoint, and would be cast: {}. Cast on purpose with allow_cast=[patterns]."
     )
-    DESTINATION = (
-        "that DCP cannot load into correctly: {}. Redistribute them, or give their local tensors chunks with "
-        "fsdp_offload.checkpoint.with_chunks."
-    )
+    DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
     OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
     HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
-    FILE = (
-        "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part, or did "
-        "its save not end?"
-    )
+    FILE = "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part?"
 
 
 Found = tuple[Problem, str, str]  # with a key, and details
@@ -103,10 +93,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
     elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
-    a load of nothing.
-
-    State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank has one
-    range of the elements.
+    a load of nothing; checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, where that
+    matters. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank
+    has one range of the elements.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
@@ -116,12 +105,9 @@ class LoadPlanner(DefaultLoadPlanner):
     - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
       saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;
     - a missing ``master_param`` of floating point, which the optimizer rebuilds from the parameter; the lower bits of
-      a parameter, kept as integers, cannot be made from it.
+      a parameter, kept as integers, cannot be made from it. Such a master may also stay in the checkpoint.
 
-    Such a master may also stay in the checkpoint, if other state of its parameter is requested. What else is missing
-    and may be stays as it was in the state dict. So does everything, meta tensors included, after a refusal.
-
-    Checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, are refused where that matters.
+    What else is missing and may be stays as it was in the state dict. So does everything after a refusal.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``
@@ -165,7 +151,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
         self._check_metadata()
-        common = {key: self._as_stored(key, value, stored[key]) for key, value in requested.items() if key in stored}
+        common = {key: value for key, value in requested.items() if key in stored}
         problems = [*self._missing(requested, stored)]
         if not common and not problems:
             raise ValueError(
@@ -173,12 +159,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"{listed([*requested])}; it has {listed([*stored])}. Is the state dict nested as it was saved?"
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
-        extra = self._extra(stored)
-        plan = LoadPlan([]) if problems else create_default_local_load_plan(common, self.metadata)
-        problems = problems or [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
+        extra, plan = self._extra(stored), LoadPlan([])
+        if not problems:
+            self.state_dict = {key: self._as_stored(key, value, stored[key]) for key, value in common.items()}
+            plan = create_default_local_load_plan(self.state_dict, self.metadata)
+            problems = [*_uncovered(self.state_dict, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
-        self.state_dict = common
         return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -209,8 +196,6 @@ class LoadPlanner(DefaultLoadPlanner):
         """Put an object where it is in the state dict; DCP would put it beside, where a key above is no string."""
         container, place = _place(self.original_state_dict, self.mappings[read_item.dest_index.fqn])
         container[place] = torch.load(value, weights_only=False)  # as DCP does: checkpoints have any object
-
-    # --- keys --------------------------------------------------------------------------------------------------------
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
@@ -257,20 +242,18 @@ class LoadPlanner(DefaultLoadPlanner):
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]
 
-    # --- values ------------------------------------------------------------------------------------------------------
-
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
-        if not (isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and ".state." in f".{key}"):
+        is_row = (
+            isinstance(value, Tensor)
+            and isinstance(entry, TensorStorageMetadata)
+            and tuple(entry.size) == (value.numel(),)
+        )
+        flat = in_one_dimension(value) if is_row and value.dim() != 1 and ".state." in f".{key}" else None
+        if flat is None:
             return value
-        if value.dim() == 1 or tuple(entry.size) != (value.numel(),):
-            return value
-        with suppress(TypeError, ValueError):  # what is wrong with it is told below
-            flat = in_one_dimension(value)
-            if flat is not None:
-                self._shaped[key] = value
-                return flat
-        return value
+        self._shaped[key] = value
+        return flat
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):
@@ -284,8 +267,6 @@ class LoadPlanner(DefaultLoadPlanner):
         unfit = why_misread(value)
         if unfit is not None:
             yield Problem.DESTINATION, key, unfit
-
-    # --- files -------------------------------------------------------------------------------------------------------
 
     def _check_metadata(self) -> None:
         """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
@@ -414,9 +395,6 @@ def save(
     return cast(Metadata, saved)
 
 
-# --- what keys say ---------------------------------------------------------------------------------------------------
-
-
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
     if isinstance(allowed, bool):
         return lambda key: allowed
@@ -455,9 +433,6 @@ def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:
     return next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path)
 
 
-# --- what DCP's plan does --------------------------------------------------------------------------------------------
-
-
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
     """Elements of this rank that DCP's plan writes never or twice."""
     chunks: dict[str, dict[object, list[ReadPart]]] = defaultdict(lambda: defaultdict(list))  # of the destination
@@ -477,9 +452,6 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
         needed = local_shard(value).numel()
         if covered != needed:
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
-
-
-# --- messages and containers -----------------------------------------------------------------------------------------
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:

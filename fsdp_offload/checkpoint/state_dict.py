@@ -27,7 +27,7 @@ from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
+from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
 from .planners import listed
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
@@ -87,7 +87,7 @@ def get_optimizer_state_dict(
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
     if fsdp_dtensor:
-        return as_fsdp_dtensor(nested)
+        return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
@@ -319,22 +319,22 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
     """The saved entries of a param group: those of its parameters, which have to agree."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return bool((one.cpu() == other.cpu()).all())
+        return one is other or bool(one == other)
+
     first, agreed = "", None
     for fqn in filter(saved.entries.__contains__, fqns):
         # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
         entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
         if agreed is None:
             first, agreed = fqn, entries
-        elif agreed.keys() != entries.keys() or not all(_same(agreed[name], entries[name]) for name in agreed):
+        elif agreed.keys() != entries.keys() or not all(same(agreed[name], entries[name]) for name in agreed):
             raise ValueError(
                 f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved with "
                 f"different hyperparameters: {agreed} and {entries}. Build the optimizer with groups that do not mix "
                 "them."
             )
     return agreed or {}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return bool((one.cpu() == other.cpu()).all())
-    return one is other or bool(one == other)
