@@ -306,19 +306,11 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Loaded:
-    """Load as ``torch.distributed.checkpoint.load``: what would be silently wrong is an error before anything changes.
+    """Load as ``torch.distributed.checkpoint.load``, whose arguments these are, with a :class:`LoadPlanner`.
 
     Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
     one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are
     damaged within a file are found by ``checkpoint_tools``: seal a checkpoint when it is saved, verify it before.
-
-    Args:
-        state_dict: what to load, and into what.
-        checkpoint_id: a path, or a URL of fsspec.
-        storage_reader: a reader of another kind than ``FileSystemReader`` is used as it is.
-        planner: by default ``LoadPlanner()``.
-        process_group: the ranks that load together; by default all.
-        no_dist: load in this process alone.
 
     Returns:
         The keys that were filled, and those that were left as they were.
@@ -375,14 +367,9 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
-    """Save as ``torch.distributed.checkpoint.save``, with :class:`SavePlanner`.
+    """Save as ``torch.distributed.checkpoint.save``, whose arguments these are, with :class:`SavePlanner`.
 
-    Args:
-        state_dict: what to save.
-        checkpoint_id: where, as DCP takes it.
-        storage_writer: as DCP takes it; one that would drop chunks is refused.
-        process_group: the ranks that save together; by default all.
-        no_dist: save in this process alone.
+    A ``HuggingFaceStorageWriter`` keeps one chunk per tensor and rank: it is refused where it would drop others.
 
     Raises:
         CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has been

@@ -200,7 +200,7 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
         if not isinstance(local_shard(value), ShardTensor):
             return value
         own, carried = chunks_of(param), chunks_of(value)
-        if own.global_shape != carried.global_shape or own.rectangles != carried.rectangles:
+        if (own.global_shape, own.rectangles) != (carried.global_shape, carried.rectangles):
             raise ValueError(
                 f"set_optimizer_state_dict: state of shape {carried.global_shape} has {carried.rectangles} on this "
                 f"rank, and its parameter of shape {own.global_shape} has {own.rectangles}. Load the checkpoint into "
@@ -213,11 +213,9 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
     """Return whether ``value`` has this rank's elements of ``param`` in one dimension (Megatron-LM's pull 4623)."""
     if not (is_dtensor(value) and is_dtensor(param)) or value.shape != (param.numel(),) or param.dim() == 1:
         return False
-    if local_shard(value).shape != (local_shard(param).numel(),):
-        return False
-    wanted = flat_range_of(chunks_of(param))
-    is_nominal = says_its_chunks(param) and not says_its_chunks(value)
-    return wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
+    wanted, is_nominal = flat_range_of(chunks_of(param)), says_its_chunks(param) and not says_its_chunks(value)
+    is_local = local_shard(value).shape == (local_shard(param).numel(),)
+    return is_local and wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
 
 
 # One optimizer -------------------------------------------------------------------------------------------------------

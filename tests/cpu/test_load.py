@@ -553,27 +553,3 @@ def test_safetensors(tmp_path: Path):
     load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert torch.equal(loaded["a"], WHOLE)
     refused({"a": torch.zeros(4)}, None, "Size mismatch", storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
-
-
-def test_a_reader_of_ones_own(folder: Path, two_files: dict[str, Any]):
-    """Written before DCP gave keywords: its files are looked at, and otherwise it is used as it is."""
-
-    class Reader(dcp.FileSystemReader):
-        reads = 0
-
-        def read_metadata(self) -> Metadata:
-            return super().read_metadata()
-
-        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-            super().set_up_storage_reader(metadata, is_coordinator)
-
-        def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-            self.reads += 1
-            return super().read_data(plan, planner)
-
-    reader = Reader(folder)
-    load(two_files, storage_reader=reader)
-    assert torch.equal(two_files["a"], WHOLE)
-    file_of(folder, "b").unlink()
-    refused(two_files, None, "is not there", storage_reader=reader)
-    assert reader.reads == 1

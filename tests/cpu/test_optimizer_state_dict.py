@@ -205,18 +205,6 @@ def test_a_checkpoint_from_before_the_first_step_gives_no_state(
         assert_same_runs(run, saver)
 
 
-def test_what_a_load_left_out_says_nothing_about_state_that_was_made_since(tmp_path: Path) -> None:
-    """With torch's function, as what is made is where the template was. Adam's counters are new, momentum has none."""
-    save(Run(sgd), tmp_path)
-    run = Run(sgd)
-    state = {"optimizer": run.get(for_load=True)}
-    checked_load(state, checkpoint_id=tmp_path)
-    run.set(state["optimizer"])
-    run.train(0, 1)
-    run.set(torch_get(run.model, run.optimizer))
-    assert_same_runs(run, Run(sgd).train(0, 1))
-
-
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
     saver, resumed = Run(prepare=all_used).train(0), Run(seed=1, prepare=all_used)
     save(saver, tmp_path)
