@@ -39,7 +39,6 @@ GROUP_META = "param_to_group_meta"
 """Megatron's name for what param groups say, by parameter."""
 
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
-_WRAPPED = "module."
 _NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -63,9 +62,7 @@ class SavedByFqn(NamedTuple):
 
 def bare_name(name: str) -> str:
     """``name`` without the ``module.`` of wrappers in front."""
-    while name.startswith(_WRAPPED):
-        name = name.removeprefix(_WRAPPED)
-    return name
+    return re.sub(r"^(?:module\.)+", "", name)
 
 
 def flattened(nested: StateDict) -> StateDict:
