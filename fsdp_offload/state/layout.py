@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class LeafLayout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_Build = Callable[[Iterator[Tensor]], Tensor]
+_Build = Callable[[Iterator[Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ValueLayout:
 
     def build(self, leaves: Sequence[Tensor]) -> Tensor:
         """The value over ``leaves``, without a copy."""
-        return self._build(iter(leaves))
+        value: Tensor = self._build(iter(leaves))
+        return value
 
 
 class NotUnderstoodError(TypeError):
@@ -56,13 +57,20 @@ def describe_value(value: Tensor) -> ValueLayout:
     return ValueLayout(tuple(leaves), type(value), build)
 
 
-def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
+def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
+    if not isinstance(value, Tensor):  # in the place of an inner tensor
+        return lambda parts: value
     if is_dtensor(value):
         build_local = _describe(local_shard(value), leaves)
         like = without_data(value)
         return lambda parts: over_local(like, build_local(parts))
     if hasattr(type(value), "__tensor_flatten__"):
-        return _describe_wrapper(value, leaves)
+        names, context = _flatten(value)
+        inner = {name: _describe(getattr(value, name), leaves) for name in names}
+        cls, shape, stride = cast(Any, type(value)), value.shape, value.stride()
+        return lambda parts: cls.__tensor_unflatten__(
+            {n: build(parts) for n, build in inner.items()}, context, shape, stride
+        )
     if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
         raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
     meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
@@ -79,21 +87,6 @@ def _flatten(value: Any) -> tuple[list[str], Any]:
         value.remove_caches()
     names, context = value.__tensor_flatten__()
     return names, context
-
-
-def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
-    names, context = _flatten(value)
-    inner = {name: getattr(value, name) for name in names}
-    builds = {name: _describe(part, leaves) for name, part in inner.items() if isinstance(part, Tensor)}
-    fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
-    cls, shape, stride = type(value), value.shape, value.stride()
-
-    def build(parts: Iterator[Tensor]) -> Tensor:
-        tensors = {name: make(parts) for name, make in builds.items()}
-        made: Tensor = cls.__tensor_unflatten__(fixed | tensors, context, shape, stride)  # type: ignore[attr-defined]
-        return made
-
-    return build
 
 
 def leaves_of(value: object) -> list[Tensor]:

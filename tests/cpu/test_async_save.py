@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,32 +284,6 @@ def test_what_a_stager_is_made_of_is_checked() -> None:
 
 
 # Writers that fail ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chosen", [POLICY, NO_SPARE], ids=["all", "none"])
-def test_a_writer_that_fails_costs_one_checkpoint_and_nothing_else(chosen: OffloadPolicy, tmp_path: Path) -> None:
-    """Whoever keeps its future keeps the exception, its traceback, and so all that the writer had been given."""
-    training = trained(chosen)
-    stager, kept = ArenaStager(*training.optimizers), list[Future[Any]]()
-    assert_saves(training, tmp_path / "good", stager)
-
-    def fail(number: int) -> None:
-        training.train()
-        writer = FailingWriter(tmp_path / f"bad{number}")
-        kept.append(save(training, stager, writer))
-        if chosen is POLICY:
-            training.train()
-        writer.let_go()
-        kept[-1].exception()
-
-    for number in range(3):
-        assert runs_within(60, partial(fail, number))
-        assert "no space left on device" in str(kept[-1].exception())
-    assert runs_within(60, lambda: training.train(3))
-    assert_exact_after(training)
-    assert not any((tmp_path / f"bad{number}" / ".metadata").exists() for number in range(3))
-    assert_saves(training, tmp_path / "last", stager)
-    assert all(future.exception().__traceback__ is not None for future in kept)
 
 
 def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> None:
