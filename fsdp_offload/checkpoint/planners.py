@@ -29,13 +29,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader as dcp_loader
-from torch.distributed.checkpoint import state_dict_saver as dcp_saver
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -88,7 +82,7 @@ class Problem(Enum):
 Found = tuple[Problem, str, str]  # with a key, and details
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(default_planner.DefaultLoadPlanner):
     """A DCP load planner that refuses what would be silently wrong.
 
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
@@ -162,7 +156,7 @@ class LoadPlanner(DefaultLoadPlanner):
         extra, plan = self._extra(stored), LoadPlan([])
         if not problems:
             self.state_dict = {key: self._as_stored(key, value, stored[key]) for key, value in common.items()}
-            plan = create_default_local_load_plan(self.state_dict, self.metadata)
+            plan = default_planner.create_default_local_load_plan(self.state_dict, self.metadata)
             problems = [*_uncovered(self.state_dict, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
@@ -199,10 +193,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
-        listed = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else set()
-        with_state = {_parameter_of(key, listed) for key in stored} if listed else set()
+        parameters = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else set()
+        with_state = {_parameter_of(key, parameters) for key in stored} if parameters else set()
         for key in missing:
-            parameter = _parameter_of(key, listed)
+            parameter = _parameter_of(key, parameters)
             if parameter is not None and parameter not in with_state:
                 self.taken_out[key] = parameter
             elif _is_spare_master(key, requested[key]):
@@ -212,17 +206,17 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _listed_parameters(self, stored: Mapping[str, Any]) -> set[str]:
         """Root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list."""
-        entries = [(key, *found) for key in stored if (found := _beside_groups(key)) is not None]
+        entries = [(key, *beside) for key in stored if (beside := _beside_groups(key)) is not None]
         lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
-        listed = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
+        found = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
         if lists and self.reader is not None:
             values: dict[str, Any] = dict.fromkeys(lists, ())
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
                 # A few bytes, on every rank. By a copy, which this load sets up for itself.
-                dcp_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
-            listed |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
-        return listed
+                state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
+            found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
+        return found
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
         """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
@@ -327,7 +321,7 @@ def load(
         planner.reader = storage_reader
     where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
     try:
-        dcp_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
+        state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
@@ -335,7 +329,7 @@ def load(
     return planner.loaded
 
 
-class SavePlanner(DefaultSavePlanner):
+class SavePlanner(default_planner.DefaultSavePlanner):
     """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
@@ -378,7 +372,7 @@ def save(
     planner = SavePlanner()
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
-    saved = dcp_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
+    saved = state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     return cast(Metadata, saved)
 
 
@@ -406,10 +400,10 @@ def _beside_groups(key: str) -> tuple[str, str] | None:
     return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
 
 
-def _parameter_of(key: str, listed: Set[str]) -> str | None:
+def _parameter_of(key: str, parameters: Set[str]) -> str | None:
     """The listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
     while key := key.rpartition(".")[0]:
-        if key in listed:
+        if key in parameters:
             return key
     return None
 
