@@ -272,7 +272,7 @@ def _tp_dims(tensor: DTensor, otherwise: tuple[str, ...] = ()) -> list[int]:
     return [names.index(name) for name in wanted if name in names]
 
 
-# --- arithmetic: parts made by cuts ----------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(_CACHED_ENTRIES)
@@ -321,9 +321,6 @@ def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
     return kept
 
 
-# --- arithmetic: ragged parts ----------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(_CACHED_ENTRIES)
 def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: int) -> ShardChunks:
     """The row-major flat range ``[begin, end)`` of ``rectangle``, as the fewest rectangles that follow each other.
@@ -369,9 +366,6 @@ def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
             for offsets, inner_sizes in _flat_rectangles(sizes[1:], skipped, kept):
                 yield (row, *offsets), (1, *inner_sizes)
             begin += kept - skipped
-
-
-# --- arithmetic: overlaps --------------------------------------------------------------------------------------------
 
 
 class ReadPart(NamedTuple):

@@ -41,8 +41,6 @@ GROUP_META = "param_to_group_meta"
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 _NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
-
 
 class SavedByFqn(NamedTuple):
     """A state dict by FQN."""
