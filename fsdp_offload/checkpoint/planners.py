@@ -94,7 +94,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
-    Taken out of the state dict, which then says what the checkpoint says:
+    Taken out of the state dict (outermost keys by :func:`load` alone), which then says what the checkpoint says:
 
     - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
       saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;

@@ -48,8 +48,12 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     loaded: dict[Tensor, UserState] = {}
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):
         param_of[saved_id] = param
-        saved = _without_none(state_dict["state"].get(saved_id), saved_id)
-        saved = engine.conventions.without_dispensable(param, saved)
+        given = state_dict["state"].get(saved_id) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(given).__name__}.")
+        # SGD used to save ``momentum_buffer: None``.
+        present = {name: value for name, value in given.items() if value is not None}
+        saved = engine.conventions.without_dispensable(param, present)
         name = engine.names.get(param, str(saved_id))
         if saved and whole:
             loaded[param] = _of_whole(engine, name, param, saved)
@@ -57,13 +61,6 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
             layout = _expected_layout(engine, optimizer, param, index, saved_groups[index])
             loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
-
-
-def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
-    """The entries of one parameter that say something: SGD used to save ``momentum_buffer: None``."""
-    if not isinstance(saved, Mapping | None):
-        raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(saved).__name__}.")
-    return {name: value for name, value in (saved or {}).items() if value is not None}
 
 
 def _expected_layout(

@@ -253,6 +253,20 @@ def test_parameters_that_had_no_state(folder: Path, without: str, flat: bool, wr
     assert not any(tensor.eq(9).all() for _, tensor in tensors_of(loaded))
 
 
+def test_a_stateful_is_given_what_the_checkpoint_says(folder: Path):
+    class App:
+        def state_dict(self) -> dict[str, Any]:
+            return optimizer_state(flat=False, fill=9.0)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict["state"]
+
+    app = App()
+    dcp.save({"app": optimizer_state(flat=False, without="0.")}, checkpoint_id=folder)
+    load({"app": app}, checkpoint_id=folder)
+    assert [sorted(app.loaded[name]) for name in ("0.bias", "1.bias")] == [[], ["exp_avg", "exp_avg_sq", "step"]]
+
+
 @EVERYWHERE
 def test_state_that_would_stay_in_the_checkpoint(folder: Path, flat: bool, wrapped: bool):
     """State of a listed parameter; also where no state at all is requested, as by an SGD that was an AdamW."""
