@@ -216,31 +216,6 @@ def test_ten_saves_in_a_row_hold_the_state_of_their_call(
 # Overlap -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_in_the_middle_of_its_work_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has read some of the tensors when training goes on, and reads the others afterwards."""
-    training = trained(POLICY)
-    half_way, go = threading.Event(), threading.Event()
-    resolved: list[object] = []
-
-    class Slow(dcp.DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            resolved.append(write_item)
-            if len(resolved) == 20:
-                half_way.set()
-                assert go.wait(60)
-            return super().resolve_data(write_item)
-
-    state = copied(training.state())
-    stager = ArenaStager(*training.optimizers)
-    future = dcp.async_save(training.state(), checkpoint_id=tmp_path, planner=Slow(), async_stager=stager)
-    assert half_way.wait(60)
-    training.train(2)
-    go.set()
-    future.result()
-    assert len(resolved) > 40
-    assert_holds(tmp_path, state)
-
-
 def test_a_step_that_touches_nothing_of_what_is_read_waits_for_nothing(tmp_path: Path, waits: Waits) -> None:
     training = trained(NO_SPARE)
     saving = Saving(training, tmp_path, waits=waits)
