@@ -40,8 +40,6 @@ _Key = tuple[Any, ...]  # identity of a tensor's elements, equal for tied weight
 
 _POLL_SECONDS = 0.005
 _BEGIN_SECONDS = 60  # a writing thread begins in milliseconds; one that never comes must not hang training for ever
-_PLAIN = (Tensor, torch.nn.Parameter)
-_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class ArenaStager(AsyncStager):
@@ -157,11 +155,8 @@ class ArenaStager(AsyncStager):
         loan = Loan(filter(None, [self._buffer, *(region for engine in engines for region in engine.plan.regions)]))
         copies = {key: loan.tensor(made) for key, made in copies.items()}
         for number, (value, parts) in enumerate(zip(values, leaves, strict=True)):  # while the device copies
-            if isinstance(value, Tensor):
-                staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
-                values[number] = _over(value, staged)
-            elif not isinstance(value, _UNCHANGING):
-                values[number] = copy.deepcopy(value)
+            staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
+            values[number] = _over(value, staged) if isinstance(value, Tensor) else copy.deepcopy(value)
         result = StagedDict(loan, tree_unflatten(values, structure))
         for lending, read in lent.items():  # last: whoever could not stage has lent nothing
             lending.lend(loan, read)
@@ -208,7 +203,7 @@ def _key(leaf: Tensor) -> _Key:
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     """``value`` over other ``leaves``."""
     local = local_shard(value)
-    if type(local) not in _PLAIN:
+    if type(local) not in (Tensor, torch.nn.Parameter):
         return describe_value(value).build(leaves)
     return leaves[0] if local is value else over_local(value, leaves[0])
 

@@ -113,8 +113,11 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         TypeError: an argument is neither a bool nor a sequence of patterns.
     """
 
-    loaded: Loaded
+    loaded = Loaded()
     """What the last load has filled, and left as it was."""
+
+    reader: FileSystemReader | None = None  # whose files are looked at
+    taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter
 
     def __init__(
         self, *, allow_missing: Allowed = False, allow_extra: Allowed = False, allow_cast: Allowed = False
@@ -123,9 +126,6 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         self._may_be_missing = _matcher("allow_missing", allow_missing)
         self._may_be_extra = _matcher("allow_extra", allow_extra)
         self._may_be_cast = _matcher("allow_cast", allow_cast)
-        self.loaded = Loaded()
-        self.reader: FileSystemReader | None = None  # whose files are looked at
-        self.taken_out: dict[str, str] = {}  # keys that leave the state dict -> root and FQN of their parameter
 
     # --- called by DCP, in this order --------------------------------------------------------------------------------
 
