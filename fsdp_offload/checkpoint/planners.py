@@ -377,19 +377,16 @@ def save(
 
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
-    if isinstance(allowed, bool):
-        return lambda key: allowed
+    patterns = ("*",) if allowed is True else tuple(allowed or ())
     # One string is refused too: its letters would be patterns.
-    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in allowed):
+    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
-    patterns = tuple(allowed)
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
-    stored_or_requested = value.properties if isinstance(value, TensorStorageMetadata) else value
-    dtype = getattr(stored_or_requested, "dtype", None)
+    dtype = getattr(getattr(value, "properties", value), "dtype", None)  # as stored, or of what is requested
     return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
 
 
