@@ -20,7 +20,6 @@ from ..engine.whole import WholeEngine
 from ..fsdp.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
 from ..fsdp.spent_gradient import is_spent, zero_spent, zeroed_lifted
 from ..state.layout import is_trained, params_of
-from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from .attachment import Attachment, attached, attachment_of, states_of
 from .checks import (
@@ -95,8 +94,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine.check_usable("state_dict()")
         if engine.conventions.keeps_raw_state:
             plain: dict[str, Any] = self._plain_class.state_dict(self)
-            for state in plain["state"].values():
-                forget_left_out(state if isinstance(state, dict) else {})
             return plain
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)
