@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..engine.engine import Engine, inside
 from ..engine.hooks import ModelHooks
 from ..model.parking import ParkedParameters
-from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too
 from ..state.mapping import OffloadedState
 

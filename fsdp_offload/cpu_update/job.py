@@ -3,20 +3,16 @@
 ::
 
     begin: gradients down ──▶ update: the optimizer's class on host tensors ──▶ finish: parameters up
-
-In a backward gradients become final in waves, one for each group of the model. Where the host is slower than that, the
-newest wave that is there goes first: its layers are needed first in the next forward, and what is left over when the
-backward ends is spread over all layers, so that the forward finds each one done just before its turn.
 """
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +23,9 @@ from ..device.arena import aligned
 from ..device.lanes import Lane, Mark, recorded
 from ..optimizers import Capabilities, LogicalStep
 from ..optimizers.bucket_update import BoundRange, update_bucket
-from ..optimizers.shared_values import SharedValues, entries_of, instance_attributes
+from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
+from ..state.store import StateStore
 from .mirror import Hasher, Mirror, like
 
 _FLAG_BYTES = aligned(1)
@@ -42,66 +38,47 @@ def passing_bytes(gradient_bytes: Iterable[int]) -> int:
 
 
 class HostStep:
-    """Hyperparameters as they were when a logical step was called, which its buckets share; the threads look into them.
+    """One logical step as it was when it was called; the buckets of the host share it, and its threads look into it.
 
     Attributes:
         gradient_divisor: of the user's gradients in a fused kernel: the scale, or one where it skips the step.
-        created: state that updates have made where there was none.
         failed: an update has failed, so that later ones are left out.
     """
 
     def __init__(
-        self, cls: type[Optimizer], capabilities: Capabilities, optimizer: Optimizer, shards: Iterable[StateShard]
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        optimizer: Optimizer,
+        shards: Iterable[StateShard],
+        down: Lane,
     ) -> None:
         """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
+        self._cls, self._capabilities, self._down = cls, capabilities, down
         groups = entries_of(optimizer)
         self._values = tree_map_only(Tensor, _copy, {**instance_attributes(optimizer), "param_groups": groups})
+        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
+        for shard in shards:
+            dtypes[shard.group].add(shard.param.dtype)
+        self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
         scale, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
         self.gradient_divisor = scale if isinstance(scale, Tensor) else None
         if isinstance(scale, Tensor) and isinstance(found_inf, Tensor):
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
-        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
-        for shard in shards:
-            dtypes[shard.group].add(shard.param.dtype)
-        pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
-        self._step = LogicalStep({}, pinned)
-        self.cls, self.conventions = cls, capabilities.conventions
-        self.created: dict[Tensor, UserState] = {}
         self.failed = False
-        self._shared: SharedValues | None = None
 
-    def shared(self, down: Lane) -> SharedValues:
-        """Hyperparameters, with tensors on the host: the updating thread brings them there for the first bucket."""
-        if self._shared is None:
-            with down.running():
-                values: Any = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
-            self._shared = SharedValues(values, self._step)
-        return self._shared
+    @cached_property
+    def divided(self) -> DividedStep:
+        """The step, with tensors on the host: the updating thread brings them there for the first bucket."""
+        with self._down.running():
+            values = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
+        # Tables of hooks are the main thread's.
+        step = LogicalStep({}, self._pinned)
+        return DividedStep(self._cls, self._capabilities, values, step, without_hooks=nullcontext)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-class HostStates(StateStore):
-    """Copies of the entries of ``optimizer.state`` for one bucket: the main thread may give the homes other places."""
-
-    def __init__(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        self._homes = {shard.param: shard.homes for shard in shards}
-        self._users = {param: states.get(param) for param in self._homes}
-        super().__init__(defaultdict(dict, {param: dict(user) for param, user in self._users.items()}))
-
-    def commit(self, created: dict[Tensor, UserState]) -> None:
-        """Give counters to the user's entries; what was not there becomes ``created``, for the main thread's table."""
-        for param, own in self._states.items():
-            user, homes = self._users[param], self._homes[param]
-            new = {name: value for name, value in own.items() if not user or (name in homes and user.get(name) is None)}
-            if new:
-                created.setdefault(param, {}).update(new)
-            if user:
-                for name in user.keys() - own.keys():
-                    del user[name]
-                user.update({name: value for name, value in own.items() if name not in homes})
 
 
 @dataclass(eq=False)
@@ -114,37 +91,21 @@ class HostJob:
     grads: list[Tensor]  # on the device, held until they have been copied
     moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
     step: HostStep
-    states: HostStates
+    states: StateStore  # copies of the user's entries
     lanes: tuple[Lane, Lane]  # for what goes down, and for what goes up
     hashers: tuple[Hasher, Hasher]  # likewise
-    after: tuple[Mark, ...]  # passed before gradients are read: of a wave, all that the one before has, and more
+    after: Sequence[Mark]  # passed before gradients are read
     errors: list[tuple[str, BaseException]]  # of all jobs: parameters that may be half updated, and why
-    state_bytes: int
     done: threading.Event = field(default_factory=threading.Event)  # the host may look at results and ``errors``
     uploaded: Mark | None = None  # recorded behind the parameters' way up
     failed: bool = False  # it, or another one of its step before it
     update_seconds: float = 0.0
+    state_bytes: int = 0  # that it has updated
     weights_down_bytes: int = 0  # of parameters that the mirror did not have
     _down: Mark | None = None
     _grads_on_host: list[Tensor] = field(default_factory=list)
     _changed: Tensor | None = None  # on the host; says behind ``_down`` whether parameters were written
     _updated: bool = False
-    _are_there: bool = False
-
-    def may_pass(self, earlier: "HostJob") -> bool:
-        """Return at once whether to do it before ``earlier``, which was submitted first, and what came between.
-
-        Its gradients have to be of a newer wave in the same step, and there. Within a wave the order stays: a
-        parameter's ranges are updated from the first one on.
-        """
-        if self.step is not earlier.step or len(self.after) <= len(earlier.after):
-            return False
-        try:
-            # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
-            self._are_there = self._are_there or all(mark.passed() for mark in reversed(self.after))
-        except RuntimeError:
-            return False  # the device's, which begin() will meet as well, and tell
-        return self._are_there
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -218,7 +179,7 @@ class HostJob:
         if self._changed is not None and self._changed.item():
             self._bring_weights_down()
             self.lanes[0].mark().synchronize()
-        step, shared = self.step, self.step.shared(self.lanes[0])
+        step = self.step.divided
         begin = time.perf_counter()
         for target, source in self.moves:
             target.copy_(source)
@@ -233,13 +194,12 @@ class HostJob:
             self.mirror.is_known = False  # until what comes of it is on the device
         try:
             for part in filter(None, parts):
-                # Tables of hooks are the main thread's.
-                update_bucket(step.cls, shared, step.conventions, part, self.states, nullcontext)
+                update_bucket(step, part, self.states)
         finally:
             for bound in self.ranges:
                 bound.gradient = None
-        self.states.commit(step.created)
         self.update_seconds = time.perf_counter() - begin
+        self.state_bytes = sum(value.nbytes for bound in self.ranges for value in bound.values.values())
         self._updated = True
 
     def finish(self) -> None:

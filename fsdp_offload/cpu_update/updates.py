@@ -26,8 +26,8 @@ from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
-from .job import HostJob, HostStates, HostStep, passing_bytes
+from ..state.store import OwnCounters, StateStore
+from .job import HostJob, HostStep, passing_bytes
 from .mirror import Hasher, Mirror
 from .worker import host_worker
 
@@ -77,15 +77,14 @@ class HostUpdates:
     ) -> None:
         self.failure = ""
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
-        self._pin = policy.pins(device.type)
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
         self._hashers: tuple[Hasher, Hasher] | None = None
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
+        self._entries: dict[int, OwnCounters] = {}  # of jobs that nobody has waited for
         self._mirrors: dict[int, Mirror] = {}
         self._step: HostStep | None = None
-        self._after: dict[int, Mark] = {}
-        self._creates = False
+        self._creates = False  # some job makes state where there is none
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []  # why, and names of parameters that may be half updated
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
@@ -100,9 +99,9 @@ class HostUpdates:
         Raises:
             RuntimeError: the driver refuses to page-lock the memory, or the device is full.
         """
-        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._pin)
+        device, (down, up) = self._link.device, self._lanes
+        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(device.type))
         if self._hashers is None:
-            device, (down, up) = self._link.device, self._lanes
             with down.running():
                 of_down = Hasher(device)
             with up.running():
@@ -111,8 +110,8 @@ class HostUpdates:
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
-        self._waited_seconds, self._after = 0.0, {}
-        self._step = HostStep(self._cls, self._capabilities, optimizer, shards)
+        self._waited_seconds = 0.0
+        self._step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes[0])
 
     def update(
         self,
@@ -124,20 +123,22 @@ class HostUpdates:
     ) -> CpuMark:
         """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        The state of ``moving`` is in its other place afterwards. Gradients are read ``after`` these marks, and those of
-        all buckets before in this step. Each counts once in a step: buckets whose gradients are final at the same time
-        so wait for the same marks, and are updated in order.
+        Args:
+            number: of the bucket, one of those that are updated on the host.
+            ranges: all that it holds, bound to parameters on the device.
+            states: ``optimizer.state``, which gets counters and what is created when somebody waits for the update.
+            moving: of which the update writes the other home, a save still reading theirs.
+            after: marks to be passed before gradients are read. The job waits for them when it is issued: the stream
+                does so now would make what was submitted before, and is issued later, wait for the whole backward.
         """
-        assert self._step is not None, "a step has begun"
-        # Copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
-        # buffers become free, and would wait for the whole backward.
-        self._after |= {id(mark): mark for mark in after if id(mark) not in self._after}
+        assert self._step is not None, "begin() comes first"
         self.wait_quietly(number)  # its mirror is written by one update at a time
-        conventions, before = self._capabilities.conventions, self._mirrors.get(number)
+        before = self._mirrors.get(number)
         mirror = before if before is not None and before.still_of(ranges) else Mirror(ranges)
         if before is not None:
             mirror.uploaded = before.uploaded  # from the same memory
         self._mirrors[number] = mirror
+        gradient = self._capabilities.conventions.gradient
         active, moves, grads = [], [], {}
         for index, bound in enumerate(ranges):
             shard, state = bound.shard, states.get(bound.shard.param)
@@ -145,7 +146,7 @@ class HostUpdates:
             if shard in moving:
                 now = shard.values_at(shard.side, bound.start, bound.stop)
                 moves += [(value, now[name]) for name, value in moved.values.items() if state.get(name) is not None]
-            grad = bound.part_of(conventions.gradient(shard.param)) if shard.group >= 0 else None
+            grad = bound.part_of(gradient(shard.param)) if shard.group >= 0 else None
             if grad is None:
                 continue
             grads[index] = grad
@@ -156,31 +157,30 @@ class HostUpdates:
             self._creates |= any(state.get(name) is None for name in shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(shard.param))
-        mark = CpuMark(self, number)
-        if not grads and not moves:
-            return mark
-        # Has been, unless gradients are wider than their parameters.
-        hashers = self.reserve([[grad.nbytes for grad in grads.values()]])
         if grads:
             mirror.choose(tuple(grads))
-        job = self._jobs[number] = HostJob(
-            number=number,
-            mirror=mirror,
-            ranges=active,
-            grads=list(grads.values()),
-            moves=moves,
-            step=self._step,
-            states=HostStates((bound.shard for bound in active), states),
-            lanes=self._lanes,
-            hashers=hashers,
-            after=tuple(self._after.values()),
-            errors=self._errors,
-            state_bytes=sum(value.nbytes for bound in active for value in bound.values.values()),
-        )
-        self._worker.submit(job)
-        if self._policy.serial:
-            self._wait_for(job)
-        return mark
+        if grads or moves:
+            shards = {bound.shard.param: bound.shard for bound in active}
+            self._entries[number] = entries = OwnCounters(states, shards)
+            with torch.no_grad():
+                entries.copy(shards)
+            job = self._jobs[number] = HostJob(
+                number=number,
+                mirror=mirror,
+                ranges=active,
+                grads=list(grads.values()),
+                moves=moves,
+                step=self._step,
+                states=entries.alone(),
+                lanes=self._lanes,
+                hashers=self.reserve([[grad.nbytes for grad in grads.values()]]),  # if wider than their parameters
+                after=after,
+                errors=self._errors,
+            )
+            self._worker.submit(job)
+            if self._policy.serial:
+                self.wait_quietly(number)
+        return CpuMark(self, number)
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -194,18 +194,27 @@ class HostUpdates:
 
     def wait_quietly(self, number: int | None = None) -> None:
         """Block until no update is under way, or not that of one bucket; a failure is kept for who asks next."""
-        for job in self._jobs.values() if number is None else filter(None, [self._jobs.get(number)]):
-            self._wait_for(job)
+        for one in list(self._entries) if number is None else [number]:
+            if one in self._entries:
+                self._wait_for(one)
 
-    def take_created(self) -> dict[Tensor, UserState]:
-        """Return state that updates have made where there was none; waits for them all if there may be some."""
-        if not self._creates or self._step is None:
-            return {}
-        self._creates = False
-        self.wait_quietly()
-        self.raise_failure()
-        created, self._step.created = self._step.created, {}
-        return created
+    def _wait_for(self, number: int) -> None:
+        job = self._jobs[number]
+        if not job.done.is_set():
+            begin = time.perf_counter()
+            job.done.wait()
+            self._waited_seconds += time.perf_counter() - begin
+        entries = self._entries.pop(number)
+        if not job.failed:
+            with torch.no_grad():
+                entries.commit()
+
+    def wait_created(self) -> None:
+        """Wait for all updates if some make state where there was none: the user finds it after ``step()``."""
+        if self._creates:
+            self._creates = False
+            self.wait_quietly()
+            self.raise_failure()
 
     def forget(self) -> None:
         """Wait for what is under way: buckets have other numbers from now on."""
@@ -215,12 +224,6 @@ class HostUpdates:
                 mirror.uploaded.synchronize()  # from memory that may be freed now
         self._mirrors.clear()
         self._jobs.clear()
-
-    def _wait_for(self, job: HostJob) -> None:
-        if not job.done.is_set():
-            begin = time.perf_counter()
-            job.done.wait()
-            self._waited_seconds += time.perf_counter() - begin
 
     def raise_failure(self) -> None:
         """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.

@@ -6,16 +6,16 @@
     copies:       begin: copies down ─┐         ┌─▶ finish: copies up
     updates:                          └▶ update ┘
 
-While one job is updated, the next one comes down into another slot of pinned memory, and the last one goes up. Jobs are
-done in the order in which they were submitted, but for those that may pass others. A thread of its own issues the
-copies, so that the one that updates never stands still for that: the kernels of the optimizer do not hold the
-interpreter's lock. Nobody on the device waits for the threads unless it needs what they make.
+While one job is updated, the next one comes down into another slot of pinned memory, and the last one goes up, in the
+order in which jobs were submitted. A thread of its own issues the copies, so that the one that updates never stands
+still for that: the kernels of the optimizer do not hold the interpreter's lock.
 """
 
 import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,7 @@ import torch
 from ..device.arena import Region
 from .job import HostJob
 
-_SLOTS = 2
-"""One for what is updated, one for what comes down, in a fraction of that time. What has begun to come down cannot be
-passed any more."""
+_SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
 
 
 class HostWorker:
@@ -39,7 +37,7 @@ class HostWorker:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._changed = threading.Condition()
-        self._queue: list[HostJob] = []
+        self._queue: deque[HostJob] = deque()
         self._unfinished = 0
         self._free_slots: list[Region] = []
         self._slot_bytes, self._pinned = 0, False
@@ -65,7 +63,7 @@ class HostWorker:
             self._slot_bytes, self._pinned = slot_bytes, pin
 
     def submit(self, job: HostJob) -> None:
-        """Have ``job`` done after all others submitted before that it may not pass; returns at once."""
+        """Have ``job`` done after all others submitted before; returns at once."""
         with self._changed:
             self._queue.append(job)
             self._unfinished += 1
@@ -75,13 +73,7 @@ class HostWorker:
         with self._changed:
             if not (self._queue and self._free_slots):
                 return  # it is called again for each job, and for each slot that has become free
-            first = 0
-            # From the end: what became ready during the look is found for the first job of a wave, not for a later one.
-            for index in reversed(range(1, len(self._queue))):
-                job = self._queue[index]
-                if job.may_pass(self._queue[0]) and not (first and self._queue[first].may_pass(job)):
-                    first = index
-            job, slot = self._queue.pop(first), self._free_slots.pop()
+            job, slot = self._queue.popleft(), self._free_slots.pop()
         job.begin(slot.bytes)
         self._updates.submit(self._update, job, slot)
 

@@ -1,15 +1,24 @@
-"""Values that the buckets of one logical step share: param groups, the optimizer's attributes, and changes to them."""
+"""One logical step of the user's optimizer, run on one bucket after the other.
+
+The step of a bucket changes its parameters and their state, and perhaps entries of param groups (``group["k"]``) and
+attributes of the optimizer. Each bucket starts from the same entries and attributes and must end at the same ones,
+which the user's optimizer gets once.
+"""
 
 import collections
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import tensors_in
-from .capabilities import LogicalStep
+from ..state.store import UserState
+from .capabilities import Capabilities, LogicalStep
 
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
@@ -22,103 +31,127 @@ _SCHEDULED = frozenset({"lr", "betas"})
 _SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
 
 
-class SharedValues:
-    """Changes by one logical step to param groups and optimizer, however many buckets it has."""
+class DividedStep:
+    """One logical step of an optimizer, and what it changes in param groups and attributes, in however many buckets.
+
+    Attributes:
+        conventions: of the class.
+        copies: of values that somebody may write before updates on other streams have read them; kept until then.
+        by_param: attributes that are dicts with parameters as keys.
+        unvisited: numbers of groups that no bucket has had parameters of.
+    """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        optimizer: Any,
         step: LogicalStep,
-        by_param: Iterable[str] = (),
         *,
-        writes_any_entry: bool = False,
         copy_scheduled: bool = False,
+        without_hooks: Callable[[], AbstractContextManager[None]] = no_global_step_hooks,
     ) -> None:
         """Note where the step starts.
 
         Args:
-            optimizer: the user's.
+            cls: the user's class.
+            capabilities: of that.
+            optimizer: the user's, or anything with its attributes.
             step: what the optimizer's conventions make of it.
-            by_param: names of attributes that are dicts with parameters as keys.
-            writes_any_entry: a step of this class may write into entries of a group, so that each bucket needs its own.
-                Otherwise buckets share tensors among them.
-            copy_scheduled: copy them, and a GradScaler's, when the step begins: they may be written before it ends.
+            copy_scheduled: copy what schedulers and a GradScaler write: they may do so before the step ends.
+            without_hooks: keeps hooks for all optimizers from firing in the step of a bucket.
         """
-        self.step = step
-        self._start = entries_of(optimizer)
+        self.conventions = capabilities.conventions
+        self._cls, self._step, self._without_hooks = cls, step, without_hooks
+        # A class that nobody knows may write into entries of a group: each bucket gets its own.
+        self._writes_any_entry = not capabilities.known
+        self._start = self._groups = entries_of(optimizer)
         self._start_versions = _versions(self._start)
-        self._groups = self._start
         self._attributes = instance_attributes(optimizer)
-        self._scaler: dict[str, Any] = {}
-        self.copies: list[Tensor] = []  # in memory of the current stream: kept until updates on others have read them
+        self.by_param: dict[str, dict[Tensor, Any]] = {
+            name: self._attributes[name] for name in self.conventions.attributes_by_param
+        }
+        self._unwatched = {*step.attributes(), *self.by_param}
+        self.copies: list[Tensor] = []
         if copy_scheduled:
             self._groups = [
                 {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
                 for group in self._start
             ]
-            self._scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
+            scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
+            self._attributes |= scaler
+            self._unwatched |= scaler.keys()
             scheduled = [group.get(name) for group in self._groups for name in _SCHEDULED]
-            self.copies = list(tensors_in([*scheduled, self._scaler]))
-        self._writes_any_entry = writes_any_entry
-        self._unwatched = {*step.attributes(), *self._scaler, *by_param}
-        self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
+            self.copies = list(tensors_in([*scheduled, scaler]))
         self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
-        self._exchanged: set[tuple[int | None, str]] = set()  # entries that a step has not written into
-        self._given: dict[int, dict[str, Any]] = {}  # entries of groups that the step that runs was given
-        self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
+        self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
+        self.unvisited = set(range(len(self._groups)))
 
-    def lists(self) -> list[list[Tensor]]:
-        """An empty list for each group."""
-        return [[] for _ in self._groups]
+    def run(
+        self,
+        params: Mapping[int, list[Tensor]],
+        state: Mapping[Tensor, UserState],
+        by_param: Mapping[str, dict[Tensor, Any]] | None = None,
+    ) -> dict[Tensor, UserState]:
+        """Run the plain step of the class on ``params``, and note what it changes beside them and their state.
 
-    def groups_for(
-        self, params: Sequence[list[Tensor]], counting: Collection[int] | None = None
-    ) -> list[dict[str, Any]]:
-        """Param groups for one step: those that have some of ``params``.
+        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes.
 
         Args:
-            params: for each group of the optimizer.
-            counting: numbers of the groups to show, and whose changes count, if not those with parameters. A plain step
-                does not see its groups emptied, and some classes fail on that.
-        """
-        shown = {number for number, of_group in enumerate(params) if of_group} if counting is None else counting
-        self._given = {
-            number: {n: _own(v) if self._writes_any_entry else v for n, v in self._groups[number].items()}
-            for number in sorted(shown)
-        }
-        return [
-            {
-                **given,
-                **{name: _own(value) for name, value in self.step.pinned[number].items()},
-                "params": params[number],
-            }
-            for number, given in self._given.items()
-        ]
+            params: by the numbers of their groups. The step sees no other groups: a plain one does not see its groups
+                emptied, and some classes fail on that.
+            state: of them.
+            by_param: what these attributes hold instead; what the step adds is found there.
 
-    def group(self, number: int) -> dict[str, Any]:
-        """The entries of a param group that a bucket's step is given; nobody writes into them."""
-        return {**self._groups[number], **self.step.pinned[number]}
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The optimizer's own attributes, for a shadow."""
-        return {**self._attributes, **self._scaler, **self.step.attributes()}
-
-    def collect(self, groups: Sequence[Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
-        """Note what a bucket's step has changed.
+        Returns:
+            The state after it, by parameter.
 
         Raises:
-            RuntimeError: the change differs from that of an earlier bucket of the same step.
+            RuntimeError: a change differs from that of an earlier bucket of the same step, or the optimizer keeps state
+                that is no parameter's.
         """
-        for (number, given), group in zip(self._given.items(), groups, strict=True):
+        given = {
+            number: {n: _own(v) if self._writes_any_entry else v for n, v in self._groups[number].items()}
+            for number in sorted(params)
+        }
+        pinned = self._step.pinned
+        groups = [
+            {**entries, **{name: _own(value) for name, value in pinned[number].items()}, "params": params[number]}
+            for number, entries in given.items()
+        ]
+        attributes = {**self._attributes, **self._step.attributes(), **(by_param or {})}
+        attributes |= {"param_groups": groups, "state": defaultdict(dict, state)}
+        shadow: Optimizer = object.__new__(self._cls)
+        # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``: not
+        # into those of the real optimizer.
+        Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
+        shadow.__dict__.update(attributes)
+        try:
+            with self._without_hooks():  # a subclass's step may call a hooked one of its parent
+                plain_step_of(self._cls)(shadow, **self._step.kwargs)
+            keys: list[object] = list(shadow.state)
+            foreign = [key for key in keys if not isinstance(key, Tensor)]
+            if foreign:
+                raise RuntimeError(
+                    "the optimizer keeps state of its own beside that of parameters "
+                    f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
+                )
+            self._collect(given, shadow)
+            return dict(shadow.state)
+        finally:
+            shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step, whoever keeps it
+
+    def _collect(self, given: Mapping[int, dict[str, Any]], shadow: Optimizer) -> None:
+        """Note what a bucket's step has changed of the entries that it was ``given``, and of attributes."""
+        for (number, entries), group in zip(given.items(), shadow.param_groups, strict=True):
             for name, value in group.items():
-                pinned = name == "params" or name in self.step.pinned[number]
-                if not pinned and _changed(self._groups[number].get(name), given.get(name), value):
+                pinned = name == "params" or name in self._step.pinned[number]
+                if not pinned and _changed(self._groups[number].get(name), entries.get(name), value):
                     self._note(number, name, value, f"param_groups[{number}][{name!r}]")
-                    if value is not given.get(name):
-                        self._exchanged.add((number, name))
-        self.unvisited -= self._given.keys()
-        for name, value in attributes.items():
+                    if value is not entries.get(name):
+                        self._rebound.add((number, name))
+        self.unvisited -= given.keys()
+        for name, value in instance_attributes(shadow).items():
             # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
             start = self._attributes.get(name)
             if name not in self._unwatched and value is not start and _changed(start, start, value):
@@ -154,10 +187,10 @@ class SharedValues:
         """Give the changes of the whole step to the user's optimizer, once."""
         for (number, name), value in self._changes.items():
             target = optimizer.__dict__ if number is None else optimizer.param_groups[number]
-            is_own = number is None or (number, name) in self._exchanged
-            if is_own or not _write_into(target.get(name), value):
+            is_exchanged = number is None or (number, name) in self._rebound
+            if is_exchanged or not _write_into(target.get(name), value):
                 target[name] = value
-        self.step.finish()
+        self._step.finish()
 
 
 def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
