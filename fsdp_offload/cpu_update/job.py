@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..device.arena import aligned
 from ..device.lanes import Lane, Mark, recorded
-from ..optimizers import Capabilities, LogicalStep
+from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
 from ..state.shard import StateShard
@@ -72,9 +72,7 @@ class HostStep:
         """The step, with tensors on the host: the updating thread brings them there for the first bucket."""
         with self._down.running():
             values = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
-        # Tables of hooks are the main thread's.
-        step = LogicalStep({}, self._pinned)
-        return DividedStep(self._cls, self._capabilities, values, step, without_hooks=nullcontext)
+        return DividedStep(self._cls, self._capabilities, values, pinned=self._pinned)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,11 +1,8 @@
 """Runs the user's optimizer on the host for its share of the state, which is updated where it lives.
 
-::
-
-    update ──▶ gradients down ──▶ the optimizer's class on host tensors ──▶ parameters up ──▶ wait
-
-Parameters are mirrored on the host (:mod:`mirror`) and come down only where somebody else has written them, by
-whatever means. Everything but :meth:`HostUpdates.update` and the waits runs in the threads of :mod:`worker`.
+The main thread submits a job for each bucket (:mod:`job`), and waits for it when somebody needs what it makes. Threads
+(:mod:`worker`) bring its gradients down, update, and bring its parameters up. Parameters are mirrored on the host
+(:mod:`mirror`) and come down only where somebody else has written them, by whatever means.
 """
 
 import time
@@ -40,13 +37,7 @@ class CpuMark:
     number: int
 
     def resolved(self) -> Mark | None:
-        """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device.
-
-        ``None``: nothing was updated.
-
-        Raises:
-            RuntimeError: the update has failed, or another one of its step before it.
-        """
+        """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device."""
         return self.host.wait_updated(self.number)
 
     def passed(self) -> bool:
@@ -72,10 +63,11 @@ class HostUpdates:
         wait_without_owner: hooks on a model have it, and so wait for the last step of an optimizer that is gone.
     """
 
+    failure = ""
+
     def __init__(
         self, cls: type[Optimizer], capabilities: Capabilities, policy: OffloadPolicy, device: torch.device
     ) -> None:
-        self.failure = ""
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
@@ -94,11 +86,7 @@ class HostUpdates:
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
     def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> tuple[Hasher, Hasher]:
-        """Take the memory through which buckets with gradients of so many bytes pass, and 24 MiB of the device.
-
-        Raises:
-            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
-        """
+        """Take the memory through which buckets with gradients of so many bytes pass, and 24 MiB of the device."""
         device, (down, up) = self._link.device, self._lanes
         self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(device.type))
         if self._hashers is None:
@@ -185,7 +173,11 @@ class HostUpdates:
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait_updated(self, number: int) -> Mark | None:
-        """Block until the last update of a bucket is done: its state is at home; see :meth:`CpuMark.resolved`."""
+        """Block until the last update of a bucket is done: its state is at home. ``None``: nothing was updated.
+
+        Raises:
+            RuntimeError: the update has failed, or another one of its step before it.
+        """
         self.wait_quietly(number)
         job = self._jobs.get(number)
         if job is not None and job.failed:
@@ -226,11 +218,7 @@ class HostUpdates:
         self._jobs.clear()
 
     def raise_failure(self) -> None:
-        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.
-
-        Raises:
-            RuntimeError: an update has failed; says which.
-        """
+        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more."""
         if not self._errors:
             return
         # Who is told may load weights at once, and what was updated before would still come up over them.
@@ -265,11 +253,7 @@ class HostUpdates:
 
 
 def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:
-    """Block until all parameters of the last step are new; at once from the second time on.
-
-    Raises:
-        RuntimeError: the update has failed, and there is no optimizer left that would say so.
-    """
+    """Block until all parameters of the last step are new; at once from the second time on."""
     for job in jobs.values():
         job.done.wait()
         if job.uploaded is not None:

@@ -76,9 +76,7 @@ class Engine(Contents):
             if param in names:
                 self._params_of[number].append(param)
         self._spare_homes = SpareHomes(partial(_may_move, self.conventions))
-        self._updates = BucketUpdates(
-            cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
-        )
+        self._updates = BucketUpdates(cls, self.layouts, self.plan, self._spare_homes)
         self._updates.host = host
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
         self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned)

@@ -38,17 +38,9 @@ class BucketUpdates:
     """
 
     def __init__(
-        self,
-        cls: type[Optimizer],
-        layouts: Layouts,
-        plan: Plan,
-        spare_homes: SpareHomes[StateShard],
-        *,
-        copies_options: bool,
+        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes[StateShard]
     ) -> None:
-        """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
-        self._cls, self._layouts, self._plan, self._copies_options = cls, layouts, plan, copies_options
-        self._spare_homes = spare_homes
+        self._cls, self._layouts, self._plan, self._spare_homes = cls, layouts, plan, spare_homes
         self.host: HostUpdates | None = None
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
@@ -61,11 +53,8 @@ class BucketUpdates:
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
-        step = self._conventions.begin(optimizer, kwargs)
-        step.pinned = [{**one, **o} for one, o in zip(pinned_implementations(optimizer), step.pinned, strict=True)]
-        self.shared = DividedStep(
-            self._cls, self._layouts.capabilities, optimizer, step, copy_scheduled=self._copies_options
-        )
+        pinned = pinned_implementations(optimizer)
+        self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())
         self._states = states

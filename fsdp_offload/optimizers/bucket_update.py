@@ -17,9 +17,8 @@ from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
 from ..state.layout import leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from .capabilities import Conventions
 from .divided_step import DividedStep
-from .masters import MASTER, is_only_copy, let_weights_win
+from .masters import MASTER, let_weights_win
 
 # What the optimizer sees ----------------------------------------------------------------------------------------------
 
@@ -115,7 +114,9 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
     state: dict[Tensor, UserState] = {}
     existing = [user_states.get(bound.shard.param) for bound in together]
     for bound, user_state in zip(together, existing, strict=True):
-        _follow_weights(bound, user_state, conventions)
+        master = bound.values.get(MASTER) if user_state.get(MASTER) is not None else None
+        if master is not None and not conventions.weights_win and not has_inner_tensors(bound.param):
+            let_weights_win(local_shard(bound.param).detach(), local_shard(master))
         if bound.is_alias:
             conventions.hand_gradient(bound.param, bound.gradient)
         params[bound.shard.group].append(bound.param)
@@ -139,14 +140,6 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
-
-
-def _follow_weights(bound: BoundRange, user_state: UserState, conventions: Conventions) -> None:
-    master = None if conventions.weights_win else bound.values.get(MASTER)
-    if master is not None and user_state.get(MASTER) is not None:
-        param, slot = local_shard(bound.param).detach(), local_shard(master)
-        if not has_inner_tensors(param) and is_only_copy(param, slot):
-            let_weights_win(param, slot)
 
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:

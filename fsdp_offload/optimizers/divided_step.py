@@ -7,8 +7,8 @@ which the user's optimizer gets once.
 
 import collections
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import tensors_in
 from ..state.store import UserState
-from .capabilities import Capabilities, LogicalStep
+from .capabilities import Capabilities
 
 ENGINE_ATTRIBUTE = "_offload_engine"
 """Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
@@ -46,10 +46,8 @@ class DividedStep:
         cls: type[Optimizer],
         capabilities: Capabilities,
         optimizer: Any,
-        step: LogicalStep,
-        *,
-        copy_scheduled: bool = False,
-        without_hooks: Callable[[], AbstractContextManager[None]] = no_global_step_hooks,
+        kwargs: Mapping[str, Any] | None = None,
+        pinned: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         """Note where the step starts.
 
@@ -57,32 +55,29 @@ class DividedStep:
             cls: the user's class.
             capabilities: of that.
             optimizer: the user's, or anything with its attributes.
-            step: what the optimizer's conventions make of it.
-            copy_scheduled: copy what schedulers and a GradScaler write: they may do so before the step ends.
-            without_hooks: keeps hooks for all optimizers from firing in the step of a bucket.
+            kwargs: of ``step()``.
+            pinned: for each group, entries that buckets start from instead, and whose changes are lost.
         """
         self.conventions = capabilities.conventions
-        self._cls, self._step, self._without_hooks = cls, step, without_hooks
-        # A class that nobody knows may write into entries of a group: each bucket gets its own.
-        self._writes_any_entry = not capabilities.known
-        self._start = self._groups = entries_of(optimizer)
+        self._cls, self._step = cls, self.conventions.begin(optimizer, kwargs or {})
+        for entries, more in zip(self._step.pinned, pinned, strict=False):
+            entries.update({name: value for name, value in more.items() if name not in entries})
+        self._is_known = capabilities.known
+        self._start = entries_of(optimizer)
         self._start_versions = _versions(self._start)
+        # Schedulers and a GradScaler may write theirs before the step ends.
+        self._groups = [
+            {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
+            for group in self._start
+        ]
         self._attributes = instance_attributes(optimizer)
+        scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
+        self._attributes |= scaler
+        self.copies = list(tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler]))
         self.by_param: dict[str, dict[Tensor, Any]] = {
             name: self._attributes[name] for name in self.conventions.attributes_by_param
         }
-        self._unwatched = {*step.attributes(), *self.by_param}
-        self.copies: list[Tensor] = []
-        if copy_scheduled:
-            self._groups = [
-                {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
-                for group in self._start
-            ]
-            scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
-            self._attributes |= scaler
-            self._unwatched |= scaler.keys()
-            scheduled = [group.get(name) for group in self._groups for name in _SCHEDULED]
-            self.copies = list(tensors_in([*scheduled, scaler]))
+        self._unwatched = {*self._step.attributes(), *self.by_param, *scaler}
         self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
         self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
         self.unvisited = set(range(len(self._groups)))
@@ -110,8 +105,9 @@ class DividedStep:
             RuntimeError: a change differs from that of an earlier bucket of the same step, or the optimizer keeps state
                 that is no parameter's.
         """
+        # A class that nobody knows may write into entries of a group, so each bucket has copies of them.
         given = {
-            number: {n: _own(v) if self._writes_any_entry else v for n, v in self._groups[number].items()}
+            number: {n: v if self._is_known else _own(v) for n, v in self._groups[number].items()}
             for number in sorted(params)
         }
         pinned = self._step.pinned
@@ -127,7 +123,8 @@ class DividedStep:
         Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
         shadow.__dict__.update(attributes)
         try:
-            with self._without_hooks():  # a subclass's step may call a hooked one of its parent
+            # A step that nobody knows may call a hooked one of its parent: the logical step has fired hooks already.
+            with nullcontext() if self._is_known else no_global_step_hooks():
                 plain_step_of(self._cls)(shadow, **self._step.kwargs)
             keys: list[object] = list(shadow.state)
             foreign = [key for key in keys if not isinstance(key, Tensor)]

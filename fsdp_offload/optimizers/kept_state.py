@@ -4,7 +4,6 @@ Everything here runs at attach (or when a hyperparameter that decides the layout
 scratch tensors reaches the real optimizer, and generators of random numbers are left as they were.
 """
 
-import collections
 import copy
 import inspect
 import numbers
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from ..fsdp.dtensor import compute_device, has_inner_tensors, is_dtensor, local_shard, over_local, placements_of
 from ..state.layout import NotUnderstoodError, StateLayout, ValueLayout, describe_value, tensors_in
 from ..state.store import UserState
-from .capabilities import Capabilities, LogicalStep
+from .capabilities import Capabilities
 from .divided_step import DividedStep, entries_of, instance_attributes
 
 LayoutKey = tuple[tuple[str, str], ...]
@@ -162,7 +161,7 @@ class Layouts:
         if not self.capabilities.known:  # it may look at anything that is true of a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             noted = {n: v for n, v in vars(param).items() if not isinstance(v, Tensor) or v.shape == param.shape}
-            scratch.__dict__.update(copied(noted, {}))
+            scratch.__dict__.update(_copied(noted, {}))
         grad = scratch
         if is_dtensor(scratch) and has_inner_tensors(scratch):  # fully_shard reduces gradients as plain tensors
             local = local_shard(scratch)
@@ -197,13 +196,16 @@ class Layouts:
         group: Mapping[str, Any],
         before: Mapping[Tensor, UserState],
     ) -> dict[Tensor, UserState]:
-        groups = entries_of(optimizer)
-        values = copied({**instance_attributes(optimizer), "param_groups": groups}, {id(param): scratch})
+        known = self.capabilities.known
+        values = {**instance_attributes(optimizer), "param_groups": [dict(one) for one in optimizer.param_groups]}
+        if not known:
+            values["param_groups"] = entries_of(optimizer)
+            values = _copied(values, {id(param): scratch})
         # schedulefree's optimizers step in train mode only, and start in the other.
-        pinned = [{"train_mode": True} if "train_mode" in one else {} for one in groups]
-        step = DividedStep(self._cls, self.capabilities, types.SimpleNamespace(**values), LogicalStep({}, pinned))
+        pinned = [{"train_mode": True} if "train_mode" in one else {} for one in optimizer.param_groups]
+        step = DividedStep(self._cls, self.capabilities, types.SimpleNamespace(**values), pinned=pinned)
         number = next(number for number, one in enumerate(optimizer.param_groups) if one is group)
-        after = step.run({number: [scratch]}, before)
+        after = step.run({number: [scratch]}, before, {name: {} for name in step.by_param})
         self._new_entries.update((name, value) for name, value in step.changed_entries.items() if name not in group)
         return after
 
@@ -260,44 +262,17 @@ def randomness_kept(device: torch.device) -> Iterator[None]:
                 numpy.set_state(of_numpy)
 
 
-_SHARED = (nn.Module, Optimizer, types.ModuleType, types.FunctionType, types.MethodType, type)
-
-
-def copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy what a step may write: containers, tensors, generators, and objects that count, of a plain class.
-
-    Models, process groups, functions and whatever else is no counter stay the same objects. ``copies``: by ``id``, what
-    stands for a value; it grows.
-    """
-    kind, library = type(value), type(value).__module__.partition(".")[0]
-    if id(value) in copies:
-        return copies[id(value)]
-    if kind is int and value in copies:  # a table by id(param)
-        return id(copies[value])
-    made = value
-    if isinstance(value, Tensor):
-        made = value.detach().clone()  # of an average of the weights, say
-        made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
-    elif isinstance(value, torch.Generator):
-        made = value.clone_state()
-    elif kind in (tuple, set, frozenset) or hasattr(value, "_fields"):
-        parts = [copied(one, copies) for one in value]
-        made = kind(*parts) if hasattr(value, "_fields") else kind(parts)
-    elif isinstance(value, list | collections.deque):
-        made = copies[id(value)] = copy.copy(value)
-        made.clear()
-        made.extend(copied(one, copies) for one in value)
-    elif isinstance(value, dict):
-        made = copies[id(value)] = copy.copy(value)
-        made.clear()
-        made.update((copied(key, copies), copied(one, copies)) for key, one in value.items())
-    elif library == "numpy" or isinstance(value, random.Random):
-        made = copy.deepcopy(value)
-    elif hasattr(value, "__dict__") and library != "torch" and not isinstance(value, _SHARED):
+def _copied(values: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
+    """Copy what a step may write. ``copies``: by ``id``, what stands for a value."""
+    copied = {}
+    for name, value in values.items():
+        library = type(value).__module__.partition(".")[0]
+        of_torch = library == "torch" and not isinstance(value, Tensor | torch.Generator)  # groups of processes, ...
+        if of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType):
+            copied[name] = value
+            continue
         try:
-            made = copies[id(value)] = copy.copy(value)
-            vars(made).update({name: copied(one, copies) for name, one in vars(value).items()})
-        except Exception:  # noqa: BLE001  # whatever cannot be copied is no counter
-            made = value
-    copies[id(value)] = made
-    return made
+            copied[name] = copy.deepcopy(value, copies)
+        except Exception as error:
+            raise ValueError(f"{name} cannot be copied, and a step on scratch tensors might change it") from error
+    return copied

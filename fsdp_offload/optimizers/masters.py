@@ -28,19 +28,14 @@ MASTER = "master_param"
 """The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
 
 
+def has_master(param: Tensor) -> bool:
+    """Return whether ``param`` needs one: parameters in fp32 and fp64 are their own masters."""
+    return param.dtype in LOW_PRECISION
+
+
 def is_duplicate(param: Tensor, master_dtype: torch.dtype) -> bool:
     """Return whether a master of that dtype says nothing that ``param`` does not say."""
     return master_dtype == param.dtype
-
-
-def is_only_copy(param: Tensor, master: Tensor) -> bool:
-    """Return whether ``master`` has, element by element, more precision than the local tensor ``param``."""
-    return (
-        master.shape == param.shape
-        and master.dtype.is_floating_point
-        and param.dtype.is_floating_point
-        and master.dtype.itemsize > param.dtype.itemsize
-    )
 
 
 def can_rebuild(master_dtype: torch.dtype) -> bool:
@@ -49,11 +44,14 @@ def can_rebuild(master_dtype: torch.dtype) -> bool:
 
 
 def let_weights_win(param: Tensor, master: Tensor) -> None:
-    """Copy ``param`` into ``master`` where it is not what that rounds to: somebody has written it.
+    """Copy ``param`` into a ``master`` of more precision where it is not what that rounds to: somebody has written it.
 
     A ``dcp.load`` into the parameters fires no hook, so this is looked at before every update; where nobody wrote,
-    it changes nothing. Both are local tensors of one shape and device; temporaries take about twice ``master``'s bytes.
+    it changes nothing. Both are local tensors on one device; temporaries take about twice ``master``'s bytes.
     """
+    is_finer = master.dtype.is_floating_point and master.dtype.itemsize > param.dtype.itemsize
+    if not (is_finer and param.dtype.is_floating_point and param.shape == master.shape):
+        return
     written = param != master.to(param.dtype)
     master.copy_(torch.where(written, param.to(master.dtype), master))
 
