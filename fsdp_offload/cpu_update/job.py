@@ -26,7 +26,7 @@ from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
 from ..state.shard import StateShard
 from ..state.store import StateStore
-from .mirror import Hasher, Mirror, like
+from .mirror import Mirror, like
 
 _FLAG_BYTES = aligned(1)
 """Bytes that say, in what a bucket brings down, whether its parameters have been written by somebody else."""
@@ -56,7 +56,9 @@ class HostStep:
         """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
         self._cls, self._capabilities, self._down = cls, capabilities, down
         groups = entries_of(optimizer)
-        self._values = tree_map_only(Tensor, _copy, {**instance_attributes(optimizer), "param_groups": groups})
+        self._values = tree_map_only(
+            Tensor, lambda one: one.detach().clone(), {**instance_attributes(optimizer), "param_groups": groups}
+        )
         dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
@@ -75,10 +77,6 @@ class HostStep:
         return DividedStep(self._cls, self._capabilities, values, pinned=self._pinned)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 @dataclass(eq=False)
 class HostJob:
     """The update of one bucket in one step. No method raises: whoever waits for the job looks for its error."""
@@ -90,8 +88,6 @@ class HostJob:
     moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
     step: HostStep
     states: StateStore  # copies of the user's entries
-    lanes: tuple[Lane, Lane]  # for what goes down, and for what goes up
-    hashers: tuple[Hasher, Hasher]  # likewise
     after: Sequence[Mark]  # passed before gradients are read
     errors: list[tuple[str, BaseException]]  # of all jobs: parameters that may be half updated, and why
     done: threading.Event = field(default_factory=threading.Event)  # the host may look at results and ``errors``
@@ -128,7 +124,7 @@ class HostJob:
 
     def _issue_downloads(self, memory: Tensor) -> None:
         # What came up last: the mirror is about to be written, and what is on the device is compared with it.
-        down = self.lanes[0]
+        down = self.mirror.lanes[0]
         down.wait(*self.after, self.mirror.uploaded)
         offset = _FLAG_BYTES
         for grad in self.grads:
@@ -139,15 +135,15 @@ class HostJob:
             down.copy_all(self._grads_on_host, self.grads)
             with down.running():
                 self._unscale_gradients()
-                if self.mirror.is_known:
-                    self._changed = memory[:1].view(torch.bool)[0]
-                    self.mirror.compare(self._changed, self.hashers[0])
-            if self._changed is None:
+            if self.mirror.is_known:
+                self._changed = memory[:1].view(torch.bool)[0]
+                self.mirror.compare(self._changed)
+            else:
                 self._bring_weights_down()
         self._down = down.mark()
 
     def _bring_weights_down(self) -> None:
-        self.mirror.copy_down(self.lanes[0])
+        self.mirror.copy_down()
         self.weights_down_bytes = self.mirror.nbytes
 
     def _unscale_gradients(self) -> None:
@@ -176,7 +172,7 @@ class HostJob:
     def _update(self) -> None:
         if self._changed is not None and self._changed.item():
             self._bring_weights_down()
-            self.lanes[0].mark().synchronize()
+            self.mirror.lanes[0].mark().synchronize()
         step = self.step.divided
         begin = time.perf_counter()
         for target, source in self.moves:
@@ -207,9 +203,8 @@ class HostJob:
                 self._issue_uploads()
         # The rest goes with its step, not with the next step of this bucket.
         self.ranges, self.grads, self.moves, self.after = [], [], [], ()
-        self.step = self.states = self.mirror = self.hashers = None  # type: ignore[assignment]
+        self.step = self.states = self.mirror = None  # type: ignore[assignment]
         self.done.set()
 
     def _issue_uploads(self) -> None:
-        up = self.lanes[1]
-        self.uploaded = self.mirror.copy_up(up, self.hashers[1]) if self.ranges else up.mark()
+        self.uploaded = self.mirror.copy_up() if self.ranges else self.mirror.lanes[1].mark()

@@ -79,16 +79,23 @@ class Mirror:
     """The parameters of a bucket, and their host memory, which is kept from step to step.
 
     Attributes:
+        lanes: for what goes down, and for what goes up.
         is_known: the chosen ones are the same on the device, unless somebody else has written there.
         nbytes: of the chosen ones, which the last step has updated.
         uploaded: recorded behind the last way up of parameters and behind their fingerprint.
     """
 
-    def __init__(self, ranges: Sequence[BoundRange]) -> None:
-        """Take all ranges of the bucket, bound to parameters on the device."""
+    def __init__(
+        self,
+        ranges: Sequence[BoundRange],
+        lanes: tuple[Lane, Lane],
+        hashers: tuple[Hasher, Hasher],
+        uploaded: Mark | None,
+    ) -> None:
+        """Take all ranges of the bucket, bound to parameters on the device, and a hasher for each lane."""
+        self.lanes, self._hashers, self.uploaded = lanes, hashers, uploaded
         self._ranges, self._key = list(ranges), _key(ranges)
         self.is_known, self.nbytes = False, 0
-        self.uploaded: Mark | None = None
         self._on_host: dict[tuple[int, int], BoundRange] = {}
         self._weights = [_mirrored(bound) for bound in ranges]
         self._chosen: Sequence[int] = ()
@@ -125,19 +132,21 @@ class Mirror:
         self._up = [*pieces_of(flat, PIECE_BYTES), *others]
         self._print = None if others else Fingerprint(param for param, _ in flat)
 
-    def copy_down(self, down: Lane) -> None:
+    def copy_down(self) -> None:
         """Issue the way down of all weights: the mirror is about to be written."""
         self.is_known = False
-        down.copy_all(self._own, self._params)
+        self.lanes[0].copy_all(self._own, self._params)
 
-    def compare(self, changed: Tensor, hasher: Hasher) -> None:
+    def compare(self, changed: Tensor) -> None:
         """Record in ``changed`` (``bool``, ``()``, on the host) whether somebody wrote, when the stream gets there."""
         assert self._print is not None
-        self._print.write(self._now, hasher)
-        changed.copy_(torch.ne(self._now, self._kept).any(), non_blocking=True)
+        with self.lanes[0].running():
+            self._print.write(self._now, self._hashers[0])
+            changed.copy_(torch.ne(self._now, self._kept).any(), non_blocking=True)
 
-    def copy_up(self, up: Lane, hasher: Hasher) -> Mark:
+    def copy_up(self) -> Mark:
         """Issue the way up, and keep a fingerprint of what is then on the device."""
+        up, hasher = self.lanes[1], self._hashers[1]
         up.copy_all([param for param, _ in self._up], [own for _, own in self._up])
         if self._print is not None:
             rows = self._print.rows

@@ -40,10 +40,6 @@ class CpuMark:
         """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device."""
         return self.host.wait_updated(self.number)
 
-    def passed(self) -> bool:
-        """Not known without waiting."""
-        raise NotImplementedError
-
     def elapsed_ms_since(self, earlier: Any) -> float:
         """Not known: the host's clock has its times."""
         raise NotImplementedError
@@ -71,7 +67,10 @@ class HostUpdates:
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
-        self._hashers: tuple[Hasher, Hasher] | None = None
+        with self._lanes[0].running():
+            of_down = Hasher(device)
+        with self._lanes[1].running():
+            self._hashers = of_down, Hasher(device)
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
         self._entries: dict[int, OwnCounters] = {}  # of jobs that nobody has waited for
         self._mirrors: dict[int, Mirror] = {}
@@ -85,16 +84,10 @@ class HostUpdates:
         """Count the bytes of host memory that :meth:`reserve` would take."""
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
-    def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> tuple[Hasher, Hasher]:
-        """Take the memory through which buckets with gradients of so many bytes pass, and 24 MiB of the device."""
-        device, (down, up) = self._link.device, self._lanes
-        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(device.type))
-        if self._hashers is None:
-            with down.running():
-                of_down = Hasher(device)
-            with up.running():
-                self._hashers = of_down, Hasher(device)
-        return self._hashers
+    def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> None:
+        """Take the memory through which buckets with gradients of so many bytes pass."""
+        pin = self._policy.pins(self._link.device.type)
+        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=pin)
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
@@ -116,16 +109,16 @@ class HostUpdates:
             ranges: all that it holds, bound to parameters on the device.
             states: ``optimizer.state``, which gets counters and what is created when somebody waits for the update.
             moving: of which the update writes the other home, a save still reading theirs.
-            after: marks to be passed before gradients are read. The job waits for them when it is issued: the stream
-                does so now would make what was submitted before, and is issued later, wait for the whole backward.
+            after: marks to be passed before gradients are read. The job waits for them when it is issued: if the stream
+                waited now, jobs before it that are issued later would wait for the whole backward.
         """
         assert self._step is not None, "begin() comes first"
         self.wait_quietly(number)  # its mirror is written by one update at a time
         before = self._mirrors.get(number)
-        mirror = before if before is not None and before.still_of(ranges) else Mirror(ranges)
-        if before is not None:
-            mirror.uploaded = before.uploaded  # from the same memory
-        self._mirrors[number] = mirror
+        if before is None or not before.still_of(ranges):
+            uploaded = None if before is None else before.uploaded  # from the same memory
+            self._mirrors[number] = Mirror(ranges, self._lanes, self._hashers, uploaded)
+        mirror = self._mirrors[number]
         gradient = self._capabilities.conventions.gradient
         active, moves, grads = [], [], {}
         for index, bound in enumerate(ranges):
@@ -152,6 +145,7 @@ class HostUpdates:
             self._entries[number] = entries = OwnCounters(states, shards)
             with torch.no_grad():
                 entries.copy(shards)
+            self.reserve([[grad.nbytes for grad in grads.values()]])  # more, if they are wider than their parameters
             job = self._jobs[number] = HostJob(
                 number=number,
                 mirror=mirror,
@@ -160,8 +154,6 @@ class HostUpdates:
                 moves=moves,
                 step=self._step,
                 states=entries.alone(),
-                lanes=self._lanes,
-                hashers=self.reserve([[grad.nbytes for grad in grads.values()]]),  # if wider than their parameters
                 after=after,
                 errors=self._errors,
             )

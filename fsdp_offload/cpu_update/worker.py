@@ -1,24 +1,26 @@
-"""The threads that update on the host: two for each device, shared by all optimizers there.
+"""The threads that update on the host: three for each device, shared by all optimizers there.
 
 ::
 
-    main thread:  submit(job) ──────────────────────────▶ goes on
-    copies:       begin: copies down ─┐         ┌─▶ finish: copies up
-    updates:                          └▶ update ┘
+    main thread:  submit(job) ──▶ goes on
+    down:                   └▶ begin: copies down ─┐
+    updates:                                       └▶ update ─┐
+    up:                                                       └▶ finish: copies up
 
 While one job is updated, the next one comes down into another slot of pinned memory, and the last one goes up, in the
-order in which jobs were submitted. A thread of its own issues the copies, so that the one that updates never stands
-still for that: the kernels of the optimizer do not hold the interpreter's lock.
+order in which jobs were submitted. The thread that updates never stands still for copies, and the kernels of the
+optimizer do not hold the interpreter's lock.
 """
 
 import contextlib
 import os
 import threading
 import weakref
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -29,65 +31,55 @@ _SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of
 
 
 class HostWorker:
-    """Two threads and their memory. They start with the first job; users hold it, and the last one and its jobs end it.
+    """Three threads and their memory. They start with the first job; the last user and its jobs end them.
 
     The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an error.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._changed = threading.Condition()
-        self._queue: deque[HostJob] = deque()
-        self._unfinished = 0
-        self._free_slots: list[Region] = []
+        self.device, self.creator_pid = device, os.getpid()
+        self._slots: SimpleQueue[Region] = SimpleQueue()  # that no job is in
         self._slot_bytes, self._pinned = 0, False
-        self.creator_pid = os.getpid()
-        self._copies = ThreadPoolExecutor(1, "fsdp_offload host copies", partial(_use_device, device))
-        self._updates = ThreadPoolExecutor(
-            1, "fsdp_offload host updates", partial(_prepare_thread, device, update_threads())
-        )
+
+        def thread(name: str, prepare: Callable[[], object]) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1, f"fsdp_offload host {name}", prepare)
+
+        self._down, self._up = (thread(name, partial(_use_device, device)) for name in ("down", "up"))
+        self._updates = thread("updates", partial(_prepare_thread, device, update_threads()))
 
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
 
     def reserve(self, slot_bytes: int, *, pin: bool) -> None:
-        """Make each slot at least that large. Waits until no job is under way where they have to grow."""
-        with self._changed:
-            if slot_bytes <= self._slot_bytes and (self._pinned or not pin):
-                return
-            self._changed.wait_for(lambda: not self._unfinished)
-            slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
-            self._free_slots, self._slot_bytes = [], 0  # there may not be room for both
-            self._free_slots = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
-            self._slot_bytes, self._pinned = slot_bytes, pin
+        """Make each slot at least that large. Waits until no job is in one where they have to grow."""
+        if slot_bytes <= self._slot_bytes and (self._pinned or not pin):
+            return
+        slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
+        for _ in range(_SLOTS if self._slot_bytes else 0):
+            self._slots.get()  # there may not be room for both
+        self._slot_bytes = 0
+        regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
+        self._slot_bytes, self._pinned = slot_bytes, pin
+        for region in regions:
+            self._slots.put(region)
 
     def submit(self, job: HostJob) -> None:
         """Have ``job`` done after all others submitted before; returns at once."""
-        with self._changed:
-            self._queue.append(job)
-            self._unfinished += 1
-            self._copies.submit(self._begin)
+        self._down.submit(self._begin, job)
 
-    def _begin(self) -> None:
-        with self._changed:
-            if not (self._queue and self._free_slots):
-                return  # it is called again for each job, and for each slot that has become free
-            job, slot = self._queue.popleft(), self._free_slots.pop()
+    def _begin(self, job: HostJob) -> None:
+        slot = self._slots.get()
         job.begin(slot.bytes)
-        self._updates.submit(self._update, job, slot)
+        try:
+            self._updates.submit(self._update, job, slot)
+        except RuntimeError:  # the interpreter goes, and joins this thread
+            self._slots.put(slot)
 
     def _update(self, job: HostJob, slot: Region) -> None:
         job.update()
-        self._copies.submit(self._finish, job, slot)
-
-    def _finish(self, job: HostJob, slot: Region) -> None:
-        job.finish()
-        with self._changed:
-            self._free_slots.append(slot)
-            self._unfinished -= 1
-            self._changed.notify_all()
-        self._begin()
+        self._slots.put(slot)
+        self._up.submit(job.finish)
 
 
 _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()
