@@ -6,6 +6,7 @@ which the user's optimizer gets once.
 """
 
 import collections
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import tensors_in
@@ -51,18 +53,13 @@ class DividedStep:
     ) -> None:
         """Note where the step starts.
 
-        Args:
-            cls: the user's class.
-            capabilities: of that.
-            optimizer: the user's, or anything with its attributes.
-            kwargs: of ``step()``.
-            pinned: for each group, entries that buckets start from instead, and whose changes are lost.
+        ``kwargs``: of ``step()``. ``pinned``: as :attr:`LogicalStep.pinned`, unless the conventions pin other values.
         """
-        self.conventions = capabilities.conventions
-        self._cls, self._step = cls, self.conventions.begin(optimizer, kwargs or {})
-        for entries, more in zip(self._step.pinned, pinned, strict=False):
-            entries.update({name: value for name, value in more.items() if name not in entries})
-        self._is_known = capabilities.known
+        self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
+        self._step = self.conventions.begin(optimizer, kwargs or {})
+        self._pinned = [
+            {**a, **b} for a, b in itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
+        ]
         self._start = entries_of(optimizer)
         self._start_versions = _versions(self._start)
         # Schedulers and a GradScaler may write theirs before the step ends.
@@ -95,24 +92,19 @@ class DividedStep:
         Args:
             params: by the numbers of their groups. The step sees no other groups: a plain one does not see its groups
                 emptied, and some classes fail on that.
-            state: of them.
+            state: of them. Returned is the state after it.
             by_param: what these attributes hold instead; what the step adds is found there.
 
-        Returns:
-            The state after it, by parameter.
-
         Raises:
-            RuntimeError: a change differs from that of an earlier bucket of the same step, or the optimizer keeps state
-                that is no parameter's.
+            RuntimeError: a change differs from that of an earlier bucket of the same step, or state is no parameter's.
         """
         # A class that nobody knows may write into entries of a group, so each bucket has copies of them.
         given = {
             number: {n: v if self._is_known else _own(v) for n, v in self._groups[number].items()}
             for number in sorted(params)
         }
-        pinned = self._step.pinned
         groups = [
-            {**entries, **{name: _own(value) for name, value in pinned[number].items()}, "params": params[number]}
+            {**entries, **{n: _own(v) for n, v in self._pinned[number].items()}, "params": params[number]}
             for number, entries in given.items()
         ]
         attributes = {**self._attributes, **self._step.attributes(), **(by_param or {})}
@@ -126,9 +118,7 @@ class DividedStep:
             # A step that nobody knows may call a hooked one of its parent: the logical step has fired hooks already.
             with nullcontext() if self._is_known else no_global_step_hooks():
                 plain_step_of(self._cls)(shadow, **self._step.kwargs)
-            keys: list[object] = list(shadow.state)
-            foreign = [key for key in keys if not isinstance(key, Tensor)]
-            if foreign:
+            if foreign := [key for key in list[object](shadow.state) if not isinstance(key, Tensor)]:
                 raise RuntimeError(
                     "the optimizer keeps state of its own beside that of parameters "
                     f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
@@ -142,7 +132,7 @@ class DividedStep:
         """Note what a bucket's step has changed of the entries that it was ``given``, and of attributes."""
         for (number, entries), group in zip(given.items(), shadow.param_groups, strict=True):
             for name, value in group.items():
-                pinned = name == "params" or name in self._step.pinned[number]
+                pinned = name == "params" or name in self._pinned[number]
                 if not pinned and _changed(self._groups[number].get(name), entries.get(name), value):
                     self._note(number, name, value, f"param_groups[{number}][{name!r}]")
                     if value is not entries.get(name):
@@ -184,8 +174,11 @@ class DividedStep:
         """Give the changes of the whole step to the user's optimizer, once."""
         for (number, name), value in self._changes.items():
             target = optimizer.__dict__ if number is None else optimizer.param_groups[number]
-            is_exchanged = number is None or (number, name) in self._rebound
-            if is_exchanged or not _write_into(target.get(name), value):
+            current = target.get(name)
+            is_written = number is not None and (number, name) not in self._rebound
+            if is_written and isinstance(value, Tensor) and isinstance(current, Tensor):
+                current.copy_(value)  # as others may hold it
+            else:
                 target[name] = value
         self._step.finish()
 
@@ -193,20 +186,6 @@ class DividedStep:
 def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Hyperparameters of each param group."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _write_into(current: Any, value: Any) -> bool:
-    """Write an entry as the step did with its copy, as others may hold it; ``False``: this is no tensor, list, dict."""
-    if isinstance(value, Tensor) and isinstance(current, Tensor):
-        current.copy_(value)
-    elif type(value) is type(current) is list:
-        current[:] = value
-    elif type(value) is type(current) is dict:
-        current.clear()
-        current.update(value)
-    else:
-        return False
-    return True
 
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -251,10 +230,11 @@ def same_values(one: Any, other: Any) -> bool:
     """
     if one is other:
         return True
+    (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.device.type != "cpu" or torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(same_values, one, other))
+        return one is other or one.device.type != "cpu" or torch.equal(one, other)
     return bool(one == other)

@@ -88,16 +88,8 @@ class Layouts:
 
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
         """Describe the layout of state that the optimizer has created already."""
-        layout = _describe(state, self.staying)
-        if not self.capabilities.elementwise:
-            return layout
-        local, values, left_out = local_shard(param), {}, list(layout.left_out)
-        for name, value in layout.values.items():
-            if [leaf.shape for leaf in value.leaves] == [tuple(local.shape)]:
-                values[name] = _layout_like(local, value.leaves[0].dtype)
-            else:
-                left_out.append(name)  # not the optimizer's own: something the user keeps there
-        return StateLayout(values, layout.scalars, tuple(left_out))
+        layout, local = _describe(state, self.staying), local_shard(param)
+        return _laid_out_as(local, layout, local.shape) if self.capabilities.elementwise else layout
 
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
         """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
@@ -139,15 +131,13 @@ class Layouts:
             after = self._first_step(optimizer, param, scratch, group)
         if scratch not in after:
             return StateLayout({})
-        state = conventions.without_dispensable(scratch, after[scratch])
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
-        others = [name for name, value in tensors.items() if value.shape != scratch.shape]
-        if others and (capabilities.elementwise or capabilities.state_like_param):
-            raise ValueError(f"its state {others} has not one number for each element")
-        if not capabilities.state_like_param:
-            return _describe(state)
-        values = {name: _layout_like(like, value.dtype) for name, value in tensors.items()}
-        return StateLayout(values, {name: value for name, value in state.items() if name not in tensors})
+        made = _describe(conventions.without_dispensable(scratch, after[scratch]))
+        if not (capabilities.elementwise or capabilities.state_like_param):
+            return made
+        layout = _laid_out_as(like, made, local_shard(scratch).shape)
+        if others := layout.left_out[len(made.left_out) :]:
+            raise ValueError(f"its state {list(others)} has not one number for each element")
+        return layout
 
     def _scratch(self, param: Tensor, like: Tensor) -> Tensor:
         """A tensor that stands for ``param``, with a gradient: a few elements where its size does not matter."""
@@ -176,17 +166,13 @@ class Layouts:
         try:
             return self._step(optimizer, param, scratch, group, {})
         except Exception:
-            if not (made := self._made(optimizer, scratch, group)):
+            # Constructors may make state before: torch's Adagrad up to 2.11, and others. This one gets the arguments
+            # that it has accepted before, as a scheduler may have moved what is in the group.
+            taken = inspect.signature(self._cls).parameters.keys() & optimizer.defaults.keys() - {"params"}
+            made = self._cls([{**group, "params": [scratch]}], **{name: optimizer.defaults[name] for name in taken})
+            if not made.state.get(scratch):
                 raise
-            return self._step(optimizer, param, scratch, group, {scratch: made})
-
-    def _made(self, optimizer: Optimizer, scratch: Tensor, group: Mapping[str, Any]) -> UserState:
-        """State that the constructor makes before the first step: torch's Adagrad up to 2.11, and others."""
-        # It gets the arguments that it has accepted before: a scheduler may have moved what is in the group.
-        own = {name: value for name, value in group.items() if name != "params"}
-        taken = inspect.signature(self._cls).parameters.keys() & optimizer.defaults.keys() - {"params"}
-        made = self._cls([{**own, "params": [scratch]}], **{name: optimizer.defaults[name] for name in taken})
-        return dict(made.state.get(scratch, {}))
+            return self._step(optimizer, param, scratch, group, {scratch: dict(made.state[scratch])})
 
     def _step(
         self,
@@ -233,8 +219,15 @@ def _describe(state: UserState, staying: Container[int] = ()) -> StateLayout:
     return StateLayout(values, scalars, tuple(left_out))
 
 
-def _layout_like(tensor: Tensor, dtype: torch.dtype) -> ValueLayout:
-    return describe_value(over_local(tensor, torch.empty_like(local_shard(tensor), dtype=dtype, device="meta")))
+def _laid_out_as(like: Tensor, layout: StateLayout, shape: tuple[int, ...]) -> StateLayout:
+    """``layout`` with what has that ``shape`` laid out as ``like``; the rest is left out: nobody knows what it is."""
+    values = {}
+    for name, value in layout.values.items():
+        if [leaf.shape for leaf in value.leaves] == [shape]:
+            own = torch.empty_like(local_shard(like), dtype=value.leaves[0].dtype, device="meta")
+            values[name] = describe_value(over_local(like, own))
+    others = [name for name in layout.values if name not in values]
+    return StateLayout(values, layout.scalars, (*layout.left_out, *others))
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -130,7 +130,7 @@ def class_with_masters(cls: Any, kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
     made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
-    # Compiled code would trace into attributes that are exchanged and put back. Wrapped as by torch's constructor.
+    # Compiled code would trace into the shadow. Wrapped as by torch's constructor.
     plain = torch.compiler.disable(WithMasters.step)
     hooked: Any = Optimizer.profile_hook_step(plain)
 
