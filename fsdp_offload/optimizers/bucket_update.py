@@ -76,17 +76,14 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
 
     ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
     """
-    whole = stop - start == shard.local_numel
-    numbers = itertools.count()
-    values = {}
-    for name, value in shard.layout.values.items():
-        parts = []
-        for layout in value.leaves:
-            nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
-            typed = take(next(numbers), nbytes).view(layout.dtype)
-            parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
-        values[name] = parts[0] if shard.on_locals else value.build(parts)
-    return values
+    whole, leaves = stop - start == shard.local_numel, []
+    for number, layout in enumerate(shard.leaf_layouts):
+        nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
+        typed = take(number, nbytes).view(layout.dtype)
+        leaves.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
+    if shard.on_locals:
+        return dict(zip(shard.layout.values, leaves, strict=True))
+    return shard.home_over(leaves).values
 
 
 # One update -----------------------------------------------------------------------------------------------------------

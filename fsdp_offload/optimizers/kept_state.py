@@ -1,17 +1,14 @@
 """The state that an optimizer will keep, learnt by a step on scratch tensors before it keeps anything.
 
 Everything here runs at attach (or when a hyperparameter that decides the layout changes). Nothing that happens to
-scratch tensors reaches the real optimizer, and generators of random numbers are left as they were.
+scratch tensors reaches the real optimizer, and the random numbers of torch are left as they were.
 """
 
 import copy
 import inspect
 import numbers
-import random
-import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -127,7 +124,9 @@ class Layouts:
             return _describe(conventions.without_dispensable(param, initial))
         like = local_shard(param) if capabilities.elementwise else param
         scratch = self._scratch(param, like)
-        with randomness_kept(scratch.device), torch.no_grad():
+        devices = [] if scratch.device.type in ("cpu", "meta") else [scratch.device]
+        kept = torch.random.fork_rng(devices, device_type=scratch.device.type if devices else "cuda")
+        with kept, torch.no_grad():  # the step may draw random numbers
             after = self._first_step(optimizer, param, scratch, group)
         if scratch not in after:
             return StateLayout({})
@@ -235,24 +234,6 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
     local = torch.empty_like(local_shard(like)).detach()
     takes_fractions = local.dtype.is_floating_point or local.dtype.is_complex
     return over_local(like, local.normal_(generator=generator) if takes_fractions else local.zero_())
-
-
-# Left as it was -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators of torch, numpy and Python as they were; optimizers may draw from any of them."""
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    of_python, of_numpy = random.getstate(), numpy and numpy.get_state(legacy=False)
-    devices = [] if device.type in ("cpu", "meta") else [device]
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy:
-                numpy.set_state(of_numpy)
 
 
 def _copied(values: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:

@@ -1,16 +1,11 @@
 """Higher-precision copies of low-precision parameters that an optimizer keeps as state, under ``master_param``.
 
-======================================  ===============================================================================
-parameter and master                    what is true of the master
-======================================  ===============================================================================
-low precision, floating-point master    the only copy of the precision: saved; rebuilt from the parameter where a
-                                        checkpoint lacks it; weights that somebody wrote into the parameter win over it
-same dtype (fp32 and fp32)              a duplicate that no kernel reads nor updates: not saved, not needed in a load
-integer master (the lower bits)         meaningless without the exact parameter: never rebuilt
-======================================  ===============================================================================
+- A floating-point master of more precision is the only copy of it: it is saved, and rebuilt from the parameter where a
+  checkpoint lacks it. Weights that somebody wrote into the parameter win over it.
+- One of the same dtype is a duplicate that no kernel reads nor updates: it is not saved, and not needed in a load.
+- An integer one (the lower bits) means nothing without the exact parameter: it is never rebuilt.
 
-Some optimizers keep masters themselves. For those that do not, ``add_masters`` adds them (:mod:`with_masters`): the
-optimizer then updates the master, and the parameter is written from it.
+Some optimizers keep masters themselves; ``add_masters`` adds them to others (:mod:`with_masters`).
 """
 
 from typing import Literal
@@ -22,7 +17,6 @@ MasterKind = Literal["remainder", "fp32"]
 """What ``add_masters`` keeps: the lower 16 bits of a master in int16, or all of it."""
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters that need masters."""
 
 MASTER = "master_param"
 """The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
@@ -56,9 +50,6 @@ def let_weights_win(param: Tensor, master: Tensor) -> None:
     master.copy_(torch.where(written, param.to(master.dtype), master))
 
 
-# Masters that we add --------------------------------------------------------------------------------------------------
-
-
 def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of what is kept under ``master_param``.
 
@@ -82,12 +73,9 @@ def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
 
 
 def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 master that an optimizer may update: ``kept`` itself, or put together from it and ``weights``.
+    """The fp32 master that an optimizer may update: what is ``kept``, or put together from that and ``weights``.
 
-    Args:
-        kind: ``"fp32"`` or ``"remainder"``.
-        weights: the low-precision parameter, a local tensor.
-        kept: what is kept for it, of the same shape, dense.
+    ``kept`` is dense, ``weights`` the local tensor of the low-precision parameter.
     """
     if kind == "fp32":
         let_weights_win(weights, kept)

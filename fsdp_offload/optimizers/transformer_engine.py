@@ -3,16 +3,12 @@
 ==============================================  =====================================================================
 FusedAdam                                       here
 ==============================================  =====================================================================
-moments and masters in fp16 or fp8 have one     whole parameters only: a range would get a scale of its own
-scale for each tensor
-scales are in ``_scales[param]``, beside        stay on the device, and are handed to each bucket's step
-``state``
+tensors in fp16 or fp8 have one scale each      whole parameters only: a range would get a scale of its own
+scales are in ``_scales``, beside ``state``     stay on the device, and are handed to each bucket's step
 ``state_dict()`` unscales everything to fp32    the same content, computed on the host from the homes
 ``load_state_dict()`` scales it again           FusedAdam's own scaling, one parameter at a time on the device
-the first step creates state for parameters     the same
-without a gradient
-fp32 parameters get a ``master_param`` that     not kept: nobody reads it, and it goes stale. Megatron's own
-nobody reads                                    checkpoints do: :func:`keep_unread_masters`
+a first step makes all state, without gradient  the same
+fp32 parameters get a ``master_param``          not kept, as nobody reads it, unless Megatron saves it
 ``capturable`` counts on the device, by the     counted once for the whole step; each bucket starts from that
 overflow flag of the last group
 ==============================================  =====================================================================
