@@ -22,11 +22,11 @@ LIMITS = {
     "fsdp_offload/checkpoint": 1_990,
     "fsdp_offload/core": 1_640,
     "fsdp_offload/engine": 3_340,  # what joins the core to an optimizer, guesses, whole steps, hooks, loading
-    "fsdp_offload/cpu_update": 895,
+    "fsdp_offload/cpu_update": 795,
     "fsdp_offload/device": 860,
     "fsdp_offload/integrations": 470,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
     "fsdp_offload/model": 580,
-    "fsdp_offload/optimizers": 1_945,  # 270 are the step and the loading of an optimizer with masters
+    "fsdp_offload/optimizers": 1_725,  # 270 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_400,
     "fsdp_offload/state": 570,
     "fsdp_offload/fsdp": 1_590,  # on its way to 940; 90 are names that checkpoints use

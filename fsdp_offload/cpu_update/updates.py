@@ -59,11 +59,10 @@ class HostUpdates:
         wait_without_owner: hooks on a model have it, and so wait for the last step of an optimizer that is gone.
     """
 
-    failure = ""
-
     def __init__(
         self, cls: type[Optimizer], capabilities: Capabilities, policy: OffloadPolicy, device: torch.device
     ) -> None:
+        self.failure = ""
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
@@ -80,14 +79,13 @@ class HostUpdates:
         self._errors: list[tuple[str, BaseException]] = []  # why, and names of parameters that may be half updated
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
-    def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
+    def missing_bytes(self, gradient_nbytes: Iterable[Iterable[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
-    def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> None:
+    def reserve(self, gradient_nbytes: Iterable[Iterable[int]]) -> None:
         """Take the memory through which buckets with gradients of so many bytes pass."""
-        pin = self._policy.pins(self._link.device.type)
-        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=pin)
+        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(self._link.device.type))
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
@@ -104,13 +102,9 @@ class HostUpdates:
     ) -> CpuMark:
         """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        Args:
-            number: of the bucket, one of those that are updated on the host.
-            ranges: all that it holds, bound to parameters on the device.
-            states: ``optimizer.state``, which gets counters and what is created when somebody waits for the update.
-            moving: of which the update writes the other home, a save still reading theirs.
-            after: marks to be passed before gradients are read. The job waits for them when it is issued: if the stream
-                waited now, jobs before it that are issued later would wait for the whole backward.
+        ``states`` gets counters and what is created when somebody waits for the update, which writes the other home of
+        shards that are ``moving``. Marks ``after`` which gradients may be read are waited for when the job is issued:
+        if the stream waited now, jobs before it that are issued later would wait for the whole backward.
         """
         assert self._step is not None, "begin() comes first"
         self.wait_quietly(number)  # its mirror is written by one update at a time
@@ -145,7 +139,7 @@ class HostUpdates:
             self._entries[number] = entries = OwnCounters(states, shards)
             with torch.no_grad():
                 entries.copy(shards)
-            self.reserve([[grad.nbytes for grad in grads.values()]])  # more, if they are wider than their parameters
+            self.reserve([[grad.nbytes for grad in grads.values()]])  # they may be wider than their parameters
             job = self._jobs[number] = HostJob(
                 number=number,
                 mirror=mirror,
@@ -254,7 +248,5 @@ def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseEx
     if errors:
         names, error = errors[0]
         errors.clear()
-        raise RuntimeError(
-            f"the host's part of the last step() of an optimizer that is gone stopped with {type(error).__name__}: "
-            f"{error}. Parameters {names} may be half updated."
-        ) from error
+        stopped = f"stopped with {type(error).__name__}: {error}. Parameters {names} may be half updated."
+        raise RuntimeError(f"the host's part of the last step() of an optimizer that is gone {stopped}") from error

@@ -37,9 +37,7 @@ class BucketUpdates:
         may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
-    def __init__(
-        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes[StateShard]
-    ) -> None:
+    def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes[StateShard]) -> None:
         self._cls, self._layouts, self._plan, self._spare_homes = cls, layouts, plan, spare_homes
         self.host: HostUpdates | None = None
         self.weights: Weights | None = None

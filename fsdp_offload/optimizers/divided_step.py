@@ -8,7 +8,7 @@ which the user's optimizer gets once.
 import collections
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,12 +60,12 @@ class DividedStep:
         self._pinned = [
             {**a, **b} for a, b in itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
         ]
-        self._start = entries_of(optimizer)
-        self._start_versions = _versions(self._start)
+        groups = entries_of(optimizer)
+        self._start = tree_flatten(groups)
+        self._versions = _versions(self._start[0])
         # Schedulers and a GradScaler may write theirs before the step ends.
         self._groups = [
-            {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()}
-            for group in self._start
+            {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()} for group in groups
         ]
         self._attributes = instance_attributes(optimizer)
         scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
@@ -156,14 +156,11 @@ class DividedStep:
 
     def still_starts_from(self, optimizer: Optimizer) -> bool:
         """Return whether the param groups are what they were when this was made."""
-        groups = entries_of(optimizer)
-        if [group.keys() for group in groups] != [group.keys() for group in self._start]:
+        (now, form), (start, before) = tree_flatten(entries_of(optimizer)), self._start
+        if form != before or _versions(now) != self._versions:
             return False
-        return _versions(groups) == self._start_versions and all(
-            value is start[name] if isinstance(value, Tensor) else same_values(value, start[name])
-            for group, start in zip(groups, self._start, strict=True)
-            for name, value in group.items()
-        )
+        pairs = zip(now, start, strict=True)
+        return all(one is other or (not isinstance(one, Tensor) and one == other) for one, other in pairs)
 
     @property
     def changed_entries(self) -> dict[str, Any]:
@@ -197,8 +194,8 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _versions(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return [[tensor._version for tensor in tensors_in(list(group.values()))] for group in groups]
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [value._version for value in values if isinstance(value, Tensor)]
 
 
 def _own(value: Any) -> Any:

@@ -67,16 +67,18 @@ class WithMasters(Optimizer):
         for param in itertools.chain.from_iterable(with_gradient):
             if problem := unsupported_gradient(param, param.grad):
                 raise RuntimeError(f"step() with masters: {problem}. Nothing has been changed.")
-        plain = DividedStep(self.plain_class, Capabilities(), self)
         with torch.no_grad():
-            for number, params in enumerate(with_gradient):
-                group = self.param_groups[number]
-                rest = update_in_one_pass(self, self.plain_class, self.master_kind, group, params)
+            groups = zip(self.param_groups, with_gradient, strict=True)
+            rests = [update_in_one_pass(self, self.plain_class, self.master_kind, *group) for group in groups]
+            if not any(rests):
+                return loss
+            plain = DividedStep(self.plain_class, Capabilities(), self)
+            for number, rest in enumerate(rests):
                 ends = itertools.accumulate(local_shard(param).numel() for param in rest)
                 opened = itertools.groupby(zip(rest, ends, strict=True), key=lambda pair: pair[1] // _OPEN_NUMEL)
                 for _, some in opened:
                     _update_opened(self, plain, number, [param for param, _ in some])
-        plain.commit(self)
+            plain.commit(self)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,7 +106,9 @@ class WithMasters(Optimizer):
                             f"{self.master_kind!r}) keeps it, got {found}. The lower bits of a master cannot be made "
                             "from a parameter: load a state dict of the same kind."
                         )
-                    state[number] = {n: nothing if _is_dense(v) else v for n, v in of_param.items()}
+                    state[number] = {
+                        n: nothing if isinstance(v, Tensor) and v.dim() else v for n, v in of_param.items()
+                    }
             return {**saved, "state": state}
 
         def put(_: Optimizer) -> None:
@@ -199,13 +203,8 @@ def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, para
         before = states.get(param) or {}
         for name, value in made.items():
             if before.get(name) is None or value is not state.get(name):
-                is_like = _is_dense(value) and value.shape == updated.shape
+                is_like = isinstance(value, Tensor) and value.dim() and value.shape == updated.shape
                 states[param][name] = over_local(param, value) if is_like else value
-
-
-def _is_dense(value: Any) -> bool:
-    """Return whether a value of state is no counter."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # For an offload ------------------------------------------------------------------------------------------------------
