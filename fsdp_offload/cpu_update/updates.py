@@ -6,6 +6,7 @@ The main thread submits a job for each bucket (:mod:`job`), and waits for it whe
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +137,9 @@ class HostUpdates:
             mirror.choose(tuple(grads))
         if grads or moves:
             shards = {bound.shard.param: bound.shard for bound in active}
-            self._entries[number] = entries = OwnCounters(states, shards)
+            # Not of ``states``, which knows the engine: entries may be pending when the optimizer is dropped.
+            users = StateStore(defaultdict(dict, {param: states.of(param) for param in shards}))
+            self._entries[number] = entries = OwnCounters(users, shards)
             with torch.no_grad():
                 entries.copy(shards)
             self.reserve([[grad.nbytes for grad in grads.values()]])  # they may be wider than their parameters
