@@ -97,7 +97,6 @@ class HostJob:
     state_bytes: int = 0  # that it has updated
     weights_down_bytes: int = 0  # of parameters that the mirror did not have
     _down: Mark | None = None
-    _grads_on_host: list[Tensor] = field(default_factory=list)
     _changed: Tensor | None = None  # on the host; says behind ``_down`` whether parameters were written
     _updated: bool = False
 
@@ -126,13 +125,14 @@ class HostJob:
         # What came up last: the mirror is about to be written, and what is on the device is compared with it.
         down = self.mirror.lanes[0]
         down.wait(*self.after, self.mirror.uploaded)
-        offset = _FLAG_BYTES
-        for grad in self.grads:
-            self._grads_on_host.append(like(grad, memory[offset : offset + grad.nbytes]))
+        offset, on_host = _FLAG_BYTES, []
+        for bound, grad in zip(self.ranges, self.grads, strict=True):
+            bound.gradient = like(grad, memory[offset : offset + grad.nbytes])
+            on_host.append(bound.gradient)
             offset += aligned(grad.nbytes)
         if self.grads:
             # One piece: nobody else's small copies go down here.
-            down.copy_all(self._grads_on_host, self.grads)
+            down.copy_all(on_host, self.grads)
             with down.running():
                 self._unscale_gradients()
             if self.mirror.is_known:
@@ -166,7 +166,9 @@ class HostJob:
                 if not self.step.failed:
                     with recorded(f"fsdp_offload H{self.number}"):
                         self._update()
-        self._grads_on_host, self._changed = [], None  # the memory is somebody else's from now on
+        for bound in self.ranges:
+            bound.gradient = None  # the memory is somebody else's from now on
+        self._changed = None
         self.failed = self.failed or self.step.failed
 
     def _update(self) -> None:
@@ -179,19 +181,15 @@ class HostJob:
             target.copy_(source)
         # torch's fused SGD takes ranges that all have state, or that all have none; it is us who choose fused kernels.
         parts: tuple[list[BoundRange], list[BoundRange]] = [], []
-        for bound, grad in zip(self.ranges, self._grads_on_host, strict=True):
-            if grad.stride() != bound.param.stride():  # and those go through memory
-                grad = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
-            bound.gradient = grad
+        for bound in self.ranges:
+            grad = bound.gradient
+            if grad is not None and grad.stride() != bound.param.stride():  # and those go through memory
+                bound.gradient = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             parts[any(value is not None for value in self.states.get(bound.shard.param).values())].append(bound)
         if self.ranges:
             self.mirror.is_known = False  # until what comes of it is on the device
-        try:
-            for part in filter(None, parts):
-                update_bucket(step, part, self.states)
-        finally:
-            for bound in self.ranges:
-                bound.gradient = None
+        for part in filter(None, parts):
+            update_bucket(step, part, self.states)
         self.update_seconds = time.perf_counter() - begin
         self.state_bytes = sum(value.nbytes for bound in self.ranges for value in bound.values.values())
         self._updated = True

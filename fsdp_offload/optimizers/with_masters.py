@@ -96,11 +96,11 @@ class WithMasters(Optimizer):
             ids = (number for group in saved["param_groups"] for number in group["params"])
             state = dict(saved["state"])
             for number, param in zip(ids, params_of(self), strict=False):
-                if has_master(param) and number in state:
+                if has_master(param) and state.get(number):
                     loaded[param] = of_param = state[number]
                     master, wanted = of_param.get(MASTER), kept_dtype(self.master_kind, param.dtype)
                     found = master.dtype if isinstance(master, Tensor) else None
-                    if of_param and found != wanted and (found is not None or not can_rebuild(wanted)):
+                    if found != wanted and (found is not None or not can_rebuild(wanted)):
                         raise ValueError(
                             f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, "
                             f"{self.master_kind!r}) keeps it, got {found}. The lower bits of a master cannot be made "
@@ -112,8 +112,7 @@ class WithMasters(Optimizer):
             return {**saved, "state": state}
 
         def put(_: Optimizer) -> None:
-            for param, saved in loaded.items():
-                # torch keeps ``step`` as it is.
+            for param, saved in loaded.items():  # but ``step``, which torch keeps as it is
                 _take_over(self, param, {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "step"})
 
         # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
