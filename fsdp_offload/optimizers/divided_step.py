@@ -146,7 +146,7 @@ class DividedStep:
 
     def _note(self, number: int | None, name: str, value: Any, place: str) -> None:
         before = self._changes.setdefault((number, name), value)
-        if not same_values(before, value):
+        if not _same_values(before, value):
             ends = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(repr, (before, value))]
             raise RuntimeError(
                 f"{place} ended at {ends[0]} in one bucket and at {ends[1]} in another of the same step: this "
@@ -215,11 +215,11 @@ def _changed(start: object, given: object, end: object) -> bool:
     if end is given:
         # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
         written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
-        return written or not (isinstance(end, Tensor) or same_values(start, end))
-    return isinstance(start, Tensor) or isinstance(end, Tensor) or not same_values(start, end)
+        return written or not (isinstance(end, Tensor) or _same_values(start, end))
+    return isinstance(start, Tensor) or isinstance(end, Tensor) or not _same_values(start, end)
 
 
-def same_values(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Return whether two entries or attributes are equal, also where tensors are inside.
 
     Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
