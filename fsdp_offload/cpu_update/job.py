@@ -205,4 +205,4 @@ class HostJob:
         self.done.set()
 
     def _issue_uploads(self) -> None:
-        self.uploaded = self.mirror.copy_up() if self.ranges else self.mirror.lanes[1].mark()
+        self.uploaded = self.mirror.copy_up()

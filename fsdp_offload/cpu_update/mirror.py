@@ -76,12 +76,12 @@ class Fingerprint:
 
 
 class Mirror:
-    """The parameters of a bucket, and their host memory, which is kept from step to step.
+    """Parameters of a bucket that are updated together, and their host memory, which is kept from step to step.
 
     Attributes:
         lanes: for what goes down, and for what goes up.
-        is_known: the chosen ones are the same on the device, unless somebody else has written there.
-        nbytes: of the chosen ones, which the last step has updated.
+        is_known: they are the same on the device, unless somebody else has written there.
+        nbytes: of all of them.
         uploaded: recorded behind the last way up of parameters and behind their fingerprint.
     """
 
@@ -92,17 +92,19 @@ class Mirror:
         hashers: tuple[Hasher, Hasher],
         uploaded: Mark | None,
     ) -> None:
-        """Take all ranges of the bucket, bound to parameters on the device, and a hasher for each lane."""
+        """Take ranges that are bound to parameters on the device, and a hasher for each lane."""
         self.lanes, self._hashers, self.uploaded = lanes, hashers, uploaded
-        self._ranges, self._key = list(ranges), _key(ranges)
-        self.is_known, self.nbytes = False, 0
+        self._ranges, self._key, self.is_known = list(ranges), _key(ranges), False
         self._on_host: dict[tuple[int, int], BoundRange] = {}
-        self._weights = [_mirrored(bound) for bound in ranges]
-        self._chosen: Sequence[int] = ()
-        self._params: list[Tensor] = []  # on the device; behind them on the host, and both in pieces for the way up
-        self._own: list[Tensor] = []
-        self._up: list[tuple[Tensor, Tensor]] = []
-        self._print: Fingerprint | None = None
+        self._params = [bound.param.data for bound in ranges]  # ``data``: main counts these writes
+        self._own = [_mirrored(bound) for bound in ranges]
+        self.nbytes = sum(weights.nbytes for weights in self._own)
+        pairs = list(zip(self._params, self._own, strict=True))
+        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
+        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
+        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
+        self._up = [*pieces_of(flat, PIECE_BYTES), *others]
+        self._print = None if others else Fingerprint(param for param, _ in flat)
         self._kept = self._now = torch.empty(0)
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
@@ -114,23 +116,8 @@ class Mirror:
         if (index, side) not in self._on_host:
             bound = self._ranges[index]
             values = bound.shard.values_at(side, bound.start, bound.stop)
-            self._on_host[index, side] = replace(bound, param=self._weights[index], values=values)
+            self._on_host[index, side] = replace(bound, param=self._own[index], values=values)
         return self._on_host[index, side]
-
-    def choose(self, indices: Sequence[int]) -> None:
-        """Choose the ranges that have a gradient in this step; no other update of this bucket is under way."""
-        if indices == self._chosen:
-            return
-        self._chosen, self.is_known = indices, False
-        self._own = [self._weights[index] for index in indices]
-        self._params = [self._ranges[index].param.data for index in indices]  # ``data``: main counts these writes
-        self.nbytes = sum(weights.nbytes for weights in self._own)
-        pairs = list(zip(self._params, self._own, strict=True))
-        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
-        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
-        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
-        self._up = [*pieces_of(flat, PIECE_BYTES), *others]
-        self._print = None if others else Fingerprint(param for param, _ in flat)
 
     def copy_down(self) -> None:
         """Issue the way down of all weights: the mirror is about to be written."""

@@ -109,55 +109,59 @@ class HostUpdates:
         """
         assert self._step is not None, "begin() comes first"
         self.wait_quietly(number)  # its mirror is written by one update at a time
-        before = self._mirrors.get(number)
-        if before is None or not before.still_of(ranges):
-            uploaded = None if before is None else before.uploaded  # from the same memory
-            self._mirrors[number] = Mirror(ranges, self._lanes, self._hashers, uploaded)
-        mirror = self._mirrors[number]
         gradient = self._capabilities.conventions.gradient
-        active, moves, grads = [], [], {}
-        for index, bound in enumerate(ranges):
+        active: list[BoundRange] = []
+        moves: list[tuple[Tensor, Tensor]] = []
+        grads: list[Tensor] = []
+        for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
-            moved = mirror.on_host(index, 1 - shard.side if shard in moving else shard.side)
             if shard in moving:
-                now = shard.values_at(shard.side, bound.start, bound.stop)
-                moves += [(value, now[name]) for name, value in moved.values.items() if state.get(name) is not None]
+                now, then = (shard.values_at(side, bound.start, bound.stop) for side in (shard.side, 1 - shard.side))
+                moves += [(then[name], now[name]) for name in now if state.get(name) is not None]
             grad = bound.part_of(gradient(shard.param)) if shard.group >= 0 else None
             if grad is None:
                 continue
-            grads[index] = grad
-            active.append(moved)
+            grads.append(grad)
+            active.append(bound)
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()
             self._creates |= any(state.get(name) is None for name in shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(shard.param))
-        if grads:
-            mirror.choose(tuple(grads))
         if grads or moves:
+            mirror = self._mirror_of(number, active)
+            sides = (1 - one.shard.side if one.shard in moving else one.shard.side for one in active)
             shards = {bound.shard.param: bound.shard for bound in active}
             # Not of ``states``, which knows the engine: entries may be pending when the optimizer is dropped.
             users = StateStore(defaultdict(dict, {param: states.of(param) for param in shards}))
-            self._entries[number] = entries = OwnCounters(users, shards)
+            entries = OwnCounters(users, shards)
             with torch.no_grad():
                 entries.copy(shards)
-            self.reserve([[grad.nbytes for grad in grads.values()]])  # they may be wider than their parameters
-            job = self._jobs[number] = HostJob(
+            self.reserve([[grad.nbytes for grad in grads]])  # they may be wider than their parameters
+            job = HostJob(
                 number=number,
                 mirror=mirror,
-                ranges=active,
-                grads=list(grads.values()),
+                ranges=[mirror.on_host(index, side) for index, side in enumerate(sides)],
+                grads=grads,
                 moves=moves,
                 step=self._step,
                 states=entries.alone(),
                 after=after,
                 errors=self._errors,
             )
+            self._jobs[number], self._entries[number] = job, entries
             self._worker.submit(job)
             if self._policy.serial:
                 self.wait_quietly(number)
         return CpuMark(self, number)
+
+    def _mirror_of(self, number: int, ranges: Sequence[BoundRange]) -> Mirror:
+        before = self._mirrors.get(number)
+        if before is None or not before.still_of(ranges):
+            uploaded = None if before is None else before.uploaded  # from the same memory
+            self._mirrors[number] = Mirror(ranges, self._lanes, self._hashers, uploaded)
+        return self._mirrors[number]
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
