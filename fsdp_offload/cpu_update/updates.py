@@ -1,14 +1,13 @@
 """Runs the user's optimizer on the host for its share of the state, which is updated where it lives.
 
 The main thread submits a job for each bucket (:mod:`job`), and waits for it when somebody needs what it makes. Threads
-(:mod:`worker`) bring its gradients down, update, and bring its parameters up. Parameters are mirrored on the host
-(:mod:`mirror`) and come down only where somebody else has written them, by whatever means.
+(:mod:`worker`) bring its gradients and parameters down, update, and bring the parameters up.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from ..device.arena import aligned
 from ..device.lanes import Mark
 from ..device.link import device_link
 from ..fsdp.dtensor import local_shard
@@ -25,8 +25,7 @@ from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
-from .job import HostJob, HostStep, passing_bytes
-from .mirror import Hasher, Mirror
+from .job import HostJob, HostStep
 from .worker import host_worker
 
 
@@ -67,26 +66,21 @@ class HostUpdates:
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
-        with self._lanes[0].running():
-            of_down = Hasher(device)
-        with self._lanes[1].running():
-            self._hashers = of_down, Hasher(device)
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
         self._entries: dict[int, OwnCounters] = {}  # of jobs that nobody has waited for
-        self._mirrors: dict[int, Mirror] = {}
         self._step: HostStep | None = None
         self._creates = False  # some job makes state where there is none
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []  # why, and names of parameters that may be half updated
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
-    def missing_bytes(self, gradient_nbytes: Iterable[Iterable[int]]) -> int:
+    def missing_bytes(self, nbytes: Iterable[Sequence[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""
-        return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
+        return self._worker.missing_bytes(max(map(_slot_bytes, nbytes), default=0))
 
-    def reserve(self, gradient_nbytes: Iterable[Iterable[int]]) -> None:
-        """Take the memory through which buckets with gradients of so many bytes pass."""
-        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(self._link.device.type))
+    def reserve(self, nbytes: Iterable[Sequence[int]]) -> None:
+        """Take the memory through which buckets pass; for each, the bytes of its gradients and of its parameters."""
+        self._worker.reserve(max(map(_slot_bytes, nbytes)), pin=self._policy.pins(self._link.device.type))
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
@@ -108,7 +102,8 @@ class HostUpdates:
         if the stream waited now, jobs before it that are issued later would wait for the whole backward.
         """
         assert self._step is not None, "begin() comes first"
-        self.wait_quietly(number)  # its mirror is written by one update at a time
+        self.wait_quietly(number)
+        before = self._jobs.get(number)  # R3: its parameters may still be on their way up
         gradient = self._capabilities.conventions.gradient
         active: list[BoundRange] = []
         moves: list[tuple[Tensor, Tensor]] = []
@@ -122,7 +117,8 @@ class HostUpdates:
             if grad is None:
                 continue
             grads.append(grad)
-            active.append(bound)
+            side = 1 - shard.side if shard in moving else shard.side
+            active.append(replace(bound, values=shard.values_at(side, bound.start, bound.stop)))
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()
@@ -130,24 +126,24 @@ class HostUpdates:
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(shard.param))
         if grads or moves:
-            mirror = self._mirror_of(number, active)
-            sides = (1 - one.shard.side if one.shard in moving else one.shard.side for one in active)
+            params = [bound.param.data for bound in active]  # ``data``: main counts these writes
             shards = {bound.shard.param: bound.shard for bound in active}
             # Not of ``states``, which knows the engine: entries may be pending when the optimizer is dropped.
             users = StateStore(defaultdict(dict, {param: states.of(param) for param in shards}))
             entries = OwnCounters(users, shards)
             with torch.no_grad():
                 entries.copy(shards)
-            self.reserve([[grad.nbytes for grad in grads]])  # they may be wider than their parameters
+            self.reserve([[one.nbytes for one in (*grads, *params)]])  # gradients may be wider than parameters
             job = HostJob(
                 number=number,
-                mirror=mirror,
-                ranges=[mirror.on_host(index, side) for index, side in enumerate(sides)],
+                ranges=active,
+                params=params,
                 grads=grads,
                 moves=moves,
                 step=self._step,
                 states=entries.alone(),
-                after=after,
+                lanes=self._lanes,
+                after=(*after, None if before is None else before.uploaded),
                 errors=self._errors,
             )
             self._jobs[number], self._entries[number] = job, entries
@@ -155,13 +151,6 @@ class HostUpdates:
             if self._policy.serial:
                 self.wait_quietly(number)
         return CpuMark(self, number)
-
-    def _mirror_of(self, number: int, ranges: Sequence[BoundRange]) -> Mirror:
-        before = self._mirrors.get(number)
-        if before is None or not before.still_of(ranges):
-            uploaded = None if before is None else before.uploaded  # from the same memory
-            self._mirrors[number] = Mirror(ranges, self._lanes, self._hashers, uploaded)
-        return self._mirrors[number]
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -204,10 +193,9 @@ class HostUpdates:
     def forget(self) -> None:
         """Wait for what is under way: buckets have other numbers from now on."""
         self.wait_quietly()
-        for mirror in self._mirrors.values():
-            if mirror.uploaded is not None:
-                mirror.uploaded.synchronize()  # from memory that may be freed now
-        self._mirrors.clear()
+        for job in self._jobs.values():
+            if job.uploaded is not None:
+                job.uploaded.synchronize()  # nobody can wait for it by its number
         self._jobs.clear()
 
     def raise_failure(self) -> None:
@@ -243,6 +231,10 @@ class HostUpdates:
             "host_update_ms": sum(job.update_seconds for job in jobs) * 1e3,
             "host_waited_ms": self._waited_seconds * 1e3,
         }
+
+
+def _slot_bytes(nbytes: Iterable[int]) -> int:
+    return sum(map(aligned, nbytes))
 
 
 def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 import torch
 
 from ..device.arena import Region
-from .job import HostJob
+from .job import HostJob, Slot
 
 _SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
 
@@ -38,7 +38,7 @@ class HostWorker:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.creator_pid = device, os.getpid()
-        self._slots: SimpleQueue[Region] = SimpleQueue()  # that no job is in
+        self._slots: SimpleQueue[Slot] = SimpleQueue()  # that no job is in
         self._slot_bytes, self._pinned = 0, False
 
         def thread(name: str, prepare: Callable[[], object]) -> ThreadPoolExecutor:
@@ -62,7 +62,7 @@ class HostWorker:
         regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
         self._slot_bytes, self._pinned = slot_bytes, pin
         for region in regions:
-            self._slots.put(region)
+            self._slots.put(Slot(region))
 
     def submit(self, job: HostJob) -> None:
         """Have ``job`` done after all others submitted before; returns at once."""
@@ -70,16 +70,20 @@ class HostWorker:
 
     def _begin(self, job: HostJob) -> None:
         slot = self._slots.get()
-        job.begin(slot.bytes)
+        job.begin(slot)
         try:
             self._updates.submit(self._update, job, slot)
         except RuntimeError:  # the interpreter goes, and joins this thread
             self._slots.put(slot)
 
-    def _update(self, job: HostJob, slot: Region) -> None:
+    def _update(self, job: HostJob, slot: Slot) -> None:
         job.update()
+        self._up.submit(self._finish, job, slot)
+
+    def _finish(self, job: HostJob, slot: Slot) -> None:
+        job.finish()
+        slot.uploaded = job.uploaded
         self._slots.put(slot)
-        self._up.submit(job.finish)
 
 
 _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.items import BytesAtHome
-from ..core.packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
+from ..core.packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, plan_buckets
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
@@ -252,28 +252,22 @@ class Plan:
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
         streamed = [shard for shard in shards if not shard.on_host]
-        # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients pass through buffers.
+        # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients and parameters pass.
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self._bucket_bytes)
-        cpu_gradients = [_gradient_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
+        passing = [2 * _parameter_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
         buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes
-        mirror_nbytes = [local_shard(shard.param).numel() * shard.param.itemsize for shard in cpu_shards]
-        mirrors = place_homes([nbytes] for nbytes in mirror_nbytes)
         spare_bytes = homes.end_of(homes.count_within(left_bytes))
         cpu_spare_bytes = cpu_homes.end_of(cpu_homes.count_within(left_bytes - spare_bytes))
-        needed_bytes = homes.nbytes + spare_bytes + cpu_homes.nbytes + cpu_spare_bytes + mirrors.nbytes
+        needed_bytes = homes.nbytes + spare_bytes + cpu_homes.nbytes + cpu_spare_bytes
         if self._host is not None:
-            needed_bytes += self._host.missing_bytes(cpu_gradients)
+            needed_bytes += self._host.missing_bytes(passing)
         self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        if self._host is not None and cpu_gradients:
-            self._host.reserve(cpu_gradients)
+        if self._host is not None and passing:
+            self._host.reserve(passing)
         arena = Arena(streamed, homes, spare_bytes, self._region)
         cpu_arena = Arena(cpu_shards, cpu_homes, cpu_spare_bytes, self._region, moves=False)
-        mirror_region = self._region(mirrors.nbytes, mirrors.breaks)
-        for shard, (offset,), nbytes in zip(cpu_shards, mirrors.offsets, mirror_nbytes, strict=True):
-            shard.mirror = mirror_region.range(offset, nbytes, torch.uint8, (nbytes,), (1,))
-        self.others.append(mirror_region)
         self.arenas += [cpu_arena, arena]
         for packed, its in (*((one, cpu_arena) for one in cpu_buckets), *((one, arena) for one in buckets)):
             planned = PlannedBucket(packed, its)
@@ -385,8 +379,8 @@ def _largest_nbytes(shard: StateShard) -> int:
     return sum(map(aligned, sizes))
 
 
-def _gradient_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> list[int]:
-    """Bytes of the gradients of a bucket, if they have the dtype of their parameters."""
+def _parameter_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> list[int]:
+    """Bytes of the parameters of a bucket, and of their gradients, if these have the same dtype."""
     return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
 
 

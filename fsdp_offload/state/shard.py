@@ -118,7 +118,6 @@ class StateShard(Housed):
         group: which of ``optimizer.param_groups`` the parameter is in.
         together: only state of one number shares buckets: parameters whose gradients are final at the same time.
         on_host: it is updated on the host, in its home.
-        mirror: host memory for this rank's part of the parameter, which is updated there then; ``uint8``, in its order.
         existed: there has been state, whose dtypes are what they are from then on.
     """
 
@@ -130,7 +129,6 @@ class StateShard(Housed):
     group: int
     together: int = 0
     on_host: bool = False
-    mirror: Tensor | None = None
     existed: bool = False
     buckets: list[int] = field(default_factory=list)
 

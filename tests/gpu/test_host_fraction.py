@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update.job import HostJob
-from fsdp_offload.cpu_update.mirror import Fingerprint, Hasher, Mirror
+from fsdp_offload.cpu_update.job import HostJob, Slot
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.engine.engine import engine_of
 from tests import host_worker_gate
@@ -46,7 +45,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStreams]:
         method = getattr(HostJob, name)
 
         def slowed(self: HostJob, *args: Any) -> None:
-            lane = self.mirror.lanes[which == "up"]
+            lane = self.lanes[which == "up"]
             with lane.running():
                 torch.cuda._sleep(LONG_CYCLES // 8)
             method(self, *args)
@@ -109,9 +108,13 @@ def test_other_bits_without_the_wait_for_late_writes(
     assert compare(case_of("step", 1.0, (late,) * 6), device, LATE) != []
 
 
-def test_other_bits_without_the_comparison(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mirror, "compare", lambda self, changed: changed.fill_(False))
-    assert compare(case_of("step", 1.0, ("weights",) * 6), device, LATE) != []
+def test_other_bits_without_the_wait_for_a_slot(
+    device: torch.device, slow_streams: SlowStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes up is overwritten by what comes down."""
+    slow_streams("up")
+    monkeypatch.setattr(Slot, "uploaded", property(lambda slot: None, lambda slot, mark: None))
+    assert compare(case_of("step", 1.0), device, HABITS) != []
 
 
 def test_other_bits_without_the_wait_before_the_gather(
@@ -120,27 +123,6 @@ def test_other_bits_without_the_wait_before_the_gather(
     slow_streams("up")
     deafen("compute", monkeypatch.setattr)
     assert compare(case_of("forward", 1.0), device, HABITS) != []
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str
-)
-def test_fingerprints_on_the_device(device: torch.device, dtype: torch.dtype) -> None:
-    """The same as on the CPU, and any byte counts."""
-    hashers = Hasher(torch.device("cpu")), Hasher(device)
-    tensors = [torch.randn(size, dtype=dtype) for size in (3, 1023, 70_001, 3_000_001)]
-    found = []
-    for hasher in hashers:
-        there = [tensor.to(hasher.weights.device, copy=True) for tensor in tensors]
-        made = Fingerprint(tensor.view(torch.uint8) for tensor in there)
-        for at in (0, 2):
-            out = torch.empty(made.rows, dtype=torch.int64, device=hasher.weights.device)
-            made.write(out, hasher)
-            found.append(out.cpu())
-            there[at].view(torch.uint8)[-1] ^= 1
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
-    assert not torch.equal(found[0], found[1])
 
 
 def test_a_slow_host_never_blocks_the_device(device: torch.device) -> None:
