@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..fsdp.watched_gradient import bare
+from ..fsdp.gradients import bare
 from ..state.layout import params_of
 from .attachment import attachment_of
 from .wrapped import optimizers_in

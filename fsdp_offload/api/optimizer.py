@@ -17,8 +17,8 @@ from ..core.engine import Engine, find_offloaded, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
-from ..fsdp.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
-from ..fsdp.spent_gradient import is_spent, zero_spent, zeroed_lifted
+from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
+from ..fsdp.optim import no_global_step_hooks, plain_step_of, run_hooked
 from ..state.layout import is_trained, params_of
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
@@ -58,11 +58,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attached(self)
-        if not attachment.has_updated and is_called_compiled():
-            logger.warning(
-                "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
-                "runs as it is. Compile the model's forward and backward only."
-            )
         attachment.stepping = True
         try:
             return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
@@ -262,7 +257,7 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
         def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
             seeing = [between(one) if callable(one) else one for one in args]
             named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
-            with unhooked(self):
+            with no_global_step_hooks(self):
                 return plain_step_of(self._plain_class)(self, *seeing, **named)
 
         result = engine.step_whole(self, lambda: states_of(self).unwaited, run)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from ..fsdp.dtensor import version_of
-from ..fsdp.spent_gradient import is_spent, note_freed, spend
-from ..fsdp.watched_gradient import unwatch, watch
+from ..fsdp.gradients import is_spent, note_freed, spend, unwatch, watch
 from ..state.store import StateStore
 from .guesses import Guesses, Version
 from .homes import Plan

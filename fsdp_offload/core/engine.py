@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from ..cpu_update.updates import HostUpdates
 from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.homed import is_homed
+from ..fsdp.gradients import is_freed
+from ..fsdp.homed import ShardedParameter, is_homed
 from ..fsdp.optim import scaler_decides
-from ..fsdp.sharded_parameter import ShardedParameter
-from ..fsdp.spent_gradient import is_freed
 from ..optimizers import Capabilities, Conventions
 from ..optimizers.bucket_update import step_shadow
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE

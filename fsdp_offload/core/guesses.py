@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..device.lanes import HostFlag
-from ..fsdp.spent_gradient import USED_UP, is_spent
-from ..fsdp.watched_gradient import is_watched, unwatch, watch
+from ..fsdp.gradients import USED_UP, is_spent, is_watched, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.store import OwnCounters, StateStore
 from .buckets import Bucket

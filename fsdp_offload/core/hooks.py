@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..device.lanes import refuse_capture
-from ..fsdp.conversions import keep_in_place
 from ..fsdp.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
-from ..fsdp.spent_gradient import refuse_freed
+from ..fsdp.gradients import refuse_freed
+from ..fsdp.homed import keep_in_place
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from .engine import Engine

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.homed import holders_of, uses_of
-from ..fsdp.sharded_parameter import ShardedParameter
+from ..fsdp.homed import ShardedParameter, holders_of, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
 from .homes import Arena, PlannedBucket, TakeRegion

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .dtensor import version_of
-from .sharded_parameter import ShardedParameter
-from .spent_gradient import is_spent, zeroed_lifted
-from .watched_gradient import bare
+from .gradients import bare, is_spent, zeroed_lifted
+from .homed import ShardedParameter
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -162,11 +161,7 @@ class ShardingGroup:
         return [param.sharded_param for param in self._group.fsdp_params]
 
     def sharded(self) -> list[ShardedParameter]:
-        """Return the sharded parameters as ``fully_shard`` knows them.
-
-        Raises:
-            NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
-        """
+        """Return them as ``fully_shard`` knows them; a NotImplementedError where torch keeps shards in another way."""
         return [ShardedParameter(param) for param in self._group.fsdp_params]
 
     def hook(self, points: Points) -> Callable[[], None]:
@@ -185,7 +180,6 @@ class ShardingGroup:
         return unhook
 
     def _shadow(self) -> None:
-        """Methods on the instance that reach the points of all optimizers, and then call FSDP's own."""
         group = self._group
         unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
 
