@@ -14,7 +14,7 @@ from ..core.engine import Engine, find_offloaded
 from ..core.hooks import group_numbers, hook_model
 from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
-from ..model.parking import ParkedParameters, owns_its_storage
+from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..core.engine import Engine, inside
 from ..core.hooks import ModelHooks
-from ..model.parking import ParkedParameters
+from ..model.sleep import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too
 from ..state.mapping import OffloadedState
