@@ -1,10 +1,10 @@
 """Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
 
-import functools
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,33 +21,36 @@ from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.mapping import OffloadedState
-from .attachment import (
+from .checks import (
+    as_whole,
+    check_no_other_updates,
+    device_of,
+    names_of_parameters,
+    options_without_effect,
+    refuse,
+    refuse_bypass,
+    watch_steps,
+    wrong_to_stream,
+    wrong_with_holder,
+    wrong_with_optimizer,
+)
+from .optimizer import OffloadedOptimizer, offloaded_class
+from .report import OffloadReport, notes_of
+from .wrapped import (
     Attachment,
     attached,
     attachment_of,
+    holders_in,
+    is_wrapped,
+    masters_in,
     offloaded,
+    parts_of,
     redirect_captured_step,
+    saves_all_masters,
     states_of,
     unwrap,
     wrappers_around,
 )
-from .checks import (
-    as_whole,
-    check_attachable,
-    check_divisible,
-    check_no_other_updates,
-    check_own_offload,
-    check_streamable,
-    check_types,
-    device_of,
-    names_of_parameters,
-    options_without_effect,
-    refuse_bypass,
-    watch_until_first_step,
-)
-from .optimizer import OffloadedOptimizer, offloaded_class
-from .report import OffloadReport, notes_of
-from .wrapped import holders_in, is_wrapped, masters_in, parts_of, saves_all_masters
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -98,23 +101,24 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    given = None if policy is None else as_policy(policy)
+    given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
-        again = functools.partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
-        _offload_each(optimizer, functools.partial(again, trust_separable=trust_separable), as_policy(given))
-        return optimizer
-    policy = as_policy(given)
-    *wrappers, target = wrappers_around(optimizer)
-    if exist_ok and attachment_of(target) is not None:
-        _check_same(target, model, given)
+        again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
+        _offload_each(optimizer, partial(again, trust_separable=trust_separable), policy)
         return optimizer
 
     # Check the optimizer, its parameters and its model.
-    check_types(target, model)
-    check_attachable(target)
+    *wrappers, target = wrappers_around(optimizer)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(target, Optimizer):
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}.")
+    if attachment_of(target) is not None:
+        _check_same(target, model, given, exist_ok)
+        return optimizer
     params, names = params_of(target), names_of_parameters(target, model)
     capabilities = capabilities_for(target, trust=trust_separable)
-    check_divisible(target, capabilities, policy)
+    refuse(wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
             warnings.warn(
@@ -127,7 +131,7 @@ def offload_optimizer(
     check_no_other_updates(params, names, policy)
     together = group_numbers(model, policy)
     if policy.parameters:
-        check_streamable(model, names)
+        refuse(wrong_to_stream(model, names))
 
     # Homes for its state.
     host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
@@ -154,7 +158,7 @@ def offload_optimizer(
     offloaded.add(target)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
-        watch_until_first_step(target, model, attachment)
+        watch_steps(attachment, model)
     except BaseException:
         remove_offload(target)
         raise
@@ -183,7 +187,6 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         attachment.parked.bring_back()
         states = states_of(target)
         engine.return_to_device(states.unwaited)
-        attachment.unwatch()
         if attachment.hooks is not None:
             attachment.hooks.remove()
         for undo in attachment.undo:
@@ -237,7 +240,7 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
     """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
     held = holders_in(optimizer)
     for holder in held.values():
-        check_own_offload(holder)
+        refuse(wrong_with_holder(holder))
     for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
         keep_unread_masters(inner)
     done: list[Optimizer] = []
@@ -254,9 +257,11 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
             attached(unwrap(inner)).parked = ParkedParameters(own, policy.host_limit_bytes)
 
 
-def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
-    """Refuse to leave an offload as it is where the second call asks for another one."""
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None, exist_ok: bool) -> None:
+    """Refuse to leave an offload as it is where the second call asks for another one, or does not know of it."""
     attachment, other = attached(optimizer), []
+    if not exist_ok:
+        other.append("which exist_ok=True accepts")
     if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
         policy = as_whole(policy)
     if policy is not None and policy != attachment.engine.policy:

@@ -4,20 +4,18 @@ Those of :func:`offload_optimizer` come first, in the order in which they are as
 forward or step, that the optimizer was attached too early, or that another one steps.
 """
 
-import functools
 import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +28,7 @@ from ..optimizers import Capabilities
 from ..optimizers.with_masters import WithMasters
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of, params_of
-from .attachment import Attachment, attachment_of, offloaded
+from .wrapped import Attachment, attachment_of, offloaded
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy, which keeps parameters, gradients and state on the host, and updates there. "
@@ -42,55 +40,18 @@ RIGHT_ORDER = (
     "does these itself, see fsdp_offload.integrations"
 )
 
-_Arguments = ParamSpec("_Arguments")
 
-
-def _refuses(sentences: Callable[_Arguments, Iterator[str]]) -> Callable[_Arguments, None]:
-    """A check out of a list of conditions, each with its sentence: a ValueError has the first that is yielded."""
-
-    @functools.wraps(sentences)
-    def check(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        for sentence in sentences(*args, **kwargs):
-            raise ValueError(f"offload_optimizer: {sentence}")
-
-    return check
+def refuse(sentences: Iterator[str]) -> None:
+    """Raise the first of the sentences whose conditions are met."""
+    for sentence in sentences:
+        raise ValueError(f"offload_optimizer: {sentence}")
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 
-def check_types(optimizer: object, model: object) -> None:
-    """Refuse what is no optimizer or no model, and an optimizer that is offloaded already."""
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if attachment_of(optimizer) is not None:
-        raise RuntimeError(
-            "offload_optimizer: this optimizer is offloaded already: exist_ok=True leaves it so. To change the policy, "
-            "call remove_offload() first."
-        )
-
-
-@_refuses
-def check_attachable(optimizer: Optimizer) -> Iterator[str]:
-    """Refuse optimizers whose state is elsewhere, or whose step cannot be run anywhere else."""
-    name, attributes = type(optimizer).__name__, vars(optimizer)
-    if "cpu_optimizers" in attributes and "offload_fraction" in attributes:
-        yield f"{name}: {_updated_on_host(attributes['offload_fraction'])}"
-    for attribute, value in attributes.items():
-        if any(isinstance(one, Optimizer) for one in tree_leaves(value)):
-            yield f"{name} wraps another optimizer, its attribute {attribute!r}. Attach to the inner optimizer instead."
-    for index, group in enumerate(optimizer.param_groups):
-        if len(set(group["params"])) < len(group["params"]):
-            yield f"param_groups[{index}] lists a parameter more than once. List each parameter once."
-        if group.get("differentiable"):
-            yield f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state."
-
-
-@_refuses
-def check_own_offload(holder: Any) -> Iterator[str]:
-    """Refuse Megatron's optimizers whose config offloads the same state; ``holder`` has one of torch's."""
+def wrong_with_holder(holder: Any) -> Iterator[str]:
+    """Megatron's optimizers whose config offloads the same state; ``holder`` has one of torch's."""
     config = getattr(holder, "config", None)
     if getattr(config, "optimizer_cpu_offload", False):
         yield _updated_on_host(getattr(config, "optimizer_offload_fraction", 1.0))
@@ -110,32 +71,45 @@ def _updated_on_host(fraction: float) -> str:
     )
 
 
-@_refuses
-def check_divisible(optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy) -> Iterator[str]:
-    """Refuse optimizers whose step cannot be divided among buckets, and updates on the CPU where one has none."""
+def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy) -> Iterator[str]:
+    """Optimizers whose state is elsewhere, or whose step cannot be divided, or not run on the CPU as it is asked to."""
+    name, attributes = type(optimizer).__name__, vars(optimizer)
+    if "cpu_optimizers" in attributes and "offload_fraction" in attributes:
+        yield f"{name}: {_updated_on_host(attributes['offload_fraction'])}"
+    for attribute, value in attributes.items():
+        if any(isinstance(one, Optimizer) for one in tree_leaves(value)):
+            yield f"{name} wraps another optimizer, its attribute {attribute!r}. Attach to the inner optimizer instead."
+    for index, group in enumerate(optimizer.param_groups):
+        if len(set(group["params"])) < len(group["params"]):
+            yield f"param_groups[{index}] lists a parameter more than once. List each parameter once."
+        if group.get("differentiable"):
+            yield f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state."
     if capabilities.refusal:
         yield capabilities.refusal
     if policy.host_fraction and not capabilities.takes_masters:
         yield (
             f"host_fraction={policy.host_fraction!r} is for the elementwise optimizers of torch.optim, which can "
-            f"update on the CPU, and {type(optimizer).__name__} is not one of them. Leave it 0"
+            f"update on the CPU, and {name} is not one of them. Leave it 0"
             f"{capabilities.conventions.instead_of_host_fraction}."
         )
-    if capabilities.moves_whole:
-        return
+    if not capabilities.moves_whole:
+        yield from _indivisible(optimizer)
+
+
+def _indivisible(optimizer: Optimizer) -> Iterator[str]:
     for key in optimizer.state:
         if not isinstance(key, Tensor):
             yield f"optimizer.state has the key {key!r}, which is not a parameter; no bucket can have such state."
     for index, group in enumerate(optimizer.param_groups):
         # A type of several tensors takes the list of a kernel apart once for each of them, and whatever else is in the
         # list is updated as often: what a step does depends on which parameters it has.
-        several = [len(leaves_of(local_shard(param))) > 1 for param in group["params"]]
-        on_cpu = all(local_shard(param).device.type == "cpu" for param in group["params"])
-        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused") and not on_cpu
-        if any(several) and not all(several) and (group.get("foreach") or group.get("fused") or undecided):
+        locals_ = [local_shard(param) for param in group["params"]]
+        several = [local for local in locals_ if len(leaves_of(local)) > 1]
+        on_cpu = all(local.device.type == "cpu" for local in locals_)
+        undecided = "foreach" in group and group["foreach"] is None and not on_cpu
+        if 0 < len(several) < len(locals_) and (group.get("foreach") or group.get("fused") or undecided):
             yield (
-                f"param_groups[{index}] has parameters of "
-                f"{type(local_shard(group['params'][several.index(True)])).__name__}, which is made of several "
+                f"param_groups[{index}] has parameters of {type(several[0]).__name__}, which is made of several "
                 "tensors, beside others, and is stepped by kernels over lists, which update the others once for each "
                 "of these tensors. Give them a group of their own, or use foreach=False."
             )
@@ -165,12 +139,11 @@ def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[T
     names = names_by_place(optimizer)
     if model is None:
         return names
-    _check_model(model, names)
+    refuse(_wrong_with_model(model, names))
     return {param: name for param, name in parameter_names(model).items() if param in names}
 
 
-@_refuses
-def _check_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
+def _wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
     if uses_cpu_offload_policy(model):
         yield _HOST_OFFLOADED
     of_model = parameter_names(model)
@@ -201,52 +174,43 @@ def device_of(
     devices = {} if before is None else {before: "the other parameters"}
     for param in params:
         devices.setdefault(param.device if is_homed(param) else local_shard(param).device, names[param])
-    check_params(params, names, capabilities, policy, devices)
+    for param in params:
+        refuse(_wrong_with_parameter(param, names[param], capabilities, policy))
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        refuse(iter([f"parameters on several devices: {places}. Use one optimizer for each device."]))
     device = next(iter(devices), torch.device("cpu"))
+    if policy.pin_memory and device.type == "cpu":
+        refuse(iter(["pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."]))
     refuse_capture(device)
     return device
 
 
-@_refuses
-def check_params(
-    params: Sequence[Tensor],
-    names: Mapping[Tensor, str],
-    capabilities: Capabilities,
-    policy: OffloadPolicy,
-    devices: Mapping[torch.device, str],
-) -> Iterator[str]:
-    """Refuse parameters that cannot be offloaded exactly. ``devices``: where they are, with the name of one there."""
-    for param in params:
-        name, local = names[param], local_shard(param)
-        if local.is_meta:
-            yield (
-                f"{name} is on the meta device. Materialize the model (to_empty and its initialization, or loading a "
-                "checkpoint; for OffloadPolicy(parameters=True), materialize_on_host) before the optimizer is built."
-            )
-        if is_host_offloaded(param) and not is_homed(param):
-            yield f"{name} is on the host. {_HOST_OFFLOADED}"
-        if is_homed(param) and not policy.parameters:
-            yield (
-                f"{name} is on the host, where materialize_on_host or another optimizer has put it. Write "
-                "policy=OffloadPolicy(parameters=True)."
-            )
-        if capabilities.refuses_dtensor and is_dtensor(param):
-            yield f"{name} is sharded. {capabilities.refuses_dtensor}"
-        if capabilities.elementwise and capabilities.conventions.keeps_raw_state and has_inner_tensors(param):
-            yield (
-                f"{name} is a {type(local).__name__}, which is made of other tensors; the optimizer was attached "
-                "without such parameters. Add the group first, then attach."
-            )
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        yield f"parameters on several devices: {places}. Use one optimizer for each device."
-    if policy.pin_memory and all(device.type == "cpu" for device in devices):
-        yield "pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."
+def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, policy: OffloadPolicy) -> Iterator[str]:
+    local = local_shard(param)
+    if local.is_meta:
+        yield (
+            f"{name} is on the meta device. Materialize the model (to_empty and its initialization, or loading a "
+            "checkpoint; for OffloadPolicy(parameters=True), materialize_on_host) before the optimizer is built."
+        )
+    if is_host_offloaded(param) and not is_homed(param):
+        yield f"{name} is on the host. {_HOST_OFFLOADED}"
+    if is_homed(param) and not policy.parameters:
+        yield (
+            f"{name} is on the host, where materialize_on_host or another optimizer has put it. Write "
+            "policy=OffloadPolicy(parameters=True)."
+        )
+    if capabilities.refuses_dtensor and is_dtensor(param):
+        yield f"{name} is sharded. {capabilities.refuses_dtensor}"
+    if capabilities.elementwise and capabilities.conventions.keeps_raw_state and has_inner_tensors(param):
+        yield (
+            f"{name} is a {type(local).__name__}, which is made of other tensors; the optimizer was attached "
+            "without such parameters. Add the group first, then attach."
+        )
 
 
-@_refuses
-def check_streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Refuse parameters that cannot have their home on the host: only what ``fully_shard`` gathers can."""
+def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """Parameters that cannot have their home on the host: only what ``fully_shard`` gathers can."""
     groups = [] if model is None else sharding_groups(model)
     found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
     if not found:
@@ -262,57 +226,30 @@ def check_streamable(model: nn.Module | None, names: Mapping[Tensor, str]) -> It
             )
 
 
-# Other optimizers of the same parameters ------------------------------------------------------------------------------
-
-
-def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
-    """Refuse parameters of two offloaded optimizers of which one updates in the backward, or has them on the host."""
-
-    def conflicts(other: OffloadPolicy) -> bool:
-        return any(one.updates_in_backward or one.parameters for one in (policy, other))
-
-    if _offloaded_with(params, conflicts):
-        gc.collect()  # an optimizer that only refers to itself is on its way out
-    for both, _ in _offloaded_with(params, conflicts):
-        raise RuntimeError(
-            f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
-            "optimizer. With overlap='iteration' they are updated in the backward, whoever calls step(), and with "
-            "parameters=True they live with one optimizer's state. Call remove_offload() on the other one first, or "
-            "let nothing refer to it any more: schedulers and scalers do, too."
+def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
+    """Warn of options that change nothing with so many groups of ``fully_shard``, and of none on several ranks."""
+    policy, shards = engine.policy, engine.plan.shards.values()
+    if policy.runs_on_into_forward and groups == 1:
+        yield (
+            f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all parameters at once, so the forward "
+            "waits for all updates. Apply fully_shard to each block, then to the model."
         )
-    if policy.updates_in_backward and not _pre_hook:
-        _pre_hook.append(register_optimizer_step_pre_hook(_refuse_step_beside))
-
-
-_pre_hook: list[RemovableHandle] = []
-"""Looks at the steps of all optimizers, from the first ``overlap="iteration"`` on; never taken off, as torch may be
-calling it."""
-
-
-def _refuse_step_beside(other: Optimizer, args: object, kwargs: object) -> None:
-    """Refuse the step of a plain optimizer with gradients that another one uses in the backward."""
-    holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
-    if holds or find_offloaded(other) is not None:
-        return  # a container steps those that it holds, and each is looked at then
-    params = [param for param in params_of(other) if param.grad is not None]
-    for both, engine in _offloaded_with(params, lambda policy: policy.updates_in_backward):
-        used = bool(engine.core.done)
-        raise RuntimeError(
-            f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
-            "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "
-            + ("That has happened in this backward: end it with step() of that optimizer. " if used else "")
-            + "Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
-            "(schedulers and scalers do, too)." + ("" if used else " Nothing has been changed.")
+    if policy.snapshot_bytes and not engine.plan.spare_bytes:
+        yield (
+            f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. With as many bytes as the "
+            "state, training never waits for a save."
         )
-
-
-def _offloaded_with(
-    params: Collection[Tensor], which: Callable[[OffloadPolicy], bool]
-) -> list[tuple[list[Tensor], Engine]]:
-    """List which of ``params`` offloaded optimizers have, of those with ``which`` policies."""
-    engines = [attachment.engine for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
-    found = [([param for param in params if param in one.names], one) for one in engines if which(one.policy)]
-    return [(both, engine) for both, engine in found if both]
+    if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
+        yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
+    # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
+    # be exchanged cannot be known before they are.
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    are_plain = all(isinstance(param, nn.Parameter) and not is_dtensor(param) for param in engine.names)
+    if ranks > 1 and engine.names and are_plain:
+        yield (
+            f"None of the optimizer's parameters is a DTensor, and there are {ranks} ranks: each pins the state of all "
+            f"that it holds. If the model is yet to be sharded, attach afterwards: {RIGHT_ORDER}."
+        )
 
 
 # Each step ------------------------------------------------------------------------------------------------------------
@@ -345,39 +282,86 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
         )
 
 
-# Attached too early, or to an optimizer that nobody steps -------------------------------------------------------------
+# Other optimizers of the same parameters, and other parameters of the same model --------------------------------------
 
 
-def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
-    """Warn of options that change nothing with so many groups of ``fully_shard``, and of none on several ranks."""
-    policy, shards = engine.policy, engine.plan.shards.values()
-    if policy.runs_on_into_forward and groups == 1:
-        yield (
-            f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all parameters at once, so the forward "
-            "waits for all updates. Apply fully_shard to each block, then to the model."
-        )
-    if policy.snapshot_bytes and not engine.plan.spare_bytes:
-        yield (
-            f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. With as many bytes as the "
-            "state, training never waits for a save."
-        )
-    if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
-        yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
-    # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
-    # be exchanged cannot be known before they are.
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    are_plain = all(isinstance(param, nn.Parameter) and not is_dtensor(param) for param in engine.names)
-    if ranks > 1 and engine.names and are_plain:
-        yield (
-            f"None of the optimizer's parameters is a DTensor, and there are {ranks} ranks: each pins the state of all "
-            f"that it holds. If the model is yet to be sharded, attach afterwards: {RIGHT_ORDER}."
+def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
+    """Refuse parameters of two offloaded optimizers of which one updates in the backward, or has them on the host."""
+
+    def conflicts(other: Attachment) -> bool:
+        return any(one.updates_in_backward or one.parameters for one in (policy, other.engine.policy))
+
+    if _offloaded_with(params, conflicts):
+        gc.collect()  # an optimizer that only refers to itself is on its way out
+    for both, _ in _offloaded_with(params, conflicts):
+        raise RuntimeError(
+            f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
+            "optimizer. With overlap='iteration' they are updated in the backward, whoever calls step(), and with "
+            "parameters=True they live with one optimizer's state. Call remove_offload() on the other one first, or "
+            "let nothing refer to it any more: schedulers and scalers do, too."
         )
 
 
-def refuse_exchanged(known: Collection[Tensor], groups: list[dict[str, Any]]) -> None:
+def _offloaded_with(
+    params: Collection[Tensor], which: Callable[[Attachment], bool]
+) -> list[tuple[list[Tensor], Attachment]]:
+    """List which of ``params`` offloaded optimizers have, of those whose attachments are meant."""
+    attachments = [attachment for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
+    found = [([param for param in params if param in one.engine.names], one) for one in attachments if which(one)]
+    return [(both, attachment) for both, attachment in found if both]
+
+
+_hook: list[RemovableHandle] = []
+"""Looks at the steps of all optimizers, from the first attachment on; never taken off, as torch may be calling it."""
+
+
+def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
+    """Look at the steps of other optimizers, and at the first forward of ``model``, which may not be sharded yet."""
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_look_who_steps))
+    if model is None or all(map(is_dtensor, attachment.engine.names)):
+        return
+    reference = weakref.ref(attachment)
+
+    def check(model: nn.Module, args: object) -> None:
+        handle.remove()
+        if (attachment := reference()) is not None:
+            refuse_foreign(attachment)
+
+    handle = model.register_forward_pre_hook(check)
+    attachment.undo.append(handle.remove)
+
+
+def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
+    """Refuse gradients that another one uses in the backward; warn if that one has never stepped."""
+    holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
+    if holds or find_offloaded(other) is not None:
+        return  # a container steps those that it holds, and each is looked at then
+    params = [param for param in params_of(other) if param.grad is not None]
+    for both, attachment in _offloaded_with(params, lambda one: one.engine.policy.updates_in_backward):
+        engine = attachment.engine
+        used = bool(engine.core.done)
+        raise RuntimeError(
+            f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
+            "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "
+            + ("That has happened in this backward: end it with step() of that optimizer. " if used else "")
+            + "Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
+            "(schedulers and scalers do, too)." + ("" if used else " Nothing has been changed.")
+        )
+    for _, attachment in _offloaded_with(params, lambda one: one.is_new):
+        attachment.is_new = False
+        warnings.warn(
+            f"{type(other).__name__}.step() updates parameters of the {attachment.engine.cls.__name__} that "
+            "offload_optimizer() was given, which has never stepped: training goes on with another optimizer, and "
+            f"NOTHING IS OFFLOADED. Attach to the one that steps, once it is built: {RIGHT_ORDER}.",
+            stacklevel=2,
+        )
+
+
+def refuse_exchanged(attachment: Attachment, params: Collection[Tensor]) -> None:
     """Refuse parameters of which none was there at attach: frameworks that shard after building it exchange them."""
+    known = attachment.engine.names
     # Parameters that were sharded at attach pass: a second prepare() of accelerate's puts them back.
-    params = [param for group in groups for param in group["params"]]
     if params and known and not any(param in known for param in params) and not any(map(is_dtensor, known)):
         raise RuntimeError(
             "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the "
@@ -398,63 +382,4 @@ def refuse_foreign(attachment: Attachment) -> None:
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "
             f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(), "
             f"or by load_state_dict(assign=True). Attach afterwards: {RIGHT_ORDER}. Nothing has been changed."
-        )
-
-
-class _Watch(NamedTuple):
-    """An optimizer that is offloaded and has not stepped yet: its class, and its parameters by storage and offset.
-
-    These are known as long as the storage lives, and kept alive by nobody who looks. ``model.to()`` refuses parameters
-    with a weak reference, even where it changes nothing.
-    """
-
-    name: str
-    places: set[tuple[StorageWeakRef, int]]
-
-    def is_over(self) -> bool:
-        return all(storage.expired() for storage, _ in self.places)
-
-
-_watches: list[_Watch] = []
-_post_hook: list[RemovableHandle] = []  # never taken off, as the pre-hook
-
-
-def watch_until_first_step(optimizer: Optimizer, model: nn.Module | None, attachment: Attachment) -> None:
-    """Until the first step, tell if a framework shards the model, or goes on with another optimizer."""
-    watch = _Watch(attachment.engine.cls.__name__, _places_of(optimizer))
-    _watches[:] = [*(other for other in _watches if not other.is_over()), watch]
-    attachment.until_first_step.append(lambda: _watches.remove(watch) if watch in _watches else None)
-    if not _post_hook:
-        _post_hook.append(register_optimizer_step_post_hook(_look_who_steps))
-    if model is None or all(map(is_dtensor, attachment.engine.names)):
-        return
-    reference = weakref.ref(attachment)
-
-    def check(model: nn.Module, args: object) -> None:
-        handle.remove()
-        if (attachment := reference()) is not None:
-            refuse_foreign(attachment)
-
-    handle = model.register_forward_pre_hook(check)
-    attachment.until_first_step.append(handle.remove)
-
-
-def _places_of(optimizer: Optimizer) -> set[tuple[StorageWeakRef, int]]:
-    locals_ = map(local_shard, params_of(optimizer))
-    strided = [one for one in locals_ if one.layout is torch.strided]  # sparse tensors have no storage
-    return {(StorageWeakRef(one.untyped_storage()), int(one.storage_offset())) for one in strided}
-
-
-def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
-    if not _watches or attachment_of(other) is not None:
-        return
-    _watches[:] = [watch for watch in _watches if not watch.is_over()]
-    stepped = _places_of(other) if _watches else set()
-    for watch in [one for one in _watches if any(not storage.expired() for storage, _ in one.places & stepped)]:
-        _watches.remove(watch)
-        warnings.warn(
-            f"{type(other).__name__}.step() updated the parameters of the {watch.name} that offload_optimizer() was "
-            "given, which has never stepped: training goes on with another optimizer, and NOTHING IS OFFLOADED. "
-            f"Attach to the one that steps, once it is built: {RIGHT_ORDER}.",
-            stacklevel=2,
         )

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from ..fsdp.gradients import bare
 from ..state.layout import params_of
-from .attachment import attachment_of
-from .wrapped import optimizers_in
+from .wrapped import attachment_of, optimizers_in
 
 
 def clip_grad_norm_(

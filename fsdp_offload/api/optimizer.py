@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, find_offloaded, inside
+from ..core.engine import Engine, inside
 from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
@@ -22,7 +22,6 @@ from ..fsdp.optim import no_global_step_hooks, plain_step_of, run_hooked
 from ..state.layout import is_trained, params_of
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
-from .attachment import Attachment, attached, attachment_of, states_of
 from .checks import (
     RIGHT_ORDER,
     check_gradients_are_read,
@@ -32,7 +31,7 @@ from .checks import (
     refuse_foreign,
 )
 from .report import OffloadReport, report_of
-from .wrapped import HOOK_IS_CALLED
+from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +64,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.stepping = False
 
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Param groups of the optimizer. Before the first step, an error if all parameters have been exchanged."""
-        optimizer = find_offloaded(self) or self
-        groups: list[dict[str, Any]] = vars(optimizer)["param_groups"]
-        attachment = attachment_of(optimizer)
-        if attachment is not None and attachment.until_first_step:
-            refuse_exchanged(attachment.engine.names, groups)
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        vars(find_offloaded(self) or self)["param_groups"] = groups
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
@@ -252,7 +237,7 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     refuse_capture(engine.device)
     attachment.parked.bring_back()
     if isinstance(engine, WholeEngine):
-        _check_first_step(attachment)
+        _check_first_step(self, attachment)
 
         def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
             seeing = [between(one) if callable(one) else one for one in args]
@@ -266,7 +251,7 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     else:
         result = _run_closure(engine, *args, **kwargs)
         with torch.no_grad():
-            _check_first_step(attachment)
+            _check_first_step(self, attachment)
             if engine.conventions.reads_param_grad:
                 check_gradients_are_read(self, engine.names)
             kwargs.pop("closure", None)
@@ -288,10 +273,11 @@ def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: 
         return closure()
 
 
-def _check_first_step(attachment: Attachment) -> None:
-    if attachment.until_first_step:
+def _check_first_step(optimizer: Optimizer, attachment: Attachment) -> None:
+    if attachment.is_new:
+        refuse_exchanged(attachment, params_of(optimizer))
         refuse_foreign(attachment)
-        attachment.unwatch()
+        attachment.is_new = False
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..api.attachment import states_of
-from ..api.wrapped import is_wrapped, optimizers_in
+from ..api.wrapped import is_wrapped, optimizers_in, states_of
 from ..core.engine import Engine, engine_of, find_offloaded
 from ..core.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
-from ..api.attachment import params_of
 from ..api.checks import RIGHT_ORDER
+from ..api.wrapped import params_of
 from ..policy import OffloadPolicy, refuse_unknown
 
 _PREFIX = "FSDP_OFFLOAD_"

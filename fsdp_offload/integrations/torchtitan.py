@@ -26,8 +26,8 @@ from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointMan
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
-from ..api.attachment import params_of
 from ..api.clipping import clip_in_order
+from ..api.wrapped import params_of
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of_each, model_of, offload, policy_from
