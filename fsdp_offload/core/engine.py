@@ -181,10 +181,6 @@ class Engine(Contents):
         except torch.OutOfMemoryError:
             logger.info("no room for all blocks yet; they are taken when they are needed")
 
-    def passing_bytes(self) -> int:
-        """Device memory that buckets may pass through."""
-        return 1 << 62 if self.policy.device_bytes == "auto" else self.policy.device_bytes
-
     def largest_bytes(self) -> int:
         """Device memory that the largest bucket needs."""
         return max((bucket.state.nbytes for bucket in self.core.buckets), default=0)

@@ -116,7 +116,9 @@ def test_a_step_moves_only_what_has_gradients() -> None:
 def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
     """Muon keeps matrices whole."""
     matrix = nn.Parameter(torch.ones(64, 64))
-    with pytest.warns(UserWarning, match="The largest bucket that cannot be cut needs 16384 bytes of the device"):
+    with pytest.warns(
+        UserWarning, match="One update needs 16384 bytes of the device, more than device_bytes=8192"
+    ):
         offload_optimizer(torch.optim.Muon([matrix]), policy=replace(POLICY, device_bytes=8192))
 
 
@@ -126,7 +128,7 @@ def test_an_offload_that_moves_nothing_says_so() -> None:
     assert "NOTHING IS OFFLOADED" in str(step(optimizer)).splitlines()[1]
 
 
-def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
+def test_state_that_was_put_on_the_device_by_hand_is_counted() -> None:
     """As verl loads it before each step; there it would be beside its home until that step."""
     optimizer = offloaded()
     counters_bytes = step(optimizer).memory.other_state_bytes
@@ -135,10 +137,7 @@ def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
             state[name] = value.clone()
     report = optimizer.offload_report()
     assert report.memory.other_state_bytes == counters_bytes + STATE_BYTES
-    assert any(f"holds {STATE_BYTES} bytes" in note for note in report.notes)
-    after = step(optimizer)
-    assert after.memory.other_state_bytes == counters_bytes
-    assert not any("by itself" in note for note in after.notes)
+    assert step(optimizer).memory.other_state_bytes == counters_bytes
 
 
 # Iterations ----------------------------------------------------------------------------------------------------------
