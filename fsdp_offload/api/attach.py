@@ -210,19 +210,12 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     Raises:
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
-    parts = parts_of(optimizer)
-    if len(parts) > 1:
+    target, *others = map(find_offloaded, parts_of(optimizer))
+    if others or not isinstance(target, OffloadedOptimizer):
         raise RuntimeError(
-            f"offload_report: this {type(optimizer).__name__} has {len(parts)} optimizers, each of which has its own. "
-            "Give them one by one, as in chained_optimizers."
+            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded, or holds several optimizers. "
+            "Call offload_optimizer() first, and give one at a time, as in chained_optimizers."
         )
-    target = find_offloaded(parts[0])
-    if target is None:
-        raise RuntimeError(
-            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() "
-            "first; of a container of several optimizers, give each of them."
-        )
-    assert isinstance(target, OffloadedOptimizer)
     return target.offload_report()
 
 

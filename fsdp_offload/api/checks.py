@@ -326,7 +326,7 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     def check(model: nn.Module, args: object) -> None:
         handle.remove()
         if (attachment := reference()) is not None:
-            refuse_foreign(attachment)
+            refuse_exchanged(attachment)
 
     handle = model.register_forward_pre_hook(check)
     attachment.undo.append(handle.remove)
@@ -358,24 +358,17 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
         )
 
 
-def refuse_exchanged(attachment: Attachment, params: Collection[Tensor]) -> None:
-    """Refuse parameters of which none was there at attach: frameworks that shard after building it exchange them."""
-    known = attachment.engine.names
+def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
+    """Raise where parameters were exchanged since: all ``params`` of the optimizer, or some of the model's."""
+    names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
     # Parameters that were sharded at attach pass: a second prepare() of accelerate's puts them back.
-    if params and known and not any(param in known for param in params) and not any(map(is_dtensor, known)):
+    if params and names and not any(param in names for param in params) and not any(map(is_dtensor, names)):
         raise RuntimeError(
             "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the "
             f"model was sharded, and holds the unsharded state. Attach afterwards: {RIGHT_ORDER}."
         )
-
-
-def refuse_foreign(attachment: Attachment) -> None:
-    """Raise where the optimizer has parameters without a gradient that its model no longer uses."""
-    model = None if attachment.model is None else attachment.model()
-    if model is None:
-        return
-    of_model = parameters_of(model)  # and not by their names: a look must not change what the next forward gathers
-    names = attachment.engine.names
+    # Not by their names: a look must not change what the next forward gathers.
+    of_model = names.keys() if model is None else parameters_of(model)
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
     if foreign:
         raise RuntimeError(

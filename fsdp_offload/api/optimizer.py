@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import types
 import warnings
 from abc import ABCMeta
@@ -22,18 +21,9 @@ from ..fsdp.optim import no_global_step_hooks, plain_step_of, run_hooked
 from ..state.layout import is_trained, params_of
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
-from .checks import (
-    RIGHT_ORDER,
-    check_gradients_are_read,
-    device_of,
-    names_by_place,
-    refuse_exchanged,
-    refuse_foreign,
-)
+from .checks import RIGHT_ORDER, check_gradients_are_read, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
 from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
@@ -276,7 +266,6 @@ def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: 
 def _check_first_step(optimizer: Optimizer, attachment: Attachment) -> None:
     if attachment.is_new:
         refuse_exchanged(attachment, params_of(optimizer))
-        refuse_foreign(attachment)
         attachment.is_new = False
 
 
@@ -289,12 +278,12 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
                 "does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
                 stacklevel=2,
             )
-    has_updated, has_loaded = attachment.has_updated, attachment.has_loaded_inside_step
-    attachment.has_updated, attachment.has_loaded_inside_step = has_updated or updated, False
+    has_loaded, attachment.has_loaded_inside_step = attachment.has_loaded_inside_step, False
     if updated:
+        attachment.expects_gradients = False
         return
     # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
-    refuse_foreign(attachment)
+    refuse_exchanged(attachment)
     if has_loaded:
         warnings.warn(
             "step() updates nothing: load_state_dict() came between the backward and step(), and with "
@@ -302,16 +291,14 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
             "model as well), go on with zero_grad() and another backward.",
             stacklevel=2,
         )
-    elif has_updated and not attachment.told_no_gradient:
-        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-    elif not attachment.told_no_gradient:
+    elif attachment.expects_gradients:
+        attachment.expects_gradients = False
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
             f"{RIGHT_ORDER}.",
             stacklevel=2,
         )
-    attachment.told_no_gradient |= not has_loaded
 
 
 # The class ------------------------------------------------------------------------------------------------------------

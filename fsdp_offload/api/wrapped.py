@@ -38,6 +38,7 @@ class Attachment:
     Attributes:
         undo: takes off what was put on the optimizer, its model, and what has captured its ``step``.
         parked: parameters that leave the device with the state.
+        expects_gradients: no step has found any, and none has been told so.
         is_new: it has not stepped: perhaps it was attached too early, or another one steps.
         hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
     """
@@ -48,9 +49,8 @@ class Attachment:
     hooks: ModelHooks | None = None
     parked: ParkedParameters = field(default_factory=ParkedParameters)
     stepping: bool = False
-    told_no_gradient: bool = False
     has_loaded_inside_step: bool = False
-    has_updated: bool = False
+    expects_gradients: bool = True
     is_new: bool = True
     hook_steps: int | None = None
 

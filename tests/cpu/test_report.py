@@ -116,9 +116,7 @@ def test_a_step_moves_only_what_has_gradients() -> None:
 def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
     """Muon keeps matrices whole."""
     matrix = nn.Parameter(torch.ones(64, 64))
-    with pytest.warns(
-        UserWarning, match="One update needs 16384 bytes of the device, more than device_bytes=8192"
-    ):
+    with pytest.warns(UserWarning, match="One update needs 16384 bytes of the device, more than device_bytes=8192"):
         offload_optimizer(torch.optim.Muon([matrix]), policy=replace(POLICY, device_bytes=8192))
 
 
