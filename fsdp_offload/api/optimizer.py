@@ -17,7 +17,7 @@ from ..core.loading import check_loadable
 from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
-from ..fsdp.optim import no_global_step_hooks, plain_step_of, run_hooked
+from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import is_trained, params_of
 from ..state.mapping import forget_left_out
 from ..state.store import UserState
@@ -49,11 +49,11 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.stepping = True
         try:
-            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
+            return _hooked_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _hooked_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
@@ -249,6 +249,9 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
         _end_step(attachment, updated=updated)
     return result
+
+
+_hooked_step: Any = Optimizer.profile_hook_step(_logical_step)
 
 
 def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: Any) -> Any:

@@ -50,12 +50,7 @@ class _Homed(Guard):
             return stand_ins[value]
 
         args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if "same device" in str(error):
-                raise RuntimeError(f"{error} {_WHERE}") from error
-            raise
+        result = func(*args, **kwargs)
         if func == Tensor.detach:
             (param,) = stand_ins
             _count_versions_with(param, result)
@@ -77,10 +72,7 @@ class _Homed(Guard):
         return getattr(other, name)(*args, **kwargs)
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """As for other guards; a gradient made from host memory (``zeros_like``) goes to where autograd's are.
-
-        torch.distributed.checkpoint gives such gradients to a fresh optimizer, so its first step creates the state.
-        """
+        """As for other guards; a gradient made from host memory, as DCP makes zeros, goes to where autograd's are."""
         made: Any = super().derive(cls)
         grad: property = made.grad
 
@@ -93,13 +85,10 @@ class _Homed(Guard):
         return cast("type[Tensor]", made)
 
 
-_WHERE = (
-    "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
-    "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
-)
 _HOMED = _Homed(
     "Homed",
-    "{what} on a parameter that lives on the host: " + _WHERE,
+    "{what} on a parameter that lives on the host (OffloadPolicy(parameters=True)): functions work on its host memory "
+    "between its uses. Take a copy on the device: param.detach().to(device).",
     lets_gradients=True,
     attributes=("grad", "requires_grad", "dtype", "device", "shape", "is_leaf"),
 )
@@ -126,17 +115,13 @@ def take_from_home(param: Tensor) -> None:
 
 
 def uses_of(param: Tensor) -> int:
-    """Count the calls of functions of ``param``: each may have written it, or has made what can write it.
-
-    Not all writes count a version: no collective's, nor those through a NumPy array.
-    """
+    """Count the calls of functions of ``param``: each may write it, and a collective or NumPy counts no version."""
     return int(vars(param).get(_USES, 0))
 
 
 def holders_of(local: Tensor) -> int:
     """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
-    storage = local.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(torch._C._storage_Use_Count(local.untyped_storage()._cdata))
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -40,19 +39,12 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def foreach_supports(params: Iterable[Tensor]) -> bool:
-    """Return whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types.
-
-    A guard of ours does not count: without offload, the parameter would have the class below it.
-    """
+    """Return whether ``torch.optim`` would, of itself, run foreach on parameters of these types, below our guards."""
     return all(unguarded_class(param) in _MODULE._foreach_supported_types for param in params)
 
 
 def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
-    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
-
-    Left to itself (``foreach=None, fused=None``) torch takes foreach if it supports the types of all parameters with a
-    gradient; the shadow has plain tensors where the user's optimizer may have other types.
-    """
+    """For each group what keeps torch from choosing foreach for a shadow of plain tensors where it would not else."""
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
@@ -81,28 +73,6 @@ def no_global_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
-
-
-def run_hooked(optimizer: Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run ``step`` as torch runs that of an optimizer: in a profiler's range, with the hooks around it.
-
-    ``torch.optim.Optimizer.profile_hook_step`` would name the range after the offloaded class, which nobody looks for.
-
-    Raises:
-        RuntimeError: a pre-hook returned something else than ``None`` or new arguments.
-    """
-    with record_function(f"Optimizer.step#{name}.step"):
-        for hook in (*_MODULE._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-            given = hook(optimizer, (optimizer, *args), kwargs)
-            if given is None:
-                continue
-            if not isinstance(given, tuple) or len(given) != 2:
-                raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {given}.")
-            (_, *args), kwargs = given
-        result = step(optimizer, *args, **kwargs)
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_MODULE._global_optimizer_post_hooks.values()):
-            hook(optimizer, (optimizer, *args), kwargs)
-        return result
 
 
 def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -269,10 +269,7 @@ def _refuse_call(module: nn.Module, args: object) -> None:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors inside a DTensor or a wrapper; none for a tensor with memory of its own.
-
-    Not ``layout.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
-    """
+    """The tensors inside; not ``layout.leaves_of``, which drops what Transformer Engine's cache, to come back here."""
     if is_dtensor(tensor):
         return [local_shard(tensor)]
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -346,7 +343,7 @@ class _Where(enum.Enum):
     COMING = "on the host and, once a copy has ended, on the device"
 
 
-_LEAVING = WriteWatch("Leaving")
+_LEAVING = WriteWatch("Leaving", "", lets_gradients=True)
 
 _AWAY = Guard(
     "Parked",
