@@ -31,9 +31,8 @@ from ..state.layout import leaves_of, params_of
 from .wrapped import Attachment, attachment_of, offloaded
 
 _HOST_OFFLOADED = (
-    "This model uses CPUOffloadPolicy, which keeps parameters, gradients and state on the host, and updates there. "
-    "Shard without offload_policy: fully_shard(module, ...). Then only the state is offloaded, or with "
-    "OffloadPolicy(parameters=True) the parameters as well, and the device updates."
+    "This model uses CPUOffloadPolicy, which updates on the host. Shard without offload_policy: fully_shard(module). "
+    "Then the state is offloaded, with OffloadPolicy(parameters=True) the parameters as well, and the device updates."
 )
 RIGHT_ORDER = (
     "call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model); in a framework that "
@@ -57,17 +56,15 @@ def wrong_with_holder(holder: Any) -> Iterator[str]:
         yield _updated_on_host(getattr(config, "optimizer_offload_fraction", 1.0))
     if getattr(config, "offload_optimizer_states", False):
         yield (
-            "Megatron's offload_optimizer_states=True moves the same state in the same phases. Leave it off "
-            "(--offload-optimizer-states); offload_optimizer(), offload_states(), release_states() and reload_before() "
-            "do the same for the optimizer built so."
+            "Megatron's offload_optimizer_states=True (--offload-optimizer-states) moves the same state. Leave it off; "
+            "offload_states(), release_states() and reload_before() do the same for an offloaded optimizer."
         )
 
 
 def _updated_on_host(fraction: float) -> str:
     return (
-        f"Megatron's optimizer_cpu_offload=True, optimizer_offload_fraction={fraction} updates a share of the "
-        "parameters on the CPU by itself. Leave optimizer_cpu_offload off (--optimizer-cpu-offload), and offload a "
-        f"torch.optim.Adam or AdamW with the same share: policy=OffloadPolicy(host_fraction={fraction})."
+        "Megatron's optimizer_cpu_offload=True (--optimizer-cpu-offload) updates a share of the parameters on the CPU "
+        f"by itself. Leave it off, and offload torch's Adam or AdamW with OffloadPolicy(host_fraction={fraction})."
     )
 
 
@@ -88,9 +85,8 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
         yield capabilities.refusal
     if policy.host_fraction and not capabilities.takes_masters:
         yield (
-            f"host_fraction={policy.host_fraction!r} is for the elementwise optimizers of torch.optim, which can "
-            f"update on the CPU, and {name} is not one of them. Leave it 0"
-            f"{capabilities.conventions.instead_of_host_fraction}."
+            f"host_fraction={policy.host_fraction!r} is for the elementwise optimizers of torch.optim, and {name} is "
+            f"not one of them. Leave it 0{capabilities.conventions.instead_of_host_fraction}."
         )
     if not capabilities.moves_whole:
         yield from _indivisible(optimizer)
@@ -110,8 +106,8 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
         if 0 < len(several) < len(locals_) and (group.get("foreach") or group.get("fused") or undecided):
             yield (
                 f"param_groups[{index}] has parameters of {type(several[0]).__name__}, which is made of several "
-                "tensors, beside others, and is stepped by kernels over lists, which update the others once for each "
-                "of these tensors. Give them a group of their own, or use foreach=False."
+                "tensors: kernels over lists update the others once for each of these. Give them a group of their own, "
+                "or use foreach=False."
             )
 
 
@@ -151,15 +147,15 @@ def _wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator
     shown, these = ", ".join([*foreign.values()][:4]), f"{len(foreign)} of the {len(names)}"
     if not all(isinstance(param, nn.Parameter) for param in foreign):
         yield (
-            f"{these} tensors of the optimizer are not parameters of the model but copies or parts of them, as those "
-            f"of Megatron's DistributedOptimizer ({shown}). Leave out model=, and overlap=, which hooks into its "
-            "forward and backward. To load while gradients are reduced, wrap Megatron's hook with reload_before()."
+            f"{these} tensors of the optimizer are not parameters of the model but copies or parts of them ({shown}). "
+            "Leave out model= and overlap=; to load while gradients are reduced, wrap Megatron's hook by "
+            "reload_before()."
         )
     if foreign:
         yield (
-            f"{these} parameters of the optimizer are not parameters of the model ({shown}). fully_shard exchanges a "
-            "model's parameters: call it first, then build the optimizer, then attach. A forward without a backward "
-            "leaves parameters gathered: call model.reshard() before the optimizer is built."
+            f"{these} parameters of the optimizer are not parameters of the model ({shown}). Call fully_shard, which "
+            "exchanges them, then build the optimizer, then attach. After a forward without a backward, call "
+            "model.reshard() before that."
         )
 
 
@@ -190,8 +186,8 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
     local = local_shard(param)
     if local.is_meta:
         yield (
-            f"{name} is on the meta device. Materialize the model (to_empty and its initialization, or loading a "
-            "checkpoint; for OffloadPolicy(parameters=True), materialize_on_host) before the optimizer is built."
+            f"{name} is on the meta device. Materialize the model (to_empty; for OffloadPolicy(parameters=True), "
+            "materialize_on_host) before the optimizer is built."
         )
     if is_host_offloaded(param) and not is_homed(param):
         yield f"{name} is on the host. {_HOST_OFFLOADED}"
@@ -203,10 +199,7 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
     if capabilities.refuses_dtensor and is_dtensor(param):
         yield f"{name} is sharded. {capabilities.refuses_dtensor}"
     if capabilities.elementwise and capabilities.conventions.keeps_raw_state and has_inner_tensors(param):
-        yield (
-            f"{name} is a {type(local).__name__}, which is made of other tensors; the optimizer was attached "
-            "without such parameters. Add the group first, then attach."
-        )
+        yield f"{name} is a {type(local).__name__}, made of other tensors: add the first such group, then attach."
 
 
 def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
@@ -235,10 +228,7 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
             "waits for all updates. Apply fully_shard to each block, then to the model."
         )
     if policy.snapshot_bytes and not engine.plan.spare_bytes:
-        yield (
-            f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. With as many bytes as the "
-            "state, training never waits for a save."
-        )
+        yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it."
     if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
         yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
     # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
@@ -260,10 +250,9 @@ def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) 
     for param in params_of(optimizer):
         if param.grad is None and getattr(param, "decoupled_grad", None) is not None:
             raise RuntimeError(
-                f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, where "
-                "Megatron's use_precision_aware_optimizer puts it, and this optimizer reads param.grad: nothing would "
-                "be updated. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
-                "use_precision_aware_optimizer off. Nothing has been changed."
+                f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, and this "
+                "optimizer reads param.grad. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
+                "Megatron's use_precision_aware_optimizer off. Nothing has been changed."
             )
 
 
@@ -296,9 +285,8 @@ def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, st
     for both, _ in _offloaded_with(params, conflicts):
         raise RuntimeError(
             f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
-            "optimizer. With overlap='iteration' they are updated in the backward, whoever calls step(), and with "
-            "parameters=True they live with one optimizer's state. Call remove_offload() on the other one first, or "
-            "let nothing refer to it any more: schedulers and scalers do, too."
+            "optimizer, which overlap='iteration' and parameters=True do not allow. Call remove_offload() on that one "
+            "first, or let nothing refer to it any more: schedulers and scalers do, too."
         )
 
 
@@ -340,20 +328,18 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
     params = [param for param in params_of(other) if param.grad is not None]
     for both, attachment in _offloaded_with(params, lambda one: one.engine.policy.updates_in_backward):
         engine = attachment.engine
-        used = bool(engine.core.done)
         raise RuntimeError(
             f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
-            "that is offloaded with overlap='iteration' and updates it in the backward, whoever calls step(). "
-            + ("That has happened in this backward: end it with step() of that optimizer. " if used else "")
-            + "Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
-            "(schedulers and scalers do, too)." + ("" if used else " Nothing has been changed.")
+            "that is offloaded with overlap='iteration' and updates it in the backward. "
+            + ("It has done so: end that with its step()." if engine.core.done else "Nothing has been changed.")
+            + " Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
+            "(schedulers and scalers do, too)."
         )
     for _, attachment in _offloaded_with(params, lambda one: one.is_new):
         attachment.is_new = False
         warnings.warn(
-            f"{type(other).__name__}.step() updates parameters of the {attachment.engine.cls.__name__} that "
-            "offload_optimizer() was given, which has never stepped: training goes on with another optimizer, and "
-            f"NOTHING IS OFFLOADED. Attach to the one that steps, once it is built: {RIGHT_ORDER}.",
+            f"{type(other).__name__}.step() updates parameters of the {attachment.engine.cls.__name__} that is "
+            f"offloaded and has never stepped: NOTHING IS OFFLOADED. Attach to the one that steps: {RIGHT_ORDER}.",
             stacklevel=2,
         )
 
@@ -364,8 +350,8 @@ def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) ->
     # Parameters that were sharded at attach pass: a second prepare() of accelerate's puts them back.
     if params and names and not any(param in names for param in params) and not any(map(is_dtensor, names)):
         raise RuntimeError(
-            "The parameters of this optimizer were exchanged after offload_optimizer(): it was attached before the "
-            f"model was sharded, and holds the unsharded state. Attach afterwards: {RIGHT_ORDER}."
+            "The parameters of this optimizer were exchanged after offload_optimizer(), when the model was sharded. "
+            f"Attach afterwards: {RIGHT_ORDER}."
         )
     # Not by their names: a look must not change what the next forward gathers.
     of_model = names.keys() if model is None else parameters_of(model)

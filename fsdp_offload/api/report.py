@@ -227,11 +227,12 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
     )
 
 
-_WHOLE = {None: "is not in the table of optimizers and", "mixed": "computes with several parameters together and"}
-_TRUST = (
-    " If each element's update depends on that element alone, offload_optimizer(..., trust_separable=True) moves it in "
-    "pieces."
-)
+_TRUST = " offload_optimizer(..., trust_separable=True) moves it in pieces."
+_WHOLE = {
+    None: ("is not in the table of optimizers", " If each element's update depends on that element alone," + _TRUST),
+    "mixed": ("computes with several parameters together", ""),
+}
+"""By verdict, why a class moves as a whole, and what to do."""
 
 
 def notes_of(engine: Engine) -> Iterator[str]:
@@ -241,9 +242,8 @@ def notes_of(engine: Engine) -> Iterator[str]:
     whole = engine.layouts.capabilities.moves_whole
     if whole:
         verdict = getattr(row_of(engine.cls), "verdict", None)
-        why = _WHOLE.get(verdict, "was tried once, which no test of this package repeats, and")
-        trust = "" if verdict == "mixed" else _TRUST
-        yield f"{name} {why} moves as a whole: all of its state is on the device during step().{trust}"
+        why, remedy = _WHOLE.get(verdict, ("was tried in pieces, which no test of this package repeats,", _TRUST))
+        yield f"{name} {why} and moves as a whole: all of its state is on the device during step().{remedy}"
     is_unknown = whole and shards and not any(shard.existed for shard in shards)
     if not items and not is_unknown and not any(shard.nbytes for shard in shards):
         no_state = f"{name} keeps no state for these parameters"
