@@ -71,8 +71,7 @@ def offload_optimizer(
     once. No collective of its own.
 
     A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before
-    its own plain ``step()`` and stored after it. So any optimizer gives the same bits, LBFGS with its closures
-    included, and all of its state is on the device during ``step()``. Host memory is taken when it has made its state.
+    its own plain ``step()`` and stored after it. Host memory is taken when it has made its state.
 
     The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
     for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
@@ -80,18 +79,16 @@ def offload_optimizer(
 
     Args:
         optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen
-            through, and so are Megatron's optimizers and chains of them: each of torch's in there is offloaded, or
-            none.
+            through, and so are Megatron's optimizers and chains: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
             fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
-        trust_separable: of a class that is not in the table, that each element's update depends on that element alone
-            and draws no random numbers: its step runs bucket by bucket, on ranges of local tensors, as those of Adam
-            do. Nothing checks it but the shapes of its state. No effect on classes that are in the table; those of
-            other libraries than torch's are updated parameter by parameter then, as their rows say.
+        trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
+            The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
+            of another library parameter by parameter. Nothing checks it but the shapes of the state.
 
     Returns:
         ``optimizer``.
@@ -121,11 +118,8 @@ def offload_optimizer(
     refuse(wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
-            warnings.warn(
-                f"offload_optimizer: overlap={policy.overlap!r} has no effect on {type(target).__name__}, which is not "
-                "in the table of optimizers and moves as a whole, in step().",
-                stacklevel=2,
-            )
+            whole = f"has no effect on {type(target).__name__}, which moves as a whole, in step()"
+            warnings.warn(f"offload_optimizer: overlap={policy.overlap!r} {whole}.", stacklevel=2)
         policy = as_whole(policy)
     device = device_of(params, names, capabilities, policy)
     check_no_other_updates(params, names, policy)
@@ -134,9 +128,10 @@ def offload_optimizer(
         refuse(wrong_to_stream(model, names))
 
     # Homes for its state.
-    host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
+    cls = type(target)
+    host = HostUpdates(cls, capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
-    engine = kind(type(target), capabilities, policy, device, names, together, host)
+    engine = kind(cls, capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs. All
     # others are updated as a forward needs their parameters.
@@ -144,16 +139,14 @@ def offload_optimizer(
     order = list(dict.fromkeys([*gathered, *names])) if capabilities.elementwise else params
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
-    planned = [param for param in order if eager or is_trained(param) or target.state.get(param)]
-    engine.add(target, planned, states.unwaited)
+    engine.add(target, [one for one in order if eager or is_trained(one) or target.state.get(one)], states.unwaited)
 
     # From here on it is an OffloadedOptimizer.
-    plain_step = type(target).step
-    target.__class__ = offloaded_class(type(target))  # type: ignore[arg-type]  # a class has a hash
+    target.__class__ = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
     target.state = states
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
     vars(target)[ENGINE_ATTRIBUTE] = attachment
-    attachment.undo += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+    attachment.undo += redirect_captured_step(target, cls.step, type(target).step, wrappers)
     attachment.undo.append(target.register_step_pre_hook(refuse_bypass).remove)
     offloaded.add(target)
     try:

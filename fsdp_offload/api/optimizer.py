@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..core.engine import Engine, inside
 from ..core.loading import check_loadable
@@ -124,7 +125,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         finally:
             last.remove()
             first.remove()
-        attachment.forget_reductions()
+        engine.core.reductions.end(stepped=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim.Optimizer`` does; room for the new parameters' state is taken at once."""
@@ -154,15 +155,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.engine.skip_step()
         attachment.has_loaded_inside_step = False
-        if False in (*args, *kwargs.values()):
+        params = params_of(self) if False in (*args, *kwargs.values()) else []  # to be zeroed
+        if params:
             attachment.engine.wait_updated()
-            for param in filter(is_spent, params_of(self)):
-                zero_spent(param)  # let go of in the backward
-            with zeroed_lifted(params_of(self)):
-                self._plain_class.zero_grad(self, *args, **kwargs)
-        else:
+        for param in filter(is_spent, params):
+            zero_spent(param)  # let go of in the backward
+        with zeroed_lifted(params):
             self._plain_class.zero_grad(self, *args, **kwargs)
-        attachment.forget_reductions()
+        attachment.engine.core.reductions.end(stepped=False)  # what has been reduced counts for nothing
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
@@ -170,10 +170,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attached(self).parked.settle()
 
     def offload_states(self) -> None:
-        """Start storing what is newer on the device than at home: state that is kept there. Asynchronous.
+        """Start storing state that is kept on the device, asynchronously; other state is at home, or on its way.
 
-        Other state is at home already, or on its way since the step. Harmless when there is nothing to do. Everything
-        may be done while the state is away: ``step()`` reloads by itself.
+        Harmless when there is nothing to do. Everything may be done while it is away: ``step()`` reloads by itself.
         """
         attachment = attached(self)
         attachment.engine.offload(states_of(self).unwaited)
@@ -182,10 +181,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.offload()
 
     def release_states(self) -> None:
-        """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
-
-        The memory goes to torch's allocator.
-        """
+        """Free, to the allocator, the device memory of what :meth:`offload_states` stores, on the current stream."""
         attached(self).engine.release()
         attached(self).parked.release()
 
@@ -230,14 +226,14 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
         _check_first_step(self, attachment)
 
         def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
-            seeing = [between(one) if callable(one) else one for one in args]
-            named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
+            seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))
             with no_global_step_hooks(self):
                 return plain_step_of(self._plain_class)(self, *seeing, **named)
 
         result = engine.step_whole(self, lambda: states_of(self).unwaited, run)
-        closes = any(map(callable, (*args, *kwargs.values())))
-        updated = closes or any(param.grad is not None for param in params_of(self))
+        updated = any(map(callable, (*args, *kwargs.values()))) or any(
+            param.grad is not None for param in params_of(self)
+        )
     else:
         result = _run_closure(engine, *args, **kwargs)
         with torch.no_grad():

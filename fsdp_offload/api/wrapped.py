@@ -54,11 +54,6 @@ class Attachment:
     is_new: bool = True
     hook_steps: int | None = None
 
-    def forget_reductions(self) -> None:
-        """Gradients have been cleared without a step."""
-        if self.hooks is not None:
-            self.hooks.forget_reductions()
-
 
 def attachment_of(optimizer: object) -> Attachment | None:
     """Return what attaching has added to ``optimizer``; ``None`` if it is not offloaded."""

@@ -61,12 +61,6 @@ class ModelHooks:
         """The model, as long as somebody keeps it."""
         return self._model()
 
-    def forget_reductions(self) -> None:
-        """Gradients have been cleared without a step: what has been reduced counts for nothing."""
-        engine = self._engine()
-        if engine is not None:
-            engine.core.reductions.end(stepped=False)
-
     # Called by the hooks ----------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> None:
