@@ -16,12 +16,13 @@ Read in ``megatron/core/optimizer`` of megatron-core 0.16.1. Nothing of it is im
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..core.engine import Engine, inside
 from ..core.hooks import ModelHooks
@@ -106,20 +107,15 @@ def redirect_captured_step(
     """
     undo: list[Callable[[], None]] = []
 
-    def is_old(method: object) -> bool:
-        return isinstance(method, types.MethodType) and method.__self__ is optimizer and method.__func__ is old
-
     def exchange(holder: object, name: str, value: object) -> bool:
-        if value is old or is_old(value):
-            setattr(holder, name, new if value is old else types.MethodType(new, optimizer))
+        is_bound = isinstance(value, types.MethodType) and value.__self__ is optimizer and value.__func__ is old
+        if value is old or is_bound:
+            setattr(holder, name, types.MethodType(new, optimizer) if is_bound else new)
             undo.append(functools.partial(setattr, holder, name, value))
-        return value is old or is_old(value)
+        return value is old or is_bound
 
     held = [(wrapper, name, value) for wrapper in wrappers for name, value in vars(wrapper).items()]
-    pending = [
-        vars(optimizer).get("step"),
-        *(value for holder, name, value in held if not exchange(holder, name, value)),
-    ]
+    pending = [vars(optimizer).get("step"), *(one[-1] for one in held if not exchange(*one))]
     seen: set[int] = set()
     while pending:
         function = pending.pop()
@@ -127,7 +123,7 @@ def redirect_captured_step(
         if isinstance(function, types.FunctionType) and id(function) not in seen:
             seen.add(id(function))
             cells = [(cell, "cell_contents", cell.cell_contents) for cell in function.__closure__ or ()]
-            pending += [value for cell, name, value in cells if not exchange(cell, name, value)]
+            pending += [one[-1] for one in cells if not exchange(*one)]
     return undo
 
 
@@ -172,19 +168,16 @@ def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
     """Find the fp32 masters that are parameters of ``optimizer``, as Megatron's around it says."""
     params = set(params_of(optimizer))
     names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-    named = [tensor for name in names for tensor in _tensors_in(getattr(holder, name, ()))]
+    named = (tensor for name in names for tensor in tree_leaves(getattr(holder, name, ())))
     return [tensor for tensor in dict.fromkeys(named) if tensor in params]
 
 
 def saves_all_masters(holder: Any) -> bool:
     """Return whether Megatron saves a master of every parameter, also in fp32: if its optimizer is precision-aware."""
     is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
-    return bool(is_aware and [*_tensors_in(getattr(holder, "shard_fp32_groups", ()))])
-
-
-def _tensors_in(groups: Any) -> Iterator[Tensor]:
-    for group in groups or ():
-        yield from (one for one in (group if isinstance(group, list | tuple) else (group,)) if isinstance(one, Tensor))
+    return bool(
+        is_aware and any(isinstance(one, Tensor) for one in tree_leaves(getattr(holder, "shard_fp32_groups", ())))
+    )
 
 
 # All of them together -------------------------------------------------------------------------------------------------

@@ -48,27 +48,18 @@ class _Place(NamedTuple):
 
 
 class Parking:
-    """Host memory for storages that leave a device, kept from one time to the next.
-
-    Attributes:
-        region: the memory; ``None``: none has been taken.
-        places: the storages that are parked, or were the last to be.
-        link: of their device.
-    """
+    """Host memory for storages that leave a device, kept from one time to the next."""
 
     def __init__(self, no_room: str, limit_bytes: int | None = None) -> None:
         """``no_room``: what a MemoryError says, with ``{nbytes}`` filled in. ``limit_bytes``: as a policy has it."""
         self.region: Region | None = None
-        self.places: list[_Place] = []
-        self.link: DeviceLink
+        self.places: list[_Place] = []  # that are parked, or were the last to be
+        self.link: DeviceLink  # of their device
+        self.told: set[str] = set()  # tensors that stay, which somebody has been told of
         self._no_room, self._limit_bytes = no_room, limit_bytes
 
     def make_room(self, storages: Sequence[Storage]) -> None:
-        """Choose what is parked next, one or more, and take memory for it, page-locked if they are on an accelerator.
-
-        Raises:
-            MemoryError: there is not enough.
-        """
+        """Choose what is parked next, one or more, and take memory for it, or raise a MemoryError."""
         device = storages[0].device
         self.link = device_link(device)
         self.places, offset = [], 0
@@ -98,11 +89,7 @@ class Parking:
             place.storage.resize_(0)
 
     def load(self) -> Mark:
-        """Allocate on the current stream, start copying back, and forget the storages.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room on the device. They stay away.
-        """
+        """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
         lanes = self._lanes
         try:
             for place in self.places:
@@ -154,7 +141,6 @@ _SLEEP = "_fsdp_offload_sleep"
 """A model's attribute while it is asleep: what allows its use. In no table: its tensors may refer to the model."""
 
 _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
-_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
 def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
@@ -202,9 +188,9 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     if gradients == "offload":
         found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
         found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
-    storages = _storages_of(model, found)
-    moved_bytes = sum(storage.nbytes() for storage in storages)
     parking = _parkings.setdefault(model, Parking(_NO_ROOM_FOR_MODEL))
+    storages = _storages_of(model, found, parking.told)
+    moved_bytes = sum(storage.nbytes() for storage in storages)
     if storages:
         parking.make_room(storages)
         # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
@@ -242,8 +228,8 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         parking = _parkings[model]
         parking.wait(parking.load())
         model.__dict__.pop(_SLEEP)()
-    if free_host_memory:
-        _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
+    if free_host_memory and model in _parkings:
+        _parkings[model].region = None  # which waits for the device before it lets go of its pages
 
 
 def _refuse_use(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> Callable[[], None]:
@@ -292,7 +278,7 @@ def _lives_in(tensor: Tensor, away: set[int]) -> bool:
     return any(leaf.layout == torch.strided and leaf.untyped_storage()._cdata in away for leaf in _leaves(tensor))
 
 
-def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
+def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]], told: set[str]) -> list[Storage]:
     """The storages to move, each once; a warning names others, once: a loop sleeps thousands of times."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
     at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
@@ -318,7 +304,6 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
             del movable[key]
     if len(devices := {str(storage.device) for _, storage in movable.values()}) > 1:
         raise ValueError(f"offload_model: this model is on several devices: {', '.join(sorted(devices))}.")
-    told = _told.setdefault(model, set())
     if new := left.keys() - told:
         told |= new
         shown = "; ".join([f"{name}: {why}" for name, why in left.items() if name in new][:4])
@@ -335,7 +320,7 @@ def _overlap(one: Storage, other: Storage) -> bool:
 
 
 class _Where(enum.Enum):
-    """The place of parked parameters' bytes, and what memory they take meanwhile."""
+    """Where parked parameters are."""
 
     HERE = "on the device; the region is kept for the next time"
     LEAVING = "on the device, where they may be used, and on the host once a copy has ended"
@@ -364,13 +349,10 @@ class ParkedParameters:
     They leave and come back with the phases of the optimizer that has them, and may be used until they are released:
     Megatron copies masters into the buffers of MXFP8 parameters between the two calls. Afterwards gradients may be set;
     whatever else is done with the tensors themselves raises.
-
-    Args:
-        params: each with a storage of its own.
-        limit_bytes: host memory that may be taken.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
+        """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
         self.params = list(params)
         self._parking = Parking(_NO_ROOM_FOR_MASTERS, limit_bytes)
         self._copied: Mark | None = None
@@ -385,11 +367,7 @@ class ParkedParameters:
         return 0 if region is None else region.nbytes
 
     def offload(self) -> None:
-        """Start copying them to the host, after what the current stream does now.
-
-        Raises:
-            MemoryError: host memory, taken at the first time, does not suffice.
-        """
+        """Start copying them to the host, after what the current stream does now, or raise a MemoryError."""
         self.settle()
         if self._where is not _Where.HERE:
             return
@@ -413,11 +391,7 @@ class ParkedParameters:
         self._where = _Where.AWAY
 
     def reload(self) -> None:
-        """Start bringing them back. :meth:`settle` comes before their use.
-
-        Raises:
-            torch.OutOfMemoryError: they have no room on the device, and stay on the host.
-        """
+        """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
         if self._where is _Where.AWAY:
             self._copied = self._parking.load()
         if self._where in (_Where.AWAY, _Where.LEAVING):  # in the latter case the device still has them
@@ -443,8 +417,7 @@ class ParkedParameters:
             self._parking.region = None
 
     def _store(self) -> None:
-        self._copied = self._parking.store()  # after the last update, and whoever has written to them
-        self._copied_versions = self._versions()
+        self._copied, self._copied_versions = self._parking.store(), self._versions()
 
     def _wait(self) -> None:
         assert self._copied is not None, "they have been copied"
