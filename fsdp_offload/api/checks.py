@@ -28,7 +28,7 @@ from ..optimizers import Capabilities
 from ..optimizers.with_masters import WithMasters
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of, params_of
-from .wrapped import Attachment, attachment_of, offloaded
+from .wrapped import Attachment, attached, attachment_of, offloaded
 
 _HOST_OFFLOADED = (
     "This model uses CPUOffloadPolicy, which updates on the host. Shard without offload_policy: fully_shard(module). "
@@ -294,8 +294,8 @@ def _offloaded_with(
     params: Collection[Tensor], which: Callable[[Attachment], bool]
 ) -> list[tuple[list[Tensor], Attachment]]:
     """List which of ``params`` offloaded optimizers have, of those whose attachments are meant."""
-    attachments = [attachment for attachment in map(attachment_of, list(offloaded)) if attachment is not None]
-    found = [([param for param in params if param in one.engine.names], one) for one in attachments if which(one)]
+    attachments = filter(which, map(attached, list(offloaded)))
+    found = (([param for param in params if param in one.engine.names], one) for one in attachments)
     return [(both, attachment) for both, attachment in found if both]
 
 

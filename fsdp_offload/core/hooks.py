@@ -40,8 +40,7 @@ class ModelHooks:
         self._trains = True  # the gather under way is part of training
         if engine.weights is not None:
             streamed = [part.sharded for part in engine.weights.parts.values()]
-            owners = [module for one in streamed for module, _ in one.places()]
-            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
+            self._undo.append(keep_in_place(model, [one.param for one in streamed], engine))
         if engine.policy.runs_on_into_forward or engine.policy.parameters:
             for register, name in _state_dict_hooks(model):
                 self._undo.append(register(partial(_call, hooks, last, name)).remove)

@@ -13,7 +13,7 @@ begun (:func:`keep_in_place`).
 """
 
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -252,18 +252,12 @@ _KEPT_FOR = "_fsdp_offload_kept_for"
 """Attribute of a parameter that is not to be converted, as long as the engine is there to which it refers weakly."""
 
 
-def keep_in_place(
-    model: nn.Module, owners: Iterable[nn.Module], kept: Sequence[Tensor], streams: object
-) -> Callable[[], None]:
-    """Let conversions of ``model`` and its parts pass ``kept``, which ``owners`` have and the engine ``streams``.
-
-    Returns:
-        What ends that.
-    """
-    reference, holders = weakref.ref(streams), set(owners)
+def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> Callable[[], None]:
+    """Let conversions of ``model`` and its parts pass ``kept``, which ``engine`` streams; returns what ends that."""
+    reference = weakref.ref(engine)
     for param in kept:
         vars(param)[_KEPT_FOR] = reference
-    modules = [module for module in model.modules() if module is model or not holders.isdisjoint(module.modules())]
+    modules = [one for one in model.modules() if one is model or any(map(_is_kept, one.parameters()))]
     for module in modules:
         vars(module)["_apply"] = _Apply(module)
     hooks = [module.register_load_state_dict_pre_hook(_refuse_assign) for module in modules]
@@ -305,10 +299,9 @@ class _Apply:
             with torch.no_grad():
                 converted = fn(probe)
             if converted is not probe:
-                before, after = (f"{one.dtype} on {one.device}" for one in (probe, converted))
                 raise RuntimeError(
                     f"{type(module).__name__} cannot be converted (.to(), .half(), .cpu(), .to_empty(), ...) from "
-                    f"{before} to {after if after != before else 'other tensors of that'}: {_HOW}"
+                    f"{dtype} on {device} to {converted.dtype} on {converted.device}: {_HOW}"
                 )
         own = module._parameters
         vars(module)["_parameters"] = passing = _Passing(own)
@@ -331,7 +324,6 @@ class _Passing(dict[str, nn.Parameter | None]):
 def _refuse_assign(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: object
 ) -> None:
-    del state_dict, prefix, others
     if local_metadata.get("assign_to_params_buffers") and any(map(_is_kept, module.parameters())):
         raise RuntimeError(
             f"load_state_dict(assign=True) cannot put other tensors in the place of {type(module).__name__}'s: {_HOW}"
