@@ -75,14 +75,12 @@ class IterationRecord:
     Attributes:
         iteration_ms: From the end of the step before to the end of the last one, with all that the loop did between.
         stalled_ms: Time of that in which compute waited for items: for loads, and for updates beside the model.
-        moved_bytes: Loads and stores together.
         bound_ms: The longest of ``iteration_ms - stalled_ms``, the loads at their rate and the stores at theirs, but
             never more than ``iteration_ms``.
     """
 
     iteration_ms: float
     stalled_ms: float
-    moved_bytes: int
     bound_ms: float
 
 
@@ -288,7 +286,6 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     return step, IterationRecord(
         iteration_ms=iteration_ms,
         stalled_ms=stalled_ms,
-        moved_bytes=step.loaded_bytes + step.stored_bytes,
         # The copies that were timed may have shared the link with others: that all are as slow is not proven.
         bound_ms=min(iteration_ms, max(iteration_ms - stalled_ms, *copies_ms, 0.0)),
     )

@@ -166,7 +166,7 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
         assert 0 <= last.stalled_ms <= last.iteration_ms
         assert last.bound_ms > 0
         assert last.iteration_ms - last.stalled_ms <= last.bound_ms <= last.iteration_ms
-        assert last.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes > 0
+        assert min(report.step.loaded_bytes, report.step.stored_bytes) > 0
     copies_ms = report.step.loaded_bytes / report.step.load_gb_per_s / 1e6
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
 
@@ -213,7 +213,7 @@ REPORT = OffloadReport(
         load_gb_per_s=47.23,
         host_waited_ms=3.0,
     ),
-    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, moved_bytes=16 * GB, bound_ms=428.16),
+    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, bound_ms=428.16),
     notes=("First.", "Second."),
 )
 
