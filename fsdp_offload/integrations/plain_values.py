@@ -31,8 +31,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     """
     if isinstance(values, OffloadPolicy):
         return values
-    known = [field.name for field in fields(OffloadPolicy)]
-    names = {_PREFIX + name.upper(): name for name in known}
+    names = {_PREFIX + field.name.upper(): field.name for field in fields(OffloadPolicy)}
     said = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
     said = {variable: text for variable, text in said.items() if not variable.startswith(_OF_TESTS)}
     refuse_unknown(said, [*names])
@@ -41,7 +40,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     if not isinstance(values, Mapping | None):
         raise ValueError(f'A policy in text is JSON such as {{"overlap": "forward"}}, got {values!r}.')
     asked = dict(values or {})
-    refuse_unknown(asked, known)
+    refuse_unknown(asked, [*names.values()])
     given = {names[variable]: text for variable, text in said.items()} | asked
     try:
         return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
