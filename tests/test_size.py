@@ -23,8 +23,8 @@ LIMITS = {
     "fsdp_offload/core": 5_000,  # 3,000 for the loop; beside it what joins it to an optimizer, guesses, whole steps
     "fsdp_offload/cpu_update": 895,
     "fsdp_offload/device": 860,
-    "fsdp_offload/integrations": 455,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
-    "fsdp_offload/model": 512,
+    "fsdp_offload/integrations": 452,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
+    "fsdp_offload/model": 508,
     "fsdp_offload/optimizers": 1_945,  # 270 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_400,
     "fsdp_offload/state": 595,

@@ -7,7 +7,7 @@ forward or step, that the optimizer was attached too early, or that another one 
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ RIGHT_ORDER = (
 )
 
 
-def refuse(sentences: Iterator[str]) -> None:
+def refuse(sentences: Iterable[str]) -> None:
     """Raise the first of the sentences whose conditions are met."""
     for sentence in sentences:
         raise ValueError(f"offload_optimizer: {sentence}")
@@ -174,10 +174,10 @@ def device_of(
         refuse(_wrong_with_parameter(param, names[param], capabilities, policy))
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        refuse(iter([f"parameters on several devices: {places}. Use one optimizer for each device."]))
+        refuse([f"parameters on several devices: {places}. Use one optimizer for each device."])
     device = next(iter(devices), torch.device("cpu"))
     if policy.pin_memory and device.type == "cpu":
-        refuse(iter(["pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."]))
+        refuse(["pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."])
     refuse_capture(device)
     return device
 

@@ -126,7 +126,7 @@ class Parking:
 
 # A model --------------------------------------------------------------------------------------------------------------
 
-# Gradients are refused as well: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
+# Gradients, too: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
 _ASLEEP = Guard(
     "Asleep",
     "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
@@ -152,11 +152,10 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     ``optimizer.step()``, ``zero_grad()``, clipping) raise ``RuntimeError``. Not caught are views of them that the
     caller made, backwards of graphs made before, and CUDA graphs: do not use them meanwhile.
 
-    When it returns, the device's memory is free: torch's allocator has it. For another process or another allocator
-    call ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one region
-    of exactly the bytes to be kept, page-locked where there is an accelerator; later calls use it again, and replace
-    it where they need more. Called again while the model is asleep, this does nothing. A model on the CPU is treated
-    in the same way; what a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
+    When it returns, torch's allocator has the device's memory. For another process or another allocator call
+    ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one page-locked
+    region of exactly the bytes to be kept, which later calls use again. Called again while the model is asleep, this
+    does nothing. What a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
 
     The addresses of the tensors change: capture CUDA graphs again; close CUDA IPC handles in other processes before,
     and send new ones after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy, in
@@ -203,7 +202,8 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     if storages:
         tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
         away = {storage._cdata for storage in storages}
-        asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
+        dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
+        asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
         parking.free()
         model.__dict__[_SLEEP] = _refuse_use(asleep, [model, *fsdp_modules(model)])  # type: ignore[list-item]
     return moved_bytes
@@ -272,10 +272,6 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     return (layer for layer in _layers(tensor) if not _parts(layer))
-
-
-def _lives_in(tensor: Tensor, away: set[int]) -> bool:
-    return any(leaf.layout == torch.strided and leaf.untyped_storage()._cdata in away for leaf in _leaves(tensor))
 
 
 def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]], told: set[str]) -> list[Storage]:
