@@ -330,10 +330,9 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
         engine = attachment.engine
         raise RuntimeError(
             f"{type(other).__name__}.step(): {engine.names[both[0]]} is also a parameter of an {engine.cls.__name__} "
-            "that is offloaded with overlap='iteration' and updates it in the backward. "
-            + ("It has done so: end that with its step()." if engine.core.done else "Nothing has been changed.")
-            + " Train with one of them: call remove_offload() on the other, or let nothing refer to it any more "
-            "(schedulers and scalers do, too)."
+            "that is offloaded with overlap='iteration' and updates it in the backward. Train with one of them: call "
+            "remove_offload() on the other, or let nothing refer to it any more (schedulers and scalers do, too). "
+            + ("It has updated: end that with its step()." if engine.core.done else "Nothing has been changed.")
         )
     for _, attachment in _offloaded_with(params, lambda one: one.is_new):
         attachment.is_new = False
@@ -345,10 +344,9 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
 
 
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
-    """Raise where parameters were exchanged since: all ``params`` of the optimizer, or some of the model's."""
+    """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
     names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
-    # Parameters that were sharded at attach pass: a second prepare() of accelerate's puts them back.
-    if params and names and not any(param in names for param in params) and not any(map(is_dtensor, names)):
+    if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
         raise RuntimeError(
             "The parameters of this optimizer were exchanged after offload_optimizer(), when the model was sharded. "
             f"Attach afterwards: {RIGHT_ORDER}."
