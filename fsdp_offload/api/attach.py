@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.mapping import OffloadedState
 from .checks import (
-    as_whole,
     check_no_other_updates,
     device_of,
     names_of_parameters,
@@ -120,7 +120,7 @@ def offload_optimizer(
         if policy.overlap != "step":
             whole = f"has no effect on {type(target).__name__}, which moves as a whole, in step()"
             warnings.warn(f"offload_optimizer: overlap={policy.overlap!r} {whole}.", stacklevel=2)
-        policy = as_whole(policy)
+        policy = replace(policy, overlap="step")
     device = device_of(params, names, capabilities, policy)
     check_no_other_updates(params, names, policy)
     together = group_numbers(model, policy)
@@ -249,7 +249,7 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
     if not exist_ok:
         other.append("which exist_ok=True accepts")
     if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
-        policy = as_whole(policy)
+        policy = replace(policy, overlap="step")
     if policy is not None and policy != attachment.engine.policy:
         other.append(f"with {attachment.engine.policy}")
     if model is not None and (attachment.model is None or attachment.model() is not model):

@@ -8,7 +8,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,11 +108,6 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
                 "tensors: kernels over lists update the others once for each of these. Give them a group of their own, "
                 "or use foreach=False."
             )
-
-
-def as_whole(policy: OffloadPolicy) -> OffloadPolicy:
-    """The policy for an optimizer that moves as a whole: nothing of it can run before ``step()``, or after it."""
-    return replace(policy, overlap="step")
 
 
 # Its parameters and its model -----------------------------------------------------------------------------------------
