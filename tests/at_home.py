@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import engine_of
 from fsdp_offload.core.items import Item
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 
 

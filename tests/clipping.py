@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded
-from fsdp_offload.core.engine import engine_of
-from fsdp_offload.core.guesses import Guesses
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.guesses import Guesses
 from tests.overlapping import Loop, policy_of
 
 NEVER, ALWAYS = 1e9, 1e-3

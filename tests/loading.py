@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_offload.checkpoint import ShardTensor, chunks_of, with_chunks
 from fsdp_offload.checkpoint.chunks import ShardChunks
-from fsdp_offload.checkpoint.loading import load
+from fsdp_offload.checkpoint.planners import load
 from fsdp_offload.fsdp.dtensor import local_shard
 
 WHOLE = torch.arange(24.0).view(6, 4)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.core import updates
+from fsdp_offload.engine import updates
 
 SMALL = OffloadPolicy(bucket_bytes=2048)
 """So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""

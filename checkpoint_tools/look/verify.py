@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_offload.checkpoint.loading import ReadPart, overlapping
+from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
 from ..core.errors import CheckpointError
 from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes

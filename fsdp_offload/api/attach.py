@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.engine import Engine, find_offloaded
-from ..core.hooks import group_numbers, hook_model
-from ..core.whole import WholeEngine
 from ..cpu_update.updates import HostUpdates
+from ..engine.engine import Engine, find_offloaded
+from ..engine.hooks import group_numbers, hook_model
+from ..engine.whole import WholeEngine
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..core.engine import Engine, find_offloaded
 from ..device.lanes import refuse_capture
+from ..engine.engine import Engine, find_offloaded
 from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed

@@ -1,6 +1,6 @@
 """``clip_grad_norm_`` of torch, bit for bit, which lets updates of ``overlap="iteration"`` run ahead of it.
 
-An update in the backward is a guess that the clipping factor will be 1 (``core/guesses.py``). This function computes
+An update in the backward is a guess that the clipping factor will be 1 (``engine/guesses.py``). This function computes
 the norm and the factor on the device. ``step()`` learns on the host whether the factor was 1.
 """
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ..core.engine import Engine, inside
-from ..core.loading import check_loadable
-from ..core.whole import WholeEngine
 from ..device.lanes import refuse_capture
+from ..engine.engine import Engine, inside
+from ..engine.loading import check_loadable
+from ..engine.whole import WholeEngine
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import is_trained, params_of
-from ..state.mapping import forget_left_out
 from ..state.store import UserState
 from .checks import RIGHT_ORDER, check_gradients_are_read, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
@@ -66,8 +65,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine.check_usable("state_dict()")
         if engine.conventions.keeps_raw_state:
             plain: dict[str, Any] = self._plain_class.state_dict(self)
-            for state in plain["state"].values():
-                forget_left_out(state if isinstance(state, dict) else {})
             return plain
         # Not that of the class, which converts what is on the device.
         saved = Optimizer.state_dict(self)

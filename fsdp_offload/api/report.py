@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ..core.engine import Engine
 from ..core.items import Item
 from ..device import HAS_COPY_QUEUES
 from ..device.copy_queues import TOO_FEW
+from ..engine.engine import Engine
 from ..optimizers.capabilities import row_of
 from ..state.layout import leaves_of
 from ..state.store import StateStore

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..core.engine import Engine, inside
-from ..core.hooks import ModelHooks
+from ..engine.engine import Engine, inside
+from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.shared_values import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too

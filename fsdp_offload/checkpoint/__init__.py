@@ -2,9 +2,8 @@
 
 from .async_save import ArenaStager
 from .chunks import Chunk, ShardChunks, chunks_of
-from .loading import Loaded, LoadPlanner, load
 from .names import Experts
-from .saving import SavePlanner, check_storage_writer, save
+from .planners import Loaded, LoadPlanner, SavePlanner, load, save
 from .shard_tensor import ShardTensor, with_chunks, with_parameter_chunks
 from .state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -17,7 +16,6 @@ __all__ = [
     "SavePlanner",
     "ShardChunks",
     "ShardTensor",
-    "check_storage_writer",
     "chunks_of",
     "get_optimizer_state_dict",
     "load",

@@ -9,31 +9,27 @@ The staged dict is what ``dcp.async_save`` hands to its writing thread: it does 
 home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
-import bisect
 import copy
 import ctypes
 import gc
 import itertools
 import logging
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from operator import itemgetter
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.engine import Engine, engine_of, find_offloaded
-from ..core.lending import Lending
 from ..device.arena import Region, aligned
+from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.lending import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import describe_value, leaves_of
 from ..state.shard import Home
@@ -44,9 +40,6 @@ _Key = tuple[Any, ...]  # identity of a tensor's elements, equal for tied weight
 
 _POLL_SECONDS = 0.005
 _BEGIN_SECONDS = 60  # a writing thread begins in milliseconds; one that never comes must not hang training for ever
-_LOOKED_AT_FRAMES = 8
-_PLAIN = (Tensor, torch.nn.Parameter)
-_UNCHANGING = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class ArenaStager(AsyncStager):
@@ -63,25 +56,22 @@ class ArenaStager(AsyncStager):
     copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for
     the state (as many bytes as the state has), or the first step during a save waits for its end.
 
-    One save at a time: the collectives of two would mix. Writing in place into a home during a save (your own
-    ``copy_``, a ``dcp.load`` into a state dict that did not come from ``get_optimizer_state_dict(for_load=True)``)
-    spoils the file, and is an error when the save has ended: in the next step, the next save or :meth:`close`, and in
-    the log at once. ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's
-    ``DefaultStager``.
+    One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
+    place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict that did not come from
+    ``get_optimizer_state_dict(for_load=True)``) spoils the file, and is an error when the save has ended: in the next
+    step, the next save or :meth:`close`, and in the log at once. ``AsyncCheckpointerType.PROCESS`` is refused, with a
+    TypeError in its future: give that torch's ``DefaultStager``.
 
     Args:
         optimizers: offloaded optimizers; none is fine, everything is copied then.
-        when_busy: what a second save does while one is running: ``"wait"`` for its end, or raise an ``"error"``.
 
     Raises:
-        ValueError: an optimizer is not offloaded, or ``when_busy`` is something else.
+        ValueError: an optimizer is not offloaded.
     """
 
     _synchronize_after_execute = False  # staging is complete when `stage` returns
 
-    def __init__(self, *optimizers: Optimizer, when_busy: Literal["wait", "error"] = "wait") -> None:
-        if when_busy not in ("wait", "error"):
-            raise ValueError(f"ArenaStager: when_busy must be 'wait' or 'error', got {when_busy!r}")
+    def __init__(self, *optimizers: Optimizer) -> None:
         for optimizer in optimizers:
             if find_offloaded(optimizer) is None:
                 raise ValueError(
@@ -90,39 +80,32 @@ class ArenaStager(AsyncStager):
                 )
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
         self._optimizers = [weakref.ref(find_offloaded(optimizer)) for optimizer in optimizers]
-        self._when_busy = when_busy
         self._buffer: Region | None = None
         self._loan: Loan | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Stage ``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
 
-        Waits for stores of the last step and for the copy of what is not at home. No collective.
+        Waits for the last save, for stores of the last step and for the copy of what is not at home. No collective.
 
         Raises:
-            RuntimeError: a save is still running (``when_busy="error"``), the optimizer's state is half updated, or
-                ``state_dict`` was made before the last step and state has moved since.
+            RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
+                state has moved since.
         """
         if self._loan is not None and self._loan.is_reading():
-            if self._when_busy == "error":
-                raise RuntimeError(
-                    "ArenaStager: the last asynchronous save is still being written. Wait for its future, save less "
-                    "often, or use ArenaStager(..., when_busy='wait')."
-                )
             logger.info("the last asynchronous save is still being written; waiting for it")
             self._loan.wait()
         engines = self._unspoiled_engines()
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
-        with _no_garbage_collection():
-            staging = _Staging(state_dict, engines)
-            buffer = self._buffer_for(staging.copied.values(), engines)
-            loan = Loan([buffer, *(region for engine in engines for region in engine.plan.regions)])
-            staged = StagedDict(loan, staging.staged(loan, buffer))
-            loan.seal()
-        self._loan = loan
-        return staged
+        collects = gc.isenabled()
+        gc.disable()  # so many new objects would set it off, and a full collection takes longer than all the rest
+        try:
+            return self._staged(state_dict, engines)
+        finally:
+            if collects:
+                gc.enable()
 
     def synchronize_staging(self) -> None:
         """Nothing is left to wait for when :meth:`stage` returns."""
@@ -145,71 +128,55 @@ class ArenaStager(AsyncStager):
             engine.lending.check_unspoiled()
         return engines
 
-    def _buffer_for(self, leaves: Collection[Tensor], engines: Sequence[Engine]) -> Region:
-        """Host memory for copies of ``leaves``; the same as last time if it is large enough."""
-        nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in leaves)
-        if self._buffer is None or self._buffer.nbytes < nbytes:
-            device = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), torch.device("cpu"))
-            pin = device.type != "cpu" and all(engine.policy.pin_memory is not False for engine in engines)
-            self._buffer = None  # free the old one first
-            self._buffer = Region(nbytes, device=device, pin=pin)
-        return self._buffer
-
-
-class _Staging:
-    """Makes the staged dict: what is at home is lent, everything else that training may change is ``copied``.
-
-    Thousands of tensors go through here while training stands still, so it looks at each of them three times only: to
-    find its dense tensors (*leaves*), to stage those, and to put it together again.
-    """
-
-    def __init__(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> None:
-        self._homes = {
+    def _staged(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> "StagedDict":
+        """Lend what is at home, and copy everything else that training may change."""
+        homes = {
             address: (engine.lending, *found)
             for engine in engines
             for address, found in engine.lending.homes_by_address().items()
         }
-        self._lent: dict[Lending, set[Home]] = defaultdict(set)
-        self.copied: dict[_Key, Tensor] = {}
-        self._state_dict = state_dict
-        self._tensors = [(tensor, leaves_of(tensor)) for tensor in _tensors_in(state_dict)]
-        self._keys = [self._key_of(leaf) for _, leaves in self._tensors for leaf in leaves]
-
-    def _key_of(self, leaf: Tensor) -> _Key | None:
-        """``None``: it is at home."""
-        found = self._homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
-        if found is not None and not found[2]:
-            raise RuntimeError(
-                "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. Make "
-                "a new one with get_optimizer_state_dict() right before saving."
-            )
-        # Some columns of a home are read as they are, not from the home's first byte on.
-        if found is None or leaf.stride() != _dense_stride(leaf):
-            key = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            self.copied.setdefault(key, leaf.detach())
-            return key
-        lending, home, _ = found
-        self._lent[lending].add(home)
-        return None
-
-    def staged(self, loan: "Loan", buffer: Region) -> dict[str, Any]:
-        """The state dict as it is now, over other memory; returns when all copies have arrived."""
-        copies, keys = self._issue_copies(loan, buffer), iter(self._keys)
-        tensors = (
-            _over(tensor, [loan.tensor(leaf) if (key := next(keys)) is None else copies[key] for leaf in leaves])
-            for tensor, leaves in self._tensors
-        )
-        staged: dict[str, Any] = _replaced(self._state_dict, tensors)  # while the device copies
-        for lending, homes in self._lent.items():  # last: whoever could not stage has lent nothing
-            lending.lend(loan, homes)
-        for device in {leaf.device for leaf in self.copied.values() if leaf.device.type != "cpu"}:
+        values, structure = tree_flatten(state_dict)
+        leaves = [leaves_of(value) for value in values]
+        lent: dict[Lending, set[Home]] = defaultdict(set)
+        copied: dict[_Key, Tensor] = {}
+        for leaf in itertools.chain.from_iterable(leaves):
+            found = homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
+            if found is not None and not found[2]:
+                raise RuntimeError(
+                    "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. "
+                    "Make a new one with get_optimizer_state_dict() right before saving."
+                )
+            # Some columns of a home are read as they are, not from the home's first byte on.
+            if found is None or leaf.stride() != _dense_stride(leaf):
+                copied.setdefault(_key(leaf), leaf.detach())
+            else:
+                lent[found[0]].add(found[1])
+        copies = self._copies(copied, pin=all(engine.policy.pin_memory is not False for engine in engines))
+        loan = Loan(filter(None, [self._buffer, *(region for engine in engines for region in engine.plan.regions)]))
+        copies = {key: loan.tensor(made) for key, made in copies.items()}
+        for number, (value, parts) in enumerate(zip(values, leaves, strict=True)):  # while the device copies
+            staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
+            values[number] = _over(value, staged) if isinstance(value, Tensor) else copy.deepcopy(value)
+        result = StagedDict(loan, tree_unflatten(values, structure))
+        for lending, read in lent.items():  # last: whoever could not stage has lent nothing
+            lending.lend(loan, read)
+        for device in {leaf.device for leaf in copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
-        return staged
+        loan.seal()
+        self._loan = loan
+        return result
 
-    def _issue_copies(self, loan: "Loan", buffer: Region) -> dict[_Key, Tensor]:
-        targets: dict[_Key, Tensor] = {}
+    def _copies(self, copied: Mapping[_Key, Tensor], *, pin: bool) -> dict[_Key, Tensor]:
+        """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
+        nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in copied.values())
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            devices = (leaf.device for leaf in copied.values() if leaf.device.type != "cpu")
+            device = next(devices, torch.device("cpu"))
+            self._buffer = None  # free the old one first
+            self._buffer = Region(nbytes, device=device, pin=pin and device.type != "cpu")
+        buffer, offset = self._buffer, 0
+        made: dict[_Key, Tensor] = {}
         counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
-        offset = 0
 
         def copy_of(leaf: Tensor) -> Tensor:
             nonlocal offset
@@ -218,40 +185,25 @@ class _Staging:
             offset += aligned(nbytes)
             return target.copy_(leaf, non_blocking=True)
 
-        for key, leaf in self.copied.items():
+        for key, leaf in copied.items():
             if leaf.dim():
-                targets[key] = copy_of(leaf)
+                made[key] = copy_of(leaf)
             else:
                 counters[leaf.dtype, leaf.device].append(key)
         for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
-            together = copy_of(torch.stack([self.copied[key] for key in keys]))
-            targets.update(zip(keys, together.unbind(), strict=True))
-        return {key: loan.tensor(target) for key, target in targets.items()}
+            together = copy_of(torch.stack([copied[key] for key in keys]))
+            made.update(zip(keys, together.unbind(), strict=True))
+        return made
 
 
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping) or type(values) in (list, tuple):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _tensors_in(value)
-
-
-def _replaced(values: Any, tensors: Iterator[Tensor]) -> Any:
-    """``values`` with the next of ``tensors`` for every tensor, and with copies of what else may change."""
-    if isinstance(values, Tensor):
-        return next(tensors)
-    if isinstance(values, Mapping):
-        return {key: _replaced(value, tensors) for key, value in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)([_replaced(value, tensors) for value in values])
-    return values if isinstance(values, _UNCHANGING) else copy.deepcopy(values)
+def _key(leaf: Tensor) -> _Key:
+    return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
 
 
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     """``value`` over other ``leaves``."""
     local = local_shard(value)
-    if type(local) not in _PLAIN:
+    if type(local) not in (Tensor, torch.nn.Parameter):
         return describe_value(value).build(leaves)
     return leaves[0] if local is value else over_local(value, leaves[0])
 
@@ -260,18 +212,6 @@ def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
     if leaf.is_contiguous():
         return leaf.stride()
     return torch.empty_like(leaf, device="meta").stride()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """So many new objects would set it off, and a full collection takes longer than all the rest."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Loan:
@@ -284,27 +224,27 @@ class Loan:
 
     def __init__(self, regions: Iterable[Region]) -> None:
         """Take the memory that its tensors may be over."""
-        self._memory: list[tuple[int, Any]] = []  # where each begins, while the loan is made
+        self._memory: list[tuple[range, Any]] = []  # and its addresses, while the loan is made
         self._alive: list[weakref.ref[Any]] = []
-        self._owner = threading.current_thread()
+        self.owner = threading.current_thread()
         self.thread: threading.Thread | None = None  # that writes
         self._looks: list[Callable[[], object]] = []
         self._is_over = False
         for region in regions:
             if region.nbytes:
-                address = region.bytes.data_ptr()
-                memory = (ctypes.c_ubyte * region.nbytes).from_address(address)
+                begin = region.bytes.data_ptr()
+                memory = (ctypes.c_ubyte * region.nbytes).from_address(begin)
                 memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
-                bisect.insort(self._memory, (address, memory), key=itemgetter(0))
+                self._memory.append((range(begin, begin + region.nbytes), memory))
                 self._alive.append(weakref.ref(memory, self._is_gone))
 
     def tensor(self, like: Tensor) -> Tensor:
         """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
         if not like.numel():
             return like
-        address = like.data_ptr()
-        begin, memory = self._memory[bisect.bisect_right(self._memory, address, key=itemgetter(0)) - 1]
-        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=address - begin)
+        at = like.data_ptr()
+        addresses, memory = next(pair for pair in self._memory if at in pair[0])
+        flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=at - addresses.start)
         return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
 
     def seal(self) -> None:
@@ -322,12 +262,6 @@ class Loan:
             for look in () if self._is_abandoned() else looks:
                 look()
             self._is_over = True
-
-    def is_looked_into(self) -> None:
-        """Called in whatever thread looks into the staged dict."""
-        thread = threading.current_thread()
-        if self.thread is None and thread is not self._owner and _is_called_by_dcp():
-            self.thread = thread
 
     def is_reading(self) -> bool:
         """Return whether the writer may still look at what it was given."""
@@ -370,16 +304,18 @@ class StagedDict(dict[str, Any]):
     def __getattribute__(self, name: str) -> Any:
         # The writing thread begins with isinstance(), which asks for __class__: so it is known before it looks at any
         # value, also where the save fails at once (no such folder, an unknown scheme).
-        if name not in ("_loan", "_is_handed_over"):
-            self._loan.is_looked_into()
+        loan = super().__getattribute__("_loan")
+        if loan.thread is None and threading.current_thread() is not loan.owner:
+            loan.thread = threading.current_thread()
         return super().__getattribute__(name)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """As ``dict.items``; in the writing thread once."""
         if self._is_handed_over:
             raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
-        if threading.current_thread() is not self._loan.thread:
+        if threading.current_thread() is self._loan.owner:
             return super().items()
+        self._loan.thread = threading.current_thread()  # whoever looked in before: a profiler looks at any object
         handed = dict(super().items())
         self.clear()
         self._is_handed_over = True
@@ -390,9 +326,3 @@ class StagedDict(dict[str, Any]):
             "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
             "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
         )
-
-
-def _is_called_by_dcp() -> bool:
-    """Return whether the call comes from ``torch.distributed``: a thread of a profiler may look at any object."""
-    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _LOOKED_AT_FRAMES)
-    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed") for frame, _ in frames)

@@ -22,16 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..fsdp.checkpoint import mesh_dims_in_order, split_factor
-from ..fsdp.dtensor import local_shard, said_chunks
+from ..fsdp.dtensor import local_shard
 
 Shape = tuple[int, ...]
-Run = tuple[int, int]  # start and length of consecutive indices of one tensor dimension
 Rectangle = tuple[Shape, Shape]  # offsets, sizes
 FlatRange = tuple[int, int] | slice
 
-# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has what places it in two attributes
-# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64, 2026-08-22). Detached, copied or in a state
-# dict, a tensor does not have them any more.
+# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has two attributes that place it
+# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64). Detached, copied or in a state dict, it has
+# lost them.
 
 MEGATRON_SLICE = "megatron_fsdp_slice"
 """The flat range that this rank has, row by row, in coordinates of its *tensor-parallel* part.
@@ -39,10 +38,10 @@ MEGATRON_SLICE = "megatron_fsdp_slice"
 Empty ones may be ``(0, 0)`` or ``(numel, numel)``. Absent where nothing is sharded: then the placements say it all."""
 
 MEGATRON_INDEX = "megatron_fsdp_dist_index"
-"""Its meshes. ``tp_dim`` is the name of the mesh dimension of tensor parallelism, or ``None``.
+"""Its meshes. ``tp_dim`` names the mesh dimension of tensor parallelism, or is ``None``.
 
-The parameter's own ``device_mesh`` has a dimension of that name only if tensor parallelism shards the parameter; its
-placement is that cut. The placements of the other dimensions are nominal."""
+The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; its placement is
+that cut. The placements of the other dimensions are nominal."""
 
 # Ragged ranges are different for every parameter, rectangles are shared; an entry takes about a kilobyte.
 _CACHED_ENTRIES = 16_384
@@ -110,9 +109,6 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(itertools.accumulate(reversed(sizes[: len(shape)]), int.__mul__))[::-1]
 
 
-# --- read off tensors ------------------------------------------------------------------------------------------------
-
-
 def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = None) -> ShardChunks:
     """Compute the chunks of this rank's part of a tensor.
 
@@ -135,20 +131,12 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
         TypeError: an unknown placement.
     """
     part = _part_of(source)
-    if flat_range is None:
-        return part
-    if len(part.chunks) != 1:
-        raise ValueError(
-            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}: {part.chunks}. Give the global "
-            "shape and the range within it"
-        )
-    return ragged_chunks(part.global_shape, part.chunks[0][:2], *_begin_end(flat_range))
+    return part if flat_range is None else _range_of(part, flat_range)
 
 
 def says_its_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
-    carries = isinstance(getattr(local_shard(tensor), "shard_chunks", None), ShardChunks)
-    return carries or hasattr(tensor, MEGATRON_SLICE) or said_chunks(tensor) is not None
+    return hasattr(tensor, MEGATRON_SLICE) or hasattr(local_shard(tensor), "__create_chunk_list__")
 
 
 def why_misread(value: object) -> str | None:
@@ -164,10 +152,9 @@ def why_misread(value: object) -> str | None:
         own = chunks_of(value).rectangles
     except (TypeError, ValueError) as error:
         return str(error)
-    if len(own) < 2:
-        read = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
-        if own == [(offsets, sizes) for offsets, sizes in read if 0 not in sizes]:
-            return None
+    read = value.__create_chunk_list__() if len(own) < 2 else ()
+    if own == [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in read if 0 not in chunk.sizes]:
+        return None
     return "its local tensor is not the rectangle that its placements, left to right, name"
 
 
@@ -175,9 +162,7 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
     """Begin and end of ``part`` in the global tensor's elements, ``(0, 0)`` if empty; ``None``: not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
-    for chunk in part.chunks:
-        if not chunk.numel:
-            continue
+    for chunk in filter(lambda chunk: chunk.numel, part.chunks):
         first = sum(map(int.__mul__, chunk.offsets, strides))
         length = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
         if length != chunk.numel or chunk.local_start != end - begin or (end and first != end):
@@ -198,17 +183,12 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
         if megatron_range is not None:
             raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(source).__name__}")
         return cut_chunks(global_shape, ())
-    said = said_chunks(source) if megatron_range is None else None
-    if said is not None:
-        return _said_chunks(source, said)
-    cuts = _cuts_of(source, range(source.device_mesh.ndim) if megatron_range is None else _tp_dims(source))
-    if cuts is None:
-        return ShardChunks(global_shape, (0,), ())
-    placed = cut_chunks(global_shape, cuts)
     if megatron_range is not None:
-        (tensor_parallel_part,) = placed.chunks
-        return ragged_chunks(global_shape, tensor_parallel_part[:2], *_begin_end(megatron_range))
-    if local.numel() != placed.local_numel and not local.is_meta:  # one without data has no size of its own
+        return _range_of(_cut_by(source, _tp_dims(source)), megatron_range)
+    if hasattr(local, "__create_chunk_list__"):
+        return _said_chunks(source, local.__create_chunk_list__())
+    placed = _cut_by(source, range(source.device_mesh.ndim))
+    if placed.chunks and local.numel() != placed.local_numel and not local.is_meta:  # that has no size of its own
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
             f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
@@ -218,20 +198,26 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
     return placed
 
 
-def _begin_end(flat_range: FlatRange) -> tuple[int, int]:
-    if not isinstance(flat_range, slice):
-        return flat_range
-    if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
-        raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")
-    return flat_range.start, flat_range.stop
+def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
+    """The elements of one rectangle that are in ``flat_range``; nothing of nothing."""
+    if len(part.chunks) > 1:
+        raise ValueError(
+            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}: {part.chunks}. Give the global "
+            "shape and the range within it"
+        )
+    if isinstance(flat_range, slice):
+        if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
+            raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")
+        flat_range = (flat_range.start, flat_range.stop)
+    return ragged_chunks(part.global_shape, part.chunks[0][:2], *flat_range) if part.chunks else part
 
 
-def _cuts_of(tensor: DTensor, among: Collection[int]) -> tuple[Cut, ...] | None:
-    """The cuts of those mesh dimensions ``among`` that shard, in the order they are applied; ``None`` outside it."""
+def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
+    """What those mesh dimensions ``among`` that shard leave to this rank; no chunk on a rank outside the mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return None
+        return ShardChunks(tuple(tensor.shape), (0,), ())
     cuts = []
     for mesh_dim in mesh_dims_in_order(tensor):
         placement: Any = placements[mesh_dim]
@@ -242,7 +228,7 @@ def _cuts_of(tensor: DTensor, among: Collection[int]) -> tuple[Cut, ...] | None:
             )
         if mesh_dim in among and not placement.is_replicate():
             cuts.append(Cut(placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor(placement)))
-    return tuple(cuts)
+    return cut_chunks(tuple(tensor.shape), tuple(cuts))
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
@@ -286,7 +272,7 @@ def _tp_dims(tensor: DTensor, otherwise: tuple[str, ...] = ()) -> list[int]:
     return [names.index(name) for name in wanted if name in names]
 
 
-# --- arithmetic: parts made by cuts ----------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(_CACHED_ENTRIES)
@@ -297,18 +283,20 @@ def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
     whose offset is the dimension's size, as torch has it: all empty parts are then the same chunk, and none of them
     collides with a real one at offset 0.
     """
-    runs_by_dim: list[list[Run]] = [[(0, size)] if size else [] for size in global_shape]
+    runs_by_dim: list[list[range]] = [[range(size)] if size else [] for size in global_shape]
     for cut in cuts:
         runs_by_dim[cut.tensor_dim] = _cut_runs(runs_by_dim[cut.tensor_dim], cut)
-    local_shape = tuple(_length(runs) for runs in runs_by_dim)
+    local_shape = tuple(sum(map(len, runs)) for runs in runs_by_dim)
     strides = contiguous_strides(local_shape)
     if 0 in local_shape:
-        first = [runs[0][0] if runs else size for runs, size in zip(runs_by_dim, global_shape, strict=True)]
+        first = [runs[0].start if runs else size for runs, size in zip(runs_by_dim, global_shape, strict=True)]
         return ShardChunks(global_shape, local_shape, (Chunk(tuple(first), local_shape, 0, strides),))
-    chunks = []
-    for combination in itertools.product(*map(_with_local_offsets, runs_by_dim)):  # in the order of the local tensor
-        offsets, sizes, local_offsets = (tuple(run[field] for run in combination) for field in range(3))
-        chunks.append(Chunk(offsets, sizes, sum(map(int.__mul__, local_offsets, strides)), strides))
+    starts_by_dim = [list(itertools.accumulate(map(len, runs[:-1]), initial=0)) for runs in runs_by_dim]
+    in_order = zip(itertools.product(*runs_by_dim), itertools.product(*starts_by_dim), strict=True)  # of the buffer
+    chunks = [
+        Chunk(tuple(run.start for run in runs), tuple(map(len, runs)), sum(map(int.__mul__, starts, strides)), strides)
+        for runs, starts in in_order
+    ]
     return ShardChunks(global_shape, local_shape, tuple(chunks))
 
 
@@ -318,31 +306,19 @@ def part_of(length: int, parts: int, part: int) -> tuple[int, int]:
     return min(size * part, length), min(size * (part + 1), length)
 
 
-def _cut_runs(runs: list[Run], cut: Cut) -> list[Run]:
-    kept: list[Run] = []
+def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
+    kept: list[range] = []
     for block in range(cut.split_factor):
-        block_begin, block_end = part_of(_length(runs), cut.split_factor, block)
-        begin, end = part_of(block_end - block_begin, cut.parts, cut.part)
-        for start, length, position in _with_local_offsets(runs):  # of the indices that the runs list one after another
-            first = start + max(block_begin + begin - position, 0)
-            stop = start + min(block_begin + end - position, length)
-            if first < stop and kept and sum(kept[-1]) == first:  # it goes on where the last one ends
-                kept[-1] = (kept[-1][0], stop - kept[-1][0])
-            elif first < stop:
-                kept.append((first, stop - first))
+        block_begin, block_end = part_of(sum(map(len, runs)), cut.split_factor, block)
+        begin, end = (block_begin + at for at in part_of(block_end - block_begin, cut.parts, cut.part))
+        for run in runs:  # [begin, end) of the indices that the runs list one after another
+            part = run[max(begin, 0) : max(end, 0)]
+            if part and kept and kept[-1].stop == part.start:  # it goes on where the last one ends
+                kept[-1] = range(kept[-1].start, part.stop)
+            elif part:
+                kept.append(part)
+            begin, end = begin - len(run), end - len(run)
     return kept
-
-
-def _length(runs: list[Run]) -> int:
-    return sum(length for _, length in runs)
-
-
-def _with_local_offsets(runs: list[Run]) -> list[tuple[int, int, int]]:
-    local_offsets = itertools.accumulate((length for _, length in runs), initial=0)
-    return [(*run, local) for run, local in zip(runs, local_offsets, strict=False)]
-
-
-# --- arithmetic: ragged parts ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(_CACHED_ENTRIES)
@@ -390,3 +366,38 @@ def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
             for offsets, inner_sizes in _flat_rectangles(sizes[1:], skipped, kept):
                 yield (row, *offsets), (1, *inner_sizes)
             begin += kept - skipped
+
+
+class ReadPart(NamedTuple):
+    """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
+
+    offsets: Shape
+    sizes: Shape
+    stored_at: Shape
+
+
+def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
+    """Two parts that have elements in common, or ``None``.
+
+    Parts that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
+    group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
+    pair by pair.
+    """
+    for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
+        groups: list[list[ReadPart]] = []
+        end = -1
+        for part in sorted(parts, key=lambda part: part.offsets[dim]):
+            if part.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(part)
+            end = max(end, part.offsets[dim] + part.sizes[dim])
+        if len(groups) > 1:
+            return next(filter(None, map(overlapping, groups)), None)
+    return next((pair for pair in itertools.combinations(parts, 2) if _overlap(*pair)), None)
+
+
+def _overlap(first: ReadPart, second: ReadPart) -> bool:
+    return all(
+        a < b + b_size and b < a + a_size
+        for a, a_size, b, b_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    )

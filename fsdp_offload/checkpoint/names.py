@@ -39,10 +39,7 @@ GROUP_META = "param_to_group_meta"
 """Megatron's name for what param groups say, by parameter."""
 
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
-_WRAPPED = "module."
 _NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
-
-# --- layouts ---------------------------------------------------------------------------------------------------------
 
 
 class SavedByFqn(NamedTuple):
@@ -63,9 +60,7 @@ class SavedByFqn(NamedTuple):
 
 def bare_name(name: str) -> str:
     """``name`` without the ``module.`` of wrappers in front."""
-    while name.startswith(_WRAPPED):
-        name = name.removeprefix(_WRAPPED)
-    return name
+    return re.sub(r"^(?:module\.)+", "", name)
 
 
 def flattened(nested: StateDict) -> StateDict:
@@ -82,11 +77,6 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{prefix}.{name}", value)
         else:
             yield f"{prefix}.{name}", value
-
-
-def as_fsdp_dtensor(nested: StateDict) -> StateDict:
-    """Megatron's form of ``nested``."""
-    return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
 
 
 def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:

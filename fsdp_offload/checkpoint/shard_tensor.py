@@ -6,11 +6,14 @@ no placement describes it; so the local tensor itself brings its chunks, from th
     local memory ──ShardTensor(local, chunks)──▶ with_chunks(like, ...): a DTensor with it inside ──▶ state dict
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
 
-The chunks are a value of the tensor, not closures hung onto it: they go where it goes (``detach``, ``clone``, ``to``,
-staging, pickling, pointwise operations), and a copy's views are of the copy's memory. Results of other operations are
-plain. ``plain.copy_(shard_tensor)`` raises, so a stager that replaces local tensors by plain ones ends before anything
-is written (``BlockingAsyncStager`` keeps them, as we answer ``zeros_like``). Outside a DTensor it saves and cannot be
+The chunks are a value of the tensor: they go where it goes (``detach``, ``clone``, ``to``, staging, pickling, pointwise
+operations), and a copy's views are of the copy's memory. Results of other operations are plain.
+``plain.copy_(shard_tensor)`` raises, so a stager that replaces local tensors by plain ones ends before anything is
+written (``BlockingAsyncStager`` keeps them, as we answer ``zeros_like``). Outside a DTensor it saves and cannot be
 loaded: DCP compares its local shape with the global one. Plain FSDP2 shards are one rectangle and need none of this.
+
+``CheckpointableTensor`` of torch >= 2.14 is not used: it describes boxes of a local tensor that has as many dimensions
+as the global one, which a flat range has not, and a DTensor does not ask its local tensor for it.
 """
 
 from collections.abc import Mapping
@@ -33,9 +36,9 @@ _aten = torch.ops.aten
 
 # Beside pointwise operations, what gives a tensor for the same elements of the global tensor, if it keeps the shape.
 _KEEP_CHUNKS = {
-    *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default),
-    *(_aten._pin_memory.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.new_full.default),
-    *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+    *(_aten.detach, _aten.alias, _aten.clone, _aten._to_copy, _aten._pin_memory),
+    *(_aten.new_empty, _aten.new_zeros, _aten.new_full),
+    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like),
 }
 
 
@@ -77,7 +80,7 @@ class ShardTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Any, says torch's stub
         return f"ShardTensor({self.local!r}, {self.shard_chunks!r})"
 
-    # --- for DCP (torch/distributed/_checkpointable.py) --------------------------------------------------------------
+    # For DCP (torch/distributed/_checkpointable.py):
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
         """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own."""
@@ -103,14 +106,12 @@ class ShardTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The chunk at ``index.offset``, as a view of the local memory."""
-        chunks = self.shard_chunks.chunks
-        for chunk in chunks:
-            if chunk.offsets == index.offset:
-                return chunk.in_local(self.local.detach())
-        offsets = [chunk.offsets for chunk in chunks]
-        raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {offsets}")
+        by_offsets = {chunk.offsets: chunk for chunk in self.shard_chunks.chunks}
+        if index.offset not in by_offsets:
+            raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {[*by_offsets]}")
+        return by_offsets[index.offset].in_local(self.local.detach())
 
-    # --- as a tensor -------------------------------------------------------------------------------------------------
+    # As a tensor:
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out `func`
@@ -129,7 +130,7 @@ class ShardTensor(Tensor):
                 # autograd has counted the write in the wrapper alone; loads are told from templates by the memory's.
                 increment_version(arg.local)
                 return arg
-        keeps = func in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
+        keeps = func.overloadpacket in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
         in_place = any(result is arg for arg in args)  # on a plain tensor
         if keeps and sources and not in_place and isinstance(result, Tensor) and result.shape == sources[0].shape:
             return ShardTensor(result, sources[0].shard_chunks)
@@ -153,9 +154,6 @@ torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
 
 def _unwrapped(value: Any) -> Any:
     return value.local if isinstance(value, ShardTensor) else value
-
-
-# --- DTensors that carry chunks --------------------------------------------------------------------------------------
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -239,20 +237,16 @@ def with_parameter_chunks(
 
 
 def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
+    if not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
         return value
-    if param is None or not says_its_chunks(param):
-        try:
-            return with_chunks(value) if needs_chunks(value) else value
-        except ValueError as error:
-            raise ValueError(f"{key}: no parameter of the model has this name, and {error}") from error
-    chunks = chunks_of(param)
-    if tuple(value.shape) != chunks.global_shape or local_shard(value).numel() != chunks.local_numel:
-        raise ValueError(
-            f"{key} has shape {tuple(value.shape)}, of which {tuple(local_shard(value).shape)} on this rank; its "
-            f"parameter has {chunks.global_shape}, of which {chunks.local_numel} elements are here"
-        )
-    carrying: Any = with_chunks(value, shard_chunks=chunks)
+    like = param if param is not None and says_its_chunks(param) else value
+    if like is value and not needs_chunks(value):
+        return value
+    try:
+        carrying: Any = with_chunks(value, shard_chunks=chunks_of(like))
+    except ValueError as error:
+        unknown = "no parameter of the model has this name, and " if like is value else ""
+        raise ValueError(f"{key}: {unknown}{error}") from error
     if hasattr(param, MEGATRON_INDEX):  # by which splitting knows the tensor-parallel ranks of experts
         setattr(carrying, MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
     return carrying

@@ -12,24 +12,22 @@ What torch's own functions do otherwise: a KeyError after a forward without back
 state; loaded tensors are cast and moved; a load that matched nothing trains from zero.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..api.wrapped import is_wrapped, optimizers_in, states_of
-from ..core.engine import Engine, engine_of, find_offloaded
-from ..core.loading import check_loadable
+from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
+from ..engine.engine import find_offloaded
+from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER, is_duplicate
 from ..state.layout import leaves_of, params_of
-from ..state.mapping import LEFT_OUT, OffloadedState, forget_left_out
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .loading import HAD_NONE, listed
-from .names import Experts, SavedByFqn, StateDict, as_fsdp_dtensor, by_fqn, flattened, fqns_of, may_be_local
+from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
+from .planners import listed
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
 
@@ -82,15 +80,13 @@ def get_optimizer_state_dict(
             "list of one rank. Give flatten_optimizer_state_dict=True: its keys are each parameter's own."
         )
     nested: StateDict = {"state": {}, "param_groups": []}
-    for attached in _attached(optimizer, "get_optimizer_state_dict"):
-        attached.check_names(fqns)
-        states, groups = attached.for_load() if for_load else attached.saved()
+    for one in _offloaded(optimizer, fqns, "get_optimizer_state_dict"):
+        states, groups = _to_load_into(one) if for_load else _to_save(one)
         for param, state in states.items():
-            nested["state"][fqns[param]] = saved = _as_saved(param, state, copies=cpu_offload)
-            forget_left_out(saved)
+            nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
     if fsdp_dtensor:
-        return as_fsdp_dtensor(nested)
+        return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
@@ -125,12 +121,9 @@ def set_optimizer_state_dict(
     """
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
-    known: set[str] = set()
-    plans = []
-    for attached in _attached(optimizer, "set_optimizer_state_dict"):
-        attached.check_names(fqns)
-        known.update(fqns[param] for param in attached.params)
-        plans.append((attached, attached.by_parameter(fqns, saved, strict=strict)))
+    optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
+    plans = [(one, _by_number(one, fqns, saved, strict=strict)) for one in optimizers]
+    known = {fqns[param] for one in optimizers for param in params_of(one)}
     extra = [fqn for fqn in (*saved.state, *saved.entries) if fqn not in known]
     if strict and extra:
         raise ValueError(
@@ -138,11 +131,42 @@ def set_optimizer_state_dict(
             "it of another model? strict=False ignores them."
         )
     if len(plans) > 1:  # one alone checks before it changes anything
-        for attached, state_dict in plans:
-            check_loadable(attached.engine, attached.optimizer, state_dict)
-    for attached, state_dict in plans:
-        attached.optimizer.load_state_dict(state_dict)
-        attached.states.offered = {}
+        for one, state_dict in plans:
+            check_loadable(attached(one).engine, one, state_dict)
+    for one, state_dict in plans:
+        one.load_state_dict(state_dict)
+        states_of(one).offered = {}
+
+
+def _offloaded(
+    optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str
+) -> list[Optimizer]:
+    """The offloaded optimizers in what a function was given; all of their parameters have a name."""
+    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
+    found = []
+    for inner in (inner for wrapped in given for inner in optimizers_in(wrapped)):
+        one = find_offloaded(inner)
+        if one is None:
+            raise ValueError(
+                f"{function}: this {type(inner).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
+                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
+            )
+        foreign = [param for param in params_of(one) if param not in fqns]
+        names = [attached(one).engine.names.get(param, "?") for param in foreign]
+        if not all(isinstance(param, nn.Parameter) for param in foreign):
+            raise ValueError(
+                f"{len(names)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
+                f"as those of Megatron's DistributedOptimizer ({names[0]}): they have no names and no shapes that a "
+                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
+                "save_parameter_state(), which read the state in host memory."
+            )
+        if foreign:
+            raise ValueError(
+                f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
+                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
+            )
+        found.append(one)
+    return found
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -175,7 +199,7 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
         if not isinstance(local_shard(value), ShardTensor):
             return value
         own, carried = chunks_of(param), chunks_of(value)
-        if own.global_shape != carried.global_shape or own.rectangles != carried.rectangles:
+        if (own.global_shape, own.rectangles) != (carried.global_shape, carried.rectangles):
             raise ValueError(
                 f"set_optimizer_state_dict: state of shape {carried.global_shape} has {carried.rectangles} on this "
                 f"rank, and its parameter of shape {own.global_shape} has {own.rectangles}. Load the checkpoint into "
@@ -188,184 +212,126 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
     """Return whether ``value`` has this rank's elements of ``param`` in one dimension (Megatron-LM's pull 4623)."""
     if not (is_dtensor(value) and is_dtensor(param)) or value.shape != (param.numel(),) or param.dim() == 1:
         return False
-    if local_shard(value).shape != (local_shard(param).numel(),):
-        return False
-    wanted = flat_range_of(chunks_of(param))
-    is_nominal = says_its_chunks(param) and not says_its_chunks(value)
-    return wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
+    wanted, is_nominal = flat_range_of(chunks_of(param)), says_its_chunks(param) and not says_its_chunks(value)
+    is_local = local_shard(value).shape == (local_shard(param).numel(),)
+    return is_local and wanted is not None and (is_nominal or flat_range_of(chunks_of(value)) == wanted)
 
 
-# Optimizers ----------------------------------------------------------------------------------------------------------
+# One optimizer -------------------------------------------------------------------------------------------------------
 
 
-UNTOUCHED = "no load has written it since for_load=True gave it"
+def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+    """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
+    saved, params = optimizer.state_dict(), params_of(optimizer)
+    states_of(optimizer).offered = {}  # these homes hold state, whatever had been offered to load into
+    states = {params[number]: values for number, values in saved["state"].items()}
+    return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
 
-def _is_untouched_since_now(value: Tensor, leaf: Tensor) -> Callable[[], bool]:
-    """Tells whether a load has come: it writes the inner tensor; ``copy_`` into a DTensor counts in that alone."""
-    versions = *version_of(value), leaf._version
-    return lambda: versions == (*version_of(value), leaf._version)
+def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+    """The same, in the order of the groups: what there is and, where there is none, its reserved home."""
+    engine, states = attached(optimizer).engine, states_of(optimizer)
+    engine.lending.wait()  # what is handed out will be written
+    reserved = engine.reserved_state(optimizer, states.unwaited)
+    existing = dict(states.items())  # waits for the last stores
+    offered = {
+        param: engine.as_saved(optimizer, param, state, empty=param not in existing)
+        for param in params_of(optimizer)
+        if (state := existing.get(param) or reserved.get(param))
+    }
+    values = [value for state in offered.values() for value in state.values()]
+    states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
+    # Counters that groups get in the first step would not be asked for, and so not be loaded.
+    counters = engine.layouts.group_counters_at_zero() if reserved else {}
+    return offered, [{**counters, **group} for group in optimizer.param_groups]
 
 
-def _first_leaf(value: object) -> Tensor | None:
-    """One tensor with memory that a load into ``value`` writes."""
-    leaves = leaves_of(value) if isinstance(value, Tensor) else []
-    return leaves[0] if leaves and leaves[0].numel() else None
+def _versions(value: Tensor) -> tuple[int, ...]:
+    """Change with every write into ``value``: through a DTensor, its local tensor, or what that consists of."""
+    return (*version_of(value), *(leaf._version for leaf in leaves_of(value)))
 
 
-@dataclass
-class _Attached:
-    """An offloaded optimizer."""
+def _address(value: object) -> int:
+    """Where the memory of ``value`` begins; 0 if it has none."""
+    leaves = leaves_of(value)
+    return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
-    optimizer: Optimizer
-    engine: Engine
-    params: list[Tensor]
 
-    @property
-    def states(self) -> OffloadedState:
-        """``optimizer.state``."""
-        return states_of(self.optimizer)
+def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
+    """What ``load_state_dict`` takes, with positions for names."""
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    missing = [fqns[param] for param in numbers if fqns[param] not in saved.entries]
+    if strict and missing:
+        raise ValueError(
+            f"set_optimizer_state_dict: the state dict lacks parameters of the optimizer: {listed(missing)}. "
+            "strict=False leaves them as they are."
+        )
+    groups = [
+        {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
+        | {"params": [numbers[param] for param in group["params"]]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    states = {numbers[param]: state for param, state in _loaded(optimizer, fqns, saved).items()}
+    return {"state": states, "param_groups": groups}
 
-    def check_names(self, fqns: Mapping[Tensor, str]) -> None:
-        """Refuse parameters that have no FQN."""
-        foreign = [param for param in self.params if param not in fqns]
-        names = [self.engine.names.get(param, "?") for param in foreign]
-        if not all(isinstance(param, nn.Parameter) for param in foreign):
-            raise ValueError(
-                f"{len(names)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
-                f"as those of Megatron's DistributedOptimizer ({names[0]}): they have no names and no shapes that a "
-                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
-                "save_parameter_state(), which read the state in host memory."
-            )
-        if foreign:
-            raise ValueError(
-                f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
-                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
-            )
 
-    def saved(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-        """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
-        saved = self.optimizer.state_dict()
-        self.states.offered = {}  # these homes hold state, whatever had been offered to load into
-        state = {self.params[number]: values for number, values in saved["state"].items()}
-        return state, [{**g, "params": [self.params[number] for number in g["params"]]} for g in saved["param_groups"]]
+def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
+    """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
+    states = states_of(optimizer)
 
-    def for_load(self) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-        """State by parameter, in the order of the groups: what there is and, where there is none, its reserved home."""
-        self.engine.lending.wait()  # what is handed out will be written
-        reserved = self.engine.reserved_state(self.optimizer, self.states.unwaited)
-        existing = dict(self.states.items())  # waits for the last stores
-        found = {param: existing.get(param) or reserved.get(param) for param in self.params}
-        offered = {
-            param: self.engine.as_saved(self.optimizer, param, state, empty=param not in existing)
-            for param, state in found.items()
-            if state
-        }
-        self.states.offered = {
-            leaf.data_ptr(): _is_untouched_since_now(value, leaf)
-            for state in offered.values()
-            for value in state.values()
-            if (leaf := _first_leaf(value)) is not None
-        }
-        # Counters that groups get in the first step would not be asked for, and so not be loaded.
-        counters = self.engine.layouts.group_counters_at_zero() if reserved else {}
-        return offered, [{**counters, **group} for group in self.optimizer.param_groups]
+    def is_untouched(value: Tensor) -> bool:
+        template, versions = states.offered.get(_address(value), (None, None))
+        return template is not None and _versions(template) == versions
 
-    def by_parameter(self, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-        """Make what ``load_state_dict`` takes, with positions for names."""
-        missing = [fqns[param] for param in self.params if fqns[param] not in saved.entries]
-        if strict and missing:
-            raise ValueError(
-                f"set_optimizer_state_dict: the state dict lacks parameters of the optimizer: {listed(missing)}. "
-                "strict=False leaves them as they are."
-            )
-        numbers = {param: number for number, param in enumerate(self.params)}
-        groups = [
-            {**group, **_agreed(index, [fqns[param] for param in group["params"]], saved)}
-            | {"params": [numbers[param] for param in group["params"]]}
-            for index, group in enumerate(self.optimizer.param_groups)
-        ]
-        loaded = self._loaded_state(fqns, saved)
-        return {"state": {numbers[param]: state for param, state in loaded.items()}, "param_groups": groups}
-
-    def _loaded_state(self, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
-        current = self.states.unwaited
-        loaded: dict[Tensor, UserState] = {}
-        untouched: list[str] = []
-        for param in self.params:
-            fqn, state = fqns[param], current.get(param)
-            given = saved.state.get(fqn, {})
-            reasons = self._why_unfilled(given)
-            why = set(reasons.values())
-            if why == {HAD_NONE}:
-                continue
-            if fqn in saved.entries and why and None not in why:  # it keeps the state it has
-                untouched += [fqn] if UNTOUCHED in why else []
-            elif fqn in saved.entries:
-                required = [name for name, reason in reasons.items() if reason and name != MASTER]
-                if required and not state:
-                    raise ValueError(
-                        f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
-                        f"{sorted(name for name in reasons if not reasons[name])} was. The checkpoint lacks it; load "
-                        f"it, or take {fqn} out of the state dict."
-                    )
-                # A master that the checkpoint lacks is made anew from the parameter.
-                lacks_master = reasons.get(MASTER) not in ((None, UNTOUCHED) if state else (None,))
-                state = {n: _as_loaded(param, v) for n, v in given.items() if n != MASTER or not lacks_master}
-            if state:
-                loaded[param] = state
-        if untouched and all(is_untouched() for is_untouched in self.states.offered.values()):
-            raise ValueError(
-                "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
-                f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which "
-                "it was saved?"
-            )
-        return loaded
-
-    def _why_unfilled(self, state: UserState) -> dict[str, str | None]:
-        """Why the last load has not filled each tensor, ``None`` if it has. One without elements can only be told."""
-        reasons: dict[str, str | None] = {}
-        for name, value in state.items():
-            leaf, reason = _first_leaf(value), getattr(value, LEFT_OUT, None)
-            is_untouched = None if leaf is None else self.states.offered.get(leaf.data_ptr())
-            if reason or leaf is not None:
-                reasons[name] = reason or (UNTOUCHED if is_untouched is not None and is_untouched() else None)
-        return reasons
+    loaded: dict[Tensor, UserState] = {}
+    untouched: list[str] = []
+    for param in params_of(optimizer):
+        fqn, state = fqns[param], states.unwaited.get(param)
+        given = saved.state.get(fqn, {})
+        # What has no elements on this rank goes by the rest.
+        filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
+        if fqn in saved.entries and filled and not any(filled.values()):
+            untouched.append(fqn)
+        elif fqn in saved.entries:
+            lacking = [] if state else [name for name in filled if not filled[name]]
+            required = [name for name in lacking if name != MASTER]
+            if required:
+                raise ValueError(
+                    f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
+                    f"{sorted(filter(filled.get, filled))} was. The checkpoint lacks it; load it, or take {fqn} out of "
+                    "the state dict."
+                )
+            # A master that the checkpoint lacks is made anew from the parameter.
+            state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
+        if state:
+            loaded[param] = state
+    if untouched and all(is_untouched(value) for value, _ in states.offered.values()):
+        raise ValueError(
+            "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
+            f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which it "
+            "was saved?"
+        )
+    return loaded
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
     """The saved entries of a param group: those of its parameters, which have to agree."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return bool((one.cpu() == other.cpu()).all())
+        return one is other or bool(one == other)
+
     first, agreed = "", None
     for fqn in filter(saved.entries.__contains__, fqns):
         # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
         entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
         if agreed is None:
             first, agreed = fqn, entries
-        elif agreed.keys() != entries.keys() or not all(_same(agreed[name], entries[name]) for name in agreed):
+        elif agreed.keys() != entries.keys() or not all(same(agreed[name], entries[name]) for name in agreed):
             raise ValueError(
                 f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved with "
                 f"different hyperparameters: {agreed} and {entries}. Build the optimizer with groups that do not mix "
                 "them."
             )
     return agreed or {}
-
-
-def _same(one: object, other: object) -> bool:
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
-    return bool((one.cpu() == other.cpu()).all())
-
-
-def _attached(optimizer: Optimizer | Iterable[Optimizer], function: str) -> list[_Attached]:
-    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
-    found = []
-    for one in (inner for wrapped in given for inner in optimizers_in(wrapped)):
-        target = find_offloaded(one)
-        engine = engine_of(target)
-        if target is None or engine is None:
-            raise ValueError(
-                f"{function}: this {type(one).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
-                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
-            )
-        found.append(_Attached(target, engine, params_of(target)))
-    return found

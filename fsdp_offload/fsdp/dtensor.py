@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -48,12 +47,6 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
     return vars(tensor).get(STAND_IN, tensor)._version, local_shard(tensor)._version
-
-
-def said_chunks(tensor: Tensor) -> Sequence[Any] | None:
-    """The chunks that the local tensor of a DTensor names itself, for DCP; ``None`` where the placements say them."""
-    say = getattr(local_shard(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
-    return None if say is None else say()
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:

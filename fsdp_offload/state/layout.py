@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class LeafLayout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_Build = Callable[[Iterator[Tensor]], Tensor]
+_Build = Callable[[Iterator[Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ValueLayout:
 
     def build(self, leaves: Sequence[Tensor]) -> Tensor:
         """The value over ``leaves``, without a copy."""
-        return self._build(iter(leaves))
+        value: Tensor = self._build(iter(leaves))
+        return value
 
 
 class NotUnderstoodError(TypeError):
@@ -56,13 +57,20 @@ def describe_value(value: Tensor) -> ValueLayout:
     return ValueLayout(tuple(leaves), type(value), build)
 
 
-def _describe(value: Tensor, leaves: list[LeafLayout]) -> _Build:
+def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
+    if not isinstance(value, Tensor):  # in the place of an inner tensor
+        return lambda parts: value
     if is_dtensor(value):
         build_local = _describe(local_shard(value), leaves)
         like = without_data(value)
         return lambda parts: over_local(like, build_local(parts))
     if hasattr(type(value), "__tensor_flatten__"):
-        return _describe_wrapper(value, leaves)
+        names, context = _flatten(value)
+        inner = {name: _describe(getattr(value, name), leaves) for name in names}
+        cls, shape, stride = cast(Any, type(value)), value.shape, value.stride()
+        return lambda parts: cls.__tensor_unflatten__(
+            {n: build(parts) for n, build in inner.items()}, context, shape, stride
+        )
     if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
         raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
     meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
@@ -81,30 +89,20 @@ def _flatten(value: Any) -> tuple[list[str], Any]:
     return names, context
 
 
-def _describe_wrapper(value: Tensor, leaves: list[LeafLayout]) -> _Build:
-    names, context = _flatten(value)
-    inner = {name: getattr(value, name) for name in names}
-    builds = {name: _describe(part, leaves) for name, part in inner.items() if isinstance(part, Tensor)}
-    fixed = {name: part for name, part in inner.items() if not isinstance(part, Tensor)}
-    cls, shape, stride = type(value), value.shape, value.stride()
-
-    def build(parts: Iterator[Tensor]) -> Tensor:
-        tensors = {name: make(parts) for name, make in builds.items()}
-        made: Tensor = cls.__tensor_unflatten__(fixed | tensors, context, shape, stride)  # type: ignore[attr-defined]
-        return made
-
-    return build
-
-
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """The dense tensors inside ``value``, in the order of its layout."""
-    if is_dtensor(value):
+def leaves_of(value: object) -> list[Tensor]:
+    """The dense tensors inside ``value``, in the order of its layout; none in what is no tensor."""
+    if isinstance(value, Tensor) and is_dtensor(value):
         return leaves_of(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
         names, _ = _flatten(value)
-        parts = [getattr(value, name) for name in names]
-        return [leaf for part in parts if isinstance(part, Tensor) for leaf in leaves_of(part)]
-    return [value]
+        return [leaf for name in names for leaf in leaves_of(getattr(value, name))]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def forms_of(value: object) -> object:
+    """Shapes and dtypes of the leaves of ``value``, to be compared and shown; of what is no tensor, its type."""
+    forms = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(value)]
+    return forms if isinstance(value, Tensor) else type(value).__name__
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -133,15 +131,15 @@ class StateLayout:
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
     """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
-    values = {}
-    for name, value in layout.values.items():
-        given = state.get(name)
-        leaves = leaves_of(given) if isinstance(given, Tensor) else []
-        same = [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]
-        dtypes = [leaf.dtype for leaf in (leaves if same else value.leaves)]
-        changed = [leaf._replace(dtype=dtype) for leaf, dtype in zip(value.leaves, dtypes, strict=True)]
-        values[name] = replace(value, leaves=tuple(changed))
-    return replace(layout, values=values)
+
+    def changed(value: ValueLayout, given: object) -> ValueLayout:
+        leaves = leaves_of(given)
+        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in value.leaves]:
+            return value
+        pairs = zip(value.leaves, leaves, strict=True)
+        return replace(value, leaves=tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs))
+
+    return replace(layout, values={name: changed(value, state.get(name)) for name, value in layout.values.items()})
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

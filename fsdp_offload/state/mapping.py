@@ -4,21 +4,11 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from .store import StateStore, UserState
-
-LEFT_OUT = "_fsdp_offload_left_out"
-"""Attribute of a tensor of optimizer state that a load has left as it was, until it is handed out again."""
-
-
-def forget_left_out(state: Mapping[str, Any]) -> None:
-    """``state`` is handed out: what an earlier load did not find says nothing about the next one."""
-    for value in state.values():
-        if isinstance(value, Tensor):
-            vars(value).pop(LEFT_OUT, None)
 
 
 class Homes(Protocol):
@@ -31,25 +21,18 @@ class Homes(Protocol):
         """Wait until every home holds its newest bytes."""
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+def _waiting(method: Callable[..., Any]) -> Any:
+    """``method``, which waits for the home of the parameter that it is given, or else for all."""
 
-
-def _waits_for_one(method: _Method) -> _Method:
     @functools.wraps(method)
-    def waiting(self: "OffloadedState", param: Tensor, *args: Any) -> Any:
-        self._homes.wait_home(param)
-        return method(self, param, *args)
+    def waiting(self: "OffloadedState", *args: Any) -> Any:
+        if args:
+            self._homes.wait_home(args[0])
+        else:
+            self._homes.wait_all_home()
+        return method(self, *args)
 
-    return cast(_Method, waiting)
-
-
-def _waits_for_all(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def waiting(self: "OffloadedState") -> Any:
-        self._homes.wait_all_home()
-        return method(self)
-
-    return cast(_Method, waiting)
+    return waiting
 
 
 class OffloadedState(defaultdict[Tensor, UserState]):
@@ -69,13 +52,13 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """View of the entries that does not wait, for the engine."""
         return StateStore(self)
 
-    __getitem__ = _waits_for_one(defaultdict.__getitem__)
-    get = _waits_for_one(defaultdict.get)
-    pop = _waits_for_one(defaultdict.pop)
-    setdefault = _waits_for_one(defaultdict.setdefault)
-    items = _waits_for_all(defaultdict.items)
-    values = _waits_for_all(defaultdict.values)
-    popitem = _waits_for_all(defaultdict.popitem)
+    __getitem__ = _waiting(defaultdict.__getitem__)
+    get = _waiting(defaultdict.get)
+    pop = _waiting(defaultdict.pop)
+    setdefault = _waiting(defaultdict.setdefault)
+    items = _waiting(defaultdict.items)
+    values = _waiting(defaultdict.values)
+    popitem = _waiting(defaultdict.popitem)
 
     def __iter__(self) -> Iterator[Tensor]:
         # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.

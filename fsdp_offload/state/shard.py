@@ -166,12 +166,8 @@ class StateShard(Housed):
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
         """As :meth:`Housed.home_over`."""
         remaining = iter(leaves)
-        home = Home({}, {})
-        for name, value in self.layout.values.items():
-            home.leaves[name] = [next(remaining) for _ in value.leaves]
-            built = value.build(home.leaves[name])
-            home.values[name] = over_local(self.param, built) if self.on_locals else built
-        return home
+        by_name = {name: [next(remaining) for _ in value.leaves] for name, value in self.layout.values.items()}
+        return Home(by_name, {name: self._value_over(name, of_value) for name, of_value in by_name.items()})
 
     def move(self, entry_of: EntryOf) -> None:
         """As :meth:`Housed.move`."""
@@ -181,6 +177,8 @@ class StateShard(Housed):
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
-        leaves = [leaf.to(device, copy=True) for leaf in self.home.leaves[name]]
+        return self._value_over(name, [leaf.to(device, copy=True) for leaf in self.home.leaves[name]])
+
+    def _value_over(self, name: str, leaves: Sequence[Tensor]) -> Tensor:
         built = self.layout.values[name].build(leaves)
         return over_local(self.param, built) if self.on_locals else built

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import leaves_of
+from .layout import forms_of, leaves_of
 from .shard import StateShard
 
 UserState = dict[str, Any]
@@ -132,10 +132,7 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
 
 
 def _check_fits(shard: StateShard, name: str, value: object) -> None:
-    targets = leaves_of(shard.homes[name])
-    sources = leaves_of(value) if isinstance(value, Tensor) else []
-    wanted = [(tuple(leaf.shape), leaf.dtype) for leaf in targets]
-    got = [(tuple(leaf.shape), leaf.dtype) for leaf in sources] if sources else type(value).__name__
+    wanted, got = forms_of(shard.homes[name]), forms_of(value)
     if got != wanted:
         raise ValueError(
             f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is neither "

@@ -34,8 +34,8 @@ from fsdp_offload import (
     remove_offload,
 )
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core import guesses
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine import guesses
+from fsdp_offload.engine.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import assert_at_home, attach, leaves, local, same_value

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, synchronize
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import read_checkpoint

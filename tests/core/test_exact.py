@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.updates import BucketUpdates
+from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.updates import BucketUpdates
 from tests.overlapping import linear_blocks, pair, same
 from tests.parity import attach, host_copy
 

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.hooks import ModelHooks
 from fsdp_offload.core.loop import REDUCTIONS_BEHIND
+from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.hooks import ModelHooks
 from tests.overlapping import Loop, adamw, look, same
 from tests.parity import local
 

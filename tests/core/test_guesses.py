@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_offload import clip_grad_norm_, offload_report
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.core import updates
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.guesses import Guesses
+from fsdp_offload.engine import updates
+from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.guesses import Guesses
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests.async_writers import Reading
 from tests.clipping import ALWAYS, LOOKS, NEVER, clip, clipped_step, clipping, guesses_of, train

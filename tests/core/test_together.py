@@ -18,7 +18,7 @@ from fsdp_offload import (
     reload_model,
     remove_offload,
 )
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import linear_blocks
 from tests.parity import attach, host_copy
 

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update import worker as host_worker_module
 from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import HostWorker, host_worker
 from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate

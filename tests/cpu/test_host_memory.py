@@ -155,7 +155,7 @@ def test_an_optimizer_that_does_not_fit_stays_plain_and_trains(
     train(optimizer, steps_before)
     before = {name: value for state in optimizer.state.values() for name, value in state.items()}
     with monkeypatch.context() as patch:
-        patch.setattr("fsdp_offload.core.homes.Region", None)  # nothing is taken
+        patch.setattr("fsdp_offload.engine.homes.Region", None)  # nothing is taken
         with pytest.raises(MemoryError, match=f"needs {STATE_BYTES} bytes"):
             offload_optimizer(optimizer, policy=fitting(STATE_BYTES - 1))
     assert type(optimizer) is torch.optim.AdamW

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload.core.engine import engine_of
 from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update.mirror import Mirror
 from fsdp_offload.device.lanes import TurnsLane, pieces_of
+from fsdp_offload.engine.engine import engine_of
 from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
 from tests.overlapping import EVERY_POLICY, Loop, policy_of

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_offload.checkpoint import Loaded, LoadPlanner, chunks_of, load, loading, with_chunks
-from fsdp_offload.checkpoint.loading import ReadPart, overlapping
+from fsdp_offload.checkpoint import Loaded, LoadPlanner, chunks, chunks_of, load, with_chunks
+from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 from fsdp_offload.fsdp.dtensor import over_local
 from tests.async_writers import emptied
 from tests.loading import WHOLE, edit_metadata, memory_of, ragged, refused, sharded, tensors_of
@@ -245,11 +245,26 @@ def test_parameters_that_had_no_state(folder: Path, without: str, flat: bool, wr
     if not flat:  # who is listed is a value there, which only `load` reads
         with pytest.raises(CheckpointException, match=r"6 requested, .* allow_missing.* load\(\) alone finds out"):
             dcp.load(loaded, checkpoint_id=folder, planner=LoadPlanner())
+    requested = dict(tensors_of(loaded)).keys()
     missing = load(loaded, checkpoint_id=folder).missing
     names = [f"{without}{name}.{value}" for name in ("weight", "bias") for value in ("step", "exp_avg", "exp_avg_sq")]
     assert sorted(missing) == sorted(f"{'optimizer.' if wrapped else ''}state.{name}" for name in names)
-    for key, tensor in tensors_of(loaded):
-        assert tensor.eq(9).all() == (key in missing), key
+    assert dict(tensors_of(loaded)).keys() == requested - {*missing}
+    assert not any(tensor.eq(9).all() for _, tensor in tensors_of(loaded))
+
+
+def test_a_stateful_is_given_what_the_checkpoint_says(folder: Path):
+    class App:
+        def state_dict(self) -> dict[str, Any]:
+            return optimizer_state(flat=False, fill=9.0)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict["state"]
+
+    app = App()
+    dcp.save({"app": optimizer_state(flat=False, without="0.")}, checkpoint_id=folder)
+    load({"app": app}, checkpoint_id=folder)
+    assert [sorted(app.loaded[name]) for name in ("0.bias", "1.bias")] == [[], ["exp_avg", "exp_avg_sq", "step"]]
 
 
 @EVERYWHERE
@@ -289,7 +304,7 @@ def test_masters_may_be_missing_or_stay_if_they_can_be_rebuilt(folder: Path):
     loaded = masters(folder, {"b": torch.float32}, whole)
     assert load(loaded, checkpoint_id=folder).missing == ("optimizer.state.a.master_param",)
     state = {key.removeprefix("optimizer.state."): tensor.tolist()[0] for key, tensor in tensors_of(loaded)}
-    assert state == {"a.exp_avg": 1.0, "b.exp_avg": 1.0, "a.master_param": 9.0, "b.master_param": 1.0}
+    assert state == {"a.exp_avg": 1.0, "b.exp_avg": 1.0, "b.master_param": 1.0}
     load(masters(folder / "2", whole, {}), checkpoint_id=folder / "2")
     loaded = masters(folder / "3", {"a": torch.float32}, {})
     del loaded["optimizer"]["state.a.exp_avg"]
@@ -446,8 +461,8 @@ def elements(part: ReadPart) -> set[tuple[int, ...]]:
 def test_overlaps_in_many_chunks_are_found_without_comparing_pairs(monkeypatch: pytest.MonkeyPatch):
     """Rows, a grid of 4096 chunks, and a column of 4000 ragged parts."""
     compared = []
-    overlap = loading._overlap
-    monkeypatch.setattr(loading, "_overlap", lambda *pair: compared.append(pair) or overlap(*pair))
+    overlap = chunks._overlap
+    monkeypatch.setattr(chunks, "_overlap", lambda *pair: compared.append(pair) or overlap(*pair))
     assert overlapping([ReadPart((i, 0), (1, 7), (i, 0)) for i in range(4096)]) is None
     grid = [ReadPart((8 * i, 8 * j), (8, 8), (8 * i, 8 * j)) for i in range(64) for j in range(64)]
     assert overlapping(grid) is None
@@ -552,27 +567,3 @@ def test_safetensors(tmp_path: Path):
     load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert torch.equal(loaded["a"], WHOLE)
     refused({"a": torch.zeros(4)}, None, "Size mismatch", storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
-
-
-def test_a_reader_of_ones_own(folder: Path, two_files: dict[str, Any]):
-    """Written before DCP gave keywords: its files are looked at, and otherwise it is used as it is."""
-
-    class Reader(dcp.FileSystemReader):
-        reads = 0
-
-        def read_metadata(self) -> Metadata:
-            return super().read_metadata()
-
-        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-            super().set_up_storage_reader(metadata, is_coordinator)
-
-        def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-            self.reads += 1
-            return super().read_data(plan, planner)
-
-    reader = Reader(folder)
-    load(two_files, storage_reader=reader)
-    assert torch.equal(two_files["a"], WHOLE)
-    file_of(folder, "b").unlink()
-    refused(two_files, None, "is not there", storage_reader=reader)
-    assert reader.reads == 1

@@ -150,18 +150,12 @@ def test_right_after_an_evaluation(mesh: DeviceMesh) -> None:
     before = get_optimizer_state_dict(net, optimizer, cpu_offload=True)
     assert sorted(before["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     for form in (NESTED, FLAT):
-        state = None
-        for _ in range(2):
-            with torch.no_grad():
-                net(torch.ones(2, 6))
-            assert not any(isinstance(param.data, DTensor) for param in net.parameters())
-            if state is not None:
-                set_optimizer_state_dict(net, optimizer, state)
-            state = get_optimizer_state_dict(net, optimizer, **form)
-    after = get_optimizer_state_dict(net, optimizer, cpu_offload=True)
-    assert before["state"].keys() == after["state"].keys()
-    for fqn, state in before["state"].items():
-        assert all(torch.equal(local_shard(after["state"][fqn][name]), local_shard(state[name])) for name in state), fqn
+        state = get_optimizer_state_dict(net, optimizer, **form)
+        with torch.no_grad():
+            net(torch.ones(2, 6))
+        assert not any(isinstance(param.data, DTensor) for param in net.parameters())
+        set_optimizer_state_dict(net, optimizer, state)
+        assert_same(get_optimizer_state_dict(net, optimizer, cpu_offload=True)["state"], before["state"])
 
 
 # From a file ---------------------------------------------------------------------------------------------------------
@@ -203,18 +197,6 @@ def test_a_checkpoint_from_before_the_first_step_gives_no_state(
             assert len(run.optimizer.state) == 0
         load(run.weights_from(saver), tmp_path / "good", **form)
         assert_same_runs(run, saver)
-
-
-def test_what_a_load_left_out_says_nothing_about_state_that_was_made_since(tmp_path: Path) -> None:
-    """With torch's function, as what is made is where the template was. Adam's counters are new, momentum has none."""
-    save(Run(sgd), tmp_path)
-    run = Run(sgd)
-    state = {"optimizer": run.get(for_load=True)}
-    checked_load(state, checkpoint_id=tmp_path)
-    run.set(state["optimizer"])
-    run.train(0, 1)
-    run.set(torch_get(run.model, run.optimizer))
-    assert_same_runs(run, Run(sgd).train(0, 1))
 
 
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import offload_optimizer, remove_offload
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import fully_shard as fully_shard_compat
 from tests.async_writers import Reading
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, adamw, pair, policy_of, same

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from fsdp_offload import add_masters, offload_optimizer, remove_offload, synchronize
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.items import Item
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import note_freed, spend

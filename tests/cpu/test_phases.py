@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import engine_of
 from fsdp_offload.device import link as device_links
+from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop

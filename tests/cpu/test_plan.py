@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from examples import worked_cases
 from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy, add_masters
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.plan import Forecast, Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
 from fsdp_offload.plan.forecast import lines_to_write

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from tests.parity import take_step
 
 

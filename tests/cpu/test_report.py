@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
 from fsdp_offload.api.report import IterationRecord, KeptRecord, MemoryRecord, StepRecord, _bytes
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.core.room import Stopwatch
 from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.engine.engine import Engine, engine_of
 from tests.overlapping import POLICIES, Loop, adamw
 
 POLICY = OffloadPolicy(bucket_bytes=2048)

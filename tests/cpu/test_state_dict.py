@@ -163,7 +163,7 @@ IN_STATE: list[tuple[dict[str, Any], str]] = [
     ({"exp_avg": None, "other": torch.zeros(32, 16)}, r"up\.weight .*missing \['exp_avg'\], extra \['other'\]"),
     ({"exp_avg": torch.zeros(16, 32)}, r"up\.weight, 'exp_avg' should have .*\(32, 16\).*got .*\(16, 32\)"),
     ({"exp_avg_sq": torch.zeros(32, 16).bfloat16()}, r"up\.weight, 'exp_avg_sq' .*float32.*bfloat16.*Nothing is cast"),
-    ({"exp_avg": [0.0] * 512}, r"up\.weight, 'exp_avg' should be a tensor, got list"),
+    ({"exp_avg": [0.0] * 512}, r"up\.weight, 'exp_avg' should have local tensors of .*, got list"),
     ({"step": torch.ones(3)}, r"up\.weight, 'step' should be a number .*got a tensor of shape \(3,\)"),
     ({"step": "two"}, r"up\.weight, 'step' should be a number .*got 'two'"),
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fsdp_offload.core.engine import Engine
+from fsdp_offload.engine.engine import Engine
 from tests.parity import Run, adamw, attach, make_pair, params_of
 
 

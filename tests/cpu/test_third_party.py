@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, offload_report
-from fsdp_offload.core.engine import engine_of
+from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import Net, same
 from tests.overlapping import pair as pair_of_loops
 from tests.parity import One, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_offload.checkpoint import LoadPlanner, load, with_chunks
+from fsdp_offload.checkpoint import LoadPlanner, load
 from tests.distributed.launch import mesh, spawn_cases, this_device
 from tests.loading import edit_metadata, refused
 
@@ -63,18 +63,14 @@ def own_keys(folder: Path) -> Iterator[str]:
     load({"model": {key: torch.zeros(5, 4)}}, checkpoint_id=folder, planner=LoadPlanner(allow_extra=["*.shared"]))
 
 
-def interleaved_rows(folder: Path) -> Iterator[str]:
-    """DCP takes them for one rectangle of as many rows, and would load the wrong ones."""
+def interleaved_rows(folder: Path) -> list[str]:
+    """DCP takes them for one rectangle of as many rows; with chunks they load (``test_ragged_checkpoints.py``)."""
     dcp.save({"whole": WHOLE}, checkpoint_id=folder)
     rows = _StridedShard(0, split_factor=2)
     local = rows._split_tensor(WHOLE * 0, 2, with_padding=False)[0][dist.get_rank()].clone().to(this_device())
     of_rows = DTensor.from_local(local, mesh(2), [rows], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride())
     refused({"whole": of_rows}, folder, "1 that DCP cannot load into correctly: whole", on={0, 1})
-    loaded = {"whole": with_chunks(of_rows)}
-    load(loaded, checkpoint_id=folder)
-    expected = rows._split_tensor(WHOLE, 2, with_padding=False)[0][dist.get_rank()]
-    if not torch.equal(local.cpu(), expected):
-        yield f"{local}, not {expected}"
+    return []
 
 
 CASES: dict[str, Callable[[Path], Iterable[str]]] = {

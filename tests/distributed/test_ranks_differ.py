@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.engine import Engine, engine_of
+from fsdp_offload.engine.engine import Engine, engine_of
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
 from tests.distributed.models import build

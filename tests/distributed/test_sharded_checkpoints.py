@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
-from tests.async_writers import copied
+from fsdp_offload.fsdp.dtensor import has_inner_tensors
+from tests.async_writers import copied, not_the_same
 from tests.distributed import models
-from tests.distributed.launch import DEVICE_TYPE, agree, spawn_cases, this_device
+from tests.distributed.launch import DEVICE_TYPE, agree, mesh, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences, local, params_of
 from tests.tiers import some_cases
@@ -108,6 +110,31 @@ def resume_state_dict(source: Run, target: Run, folder: Path) -> None:
     target.optimizer.load_state_dict(source.optimizer.state_dict())
 
 
+def muon(net: Net) -> optim.Optimizer:
+    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
+
+
+def momentum(net: Net) -> Optimizer:
+    return optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+class NotListed(optim.Adam):
+    """A class that nobody knows, which moves as a whole."""
+
+
+def not_listed(net: Net) -> Optimizer:
+    return NotListed(net.parameters(), lr=1e-2)
+
+
+STATES: dict[str, MakeOptimizer] = {
+    "a maximum too": partial(adamw, amsgrad=True),
+    "no counter": momentum,
+    "DTensors": muon,
+    "moved as a whole": not_listed,
+}
+"""Beside that of AdamW; with masters in ``test_kept_masters.py`` and ``test_layout_matrix.py``."""
+
+
 WAYS: dict[str, Resume] = {
     "in memory": resume_in_memory,
     "in memory, flat": partial(resume_in_memory, options=FLAT),
@@ -152,7 +179,9 @@ def compared(plain: Run, other: Run, stage: str) -> Iterator[str]:
 def tidy_groups(optimizer: Optimizer) -> None:
     """torch's own load puts ``params`` last, and its broadcast makes lists of tuples; neither is a difference."""
     for group in optimizer.param_groups:
-        entries = {key: tuple(group[key]) if key == "betas" else group[key] for key in sorted(group)}
+        entries = {
+            k: tuple(group[k]) if isinstance(group[k], list) and k != "params" else group[k] for k in sorted(group)
+        }
         group.clear()
         group.update(entries)
 
@@ -172,12 +201,37 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
     found["in memory, to some kept"] = partial(resumes, resume_in_memory, target_policy=SOME_KEPT)
     found["full, TP"] = partial(resumes, resume_full, shard=models.shard_tensor_parallel)
     found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
+    for kind, make in STATES.items():
+        found[f"full, {kind}"] = partial(resumes, resume_full, make_optimizer=make)
     return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
 
 
 @some_cases({2: 3})
 def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_path: Path) -> None:
     spawn_cases(cases(tmp_path), world_size, tmp_path, every)
+
+
+def run_eight_bits(rank: int, world_size: int) -> None:
+    torch.compiler.set_stance("force_eager")
+    make, found = pytest.importorskip("torchao.optim").AdamW8bit, []
+    for policy in (None, TINY):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(64, 128, device=this_device())  # large enough for 8 bits, on each rank
+        fully_shard(net, mesh=mesh(world_size))
+        optimizer = make(net.parameters(), lr=1e-2)
+        if policy is not None:
+            attach(optimizer, model=net, policy=policy)
+        net(torch.ones(2, 64, device=this_device())).sum().backward()
+        optimizer.step()
+        assert has_inner_tensors(optimizer.state[net.weight]["exp_avg"])
+        found.append(get_optimizer_state_dict(net, optimizer, options=FULL))
+    assert (rank == 0) == bool(found[1])
+    assert not list(not_the_same(*found))
+
+
+def test_state_of_eight_bits_is_gathered(tmp_path: Path) -> None:
+    """Wrappers inside DTensors, of a class that moves as a whole."""
+    spawn(run_eight_bits, 2, tmp_path)
 
 
 # What users find in optimizer.state ----------------------------------------------------------------------------------
@@ -208,10 +262,6 @@ def not_like(param: Tensor, value: Any, what: str) -> Iterator[str]:
         yield f"{what} is on {local(value).device} under {value.device_mesh}"
     if local(value).untyped_storage().nbytes() != local(value).numel() * 4 or local(value).storage_offset():
         yield f"{what} has a storage of {local(value).untyped_storage().nbytes()} bytes"
-
-
-def muon(net: Net) -> optim.Optimizer:
-    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
 
 
 def keys_are_the_same_on_every_rank(make: MakeOptimizer) -> Iterator[str]:

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import clip_grad_norm_
-from fsdp_offload.core.engine import Engine, engine_of
 from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.engine.engine import Engine, engine_of
 from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
 from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same

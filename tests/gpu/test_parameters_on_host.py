@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.core.engine import Engine, engine_of
-from fsdp_offload.core.hooks import ModelHooks
+from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.hooks import ModelHooks
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests.gpu.streams import SLEEP_CYCLES, Slow, offloaded
 from tests.overlapping import Loop, Net, adamw, same_values, save_and_load

@@ -29,13 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": set(),
     "fsdp": set(),
     "device": set(),
+    "core": {"policy", "fsdp", "device"},  # no optimizer and no state: bytes, their homes and places, and who waits
     "state": {"policy", "fsdp"},
     "optimizers": {"policy", "fsdp", "state"},
     "cpu_update": {"policy", "fsdp", "device", "state", "optimizers"},
     "model": {"policy", "fsdp", "device"},
-    "core": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update"},
-    "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core"},
-    "checkpoint": {"fsdp", "device", "state", "optimizers", "cpu_update", "core", "api"},
+    "engine": {"policy", "fsdp", "device", "core", "state", "optimizers", "cpu_update"},
+    "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core", "engine"},
+    "checkpoint": {"fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
     "plan": {"policy", "device", "core"},
     "integrations": {"policy", "api", "checkpoint"},
 }

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict, verify
-from fsdp_offload.checkpoint import check_storage_writer
+from fsdp_offload.checkpoint import save
 from fsdp_offload.checkpoint.names import flattened
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests.checkpoint_tools.formats import megatron_parameter
@@ -351,9 +351,7 @@ def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Pa
     whole = torch.randn(12, 3)
     param = DTensor.from_local(whole.clone(), one, [Shard(0)])
     parts, _ = split_state_dict({FUSED: param}, None, [rule()])
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
-    check_storage_writer(parts, writer)
-    dcp.save(parts, storage_writer=writer)
+    save(parts, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
     saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
     param.to_local().zero_()
     saving.result()

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..core.buckets import Bucket
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy
 from ..fsdp.dtensor import has_inner_tensors, local_shard
 from ..state.shard import StateShard
-from .buckets import Bucket
 from .homes import Plan
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Generic
 
+from ..core.items import BytesAtHome, Item
 from ..fsdp.dtensor import version_of
 from ..state.shard import EntryOf, Home, Reader, StateShard
 from ..state.store import StateStore, adopt, is_exchanged
 from .homes import AnyHoused, Plan, PlannedBucket
-from .items import BytesAtHome, Item
 
 logger = logging.getLogger(__name__)
 

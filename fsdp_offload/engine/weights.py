@@ -12,14 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.items import Item
+from ..core.packing import Packed, Range, ShardSpec, lay_out, place_homes
 from ..fsdp.dtensor import local_shard, version_of
 from ..fsdp.homed import ShardedParameter, holders_of, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
 from .homes import Arena, PlannedBucket, TakeRegion
-from .items import Item
 from .lending import SpareHomes
-from .packing import Packed, Range, ShardSpec, lay_out, place_homes
 
 
 @dataclass(eq=False)

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.buckets import ELSEWHERE, Bucket, bucketing, pools_for, share_out
+from ..core.items import Item
+from ..core.loop import Core
+from ..core.room import Room, Stopwatch
 from ..cpu_update.updates import HostUpdates
 from ..fsdp.dtensor import local_shard, version_of
 from ..fsdp.gradients import is_freed
@@ -25,14 +29,10 @@ from ..policy import OffloadPolicy
 from ..state.layout import is_trained, params_of
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore, UserState
-from .buckets import ELSEWHERE, Bucket, bucketing, pools_for, share_out
 from .contents import Contents
 from .early import Early
 from .guesses import Guesses
-from .items import Item
 from .lending import SpareHomes
-from .loop import Core
-from .room import Room, Stopwatch
 from .updates import BucketUpdates
 from .weights import Weights
 

@@ -1,4 +1,4 @@
-"""Loading with DCP: what would be silently wrong is an error before anything changes.
+"""Saving and loading with DCP: what would be silently wrong is an error, on all ranks, before anything changes.
 
 ::
 
@@ -6,10 +6,11 @@
         ──▶ does it write every element once ──▶ are its files there ──▶ all ranks agree ──▶ read
 
 Everything before the last arrow is planning, from metadata and DCP's plan alone. DCP gathers the plans of all ranks,
-with their exceptions, before any rank reads: an error on one rank is one on all, and then nothing has changed on any.
-No collective is added.
+with their exceptions, before any rank reads or writes: an error on one rank is one on all, and then nothing has changed
+on any. No collective is added. Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
 
-Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
+A save does not see what *other* ranks save under the same key: DCP takes the same chunk of the same key for replicas
+and keeps that of one rank. Experts get names of their own instead (``names.py``).
 """
 
 import copy
@@ -20,28 +21,25 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader as dcp_loader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ..fsdp.checkpoint import storage_reader_for
-from ..fsdp.dtensor import local_shard
+from ..fsdp.dtensor import is_dtensor, local_shard
 from ..optimizers.masters import MASTER, can_rebuild
-from ..state.mapping import LEFT_OUT
-from .chunks import Shape, why_misread
+from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -56,11 +54,7 @@ class Loaded(NamedTuple):
 
     filled: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Requested keys that were left as they were."""
-
-
-HAD_NONE, ALLOWED = "the checkpoint knows its parameter, which had no state", "the caller allows that"
-"""Values of ``LEFT_OUT``."""
+    """Requested keys that were left as they were, or are no longer in the state dict."""
 
 
 class Problem(Enum):
@@ -77,48 +71,37 @@ class Problem(Enum):
     )
     KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
     DTYPE = (
-        "of another dtype than in the checkpoint, and would be cast: {}. Load into tensors of the saved dtype, or cast "
-        "on purpose with allow_cast=[patterns]."
+        "of another dtype than in the checkpoint, and would be cast: {}. Cast on purpose with allow_cast=[patterns]."
     )
-    DESTINATION = (
-        "that DCP cannot load into correctly: {}. Redistribute them, or give their local tensors chunks with "
-        "fsdp_offload.checkpoint.with_chunks."
-    )
+    DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
     OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
     HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
-    FILE = (
-        "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part, or did "
-        "its save not end?"
-    )
+    FILE = "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part?"
 
 
 Found = tuple[Problem, str, str]  # with a key, and details
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(default_planner.DefaultLoadPlanner):
     """A DCP load planner that refuses what would be silently wrong.
 
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
     elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
-    a load of nothing.
-
-    State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank has one
-    range of the elements.
+    a load of nothing; checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, where that
+    matters. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank
+    has one range of the elements.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
-    Left out without asking:
+    Taken out of the state dict (outermost keys by :func:`load` alone), which then says what the checkpoint says:
 
     - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
       saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;
-    - a missing ``master_param`` of floating point, which the caller rebuilds from the parameter; the lower bits of a
-      parameter, kept as integers, cannot be made from it;
-    - such a master in the checkpoint, if other state of its parameter is requested.
+    - a missing ``master_param`` of floating point, which the optimizer rebuilds from the parameter; the lower bits of
+      a parameter, kept as integers, cannot be made from it. Such a master may also stay in the checkpoint.
 
-    What is left out stays as it was in the state dict. So does everything, meta tensors included, after a refusal.
-
-    Checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, are refused where that matters.
+    What else is missing and may be stays as it was in the state dict. So does everything after a refusal.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``
@@ -130,8 +113,11 @@ class LoadPlanner(DefaultLoadPlanner):
         TypeError: an argument is neither a bool nor a sequence of patterns.
     """
 
-    loaded: Loaded
+    loaded = Loaded()
     """What the last load has filled, and left as it was."""
+
+    reader: FileSystemReader | None = None  # whose files are looked at
+    taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter
 
     def __init__(
         self, *, allow_missing: Allowed = False, allow_extra: Allowed = False, allow_cast: Allowed = False
@@ -140,8 +126,6 @@ class LoadPlanner(DefaultLoadPlanner):
         self._may_be_missing = _matcher("allow_missing", allow_missing)
         self._may_be_extra = _matcher("allow_extra", allow_extra)
         self._may_be_cast = _matcher("allow_cast", allow_cast)
-        self.loaded = Loaded()
-        self.reader: FileSystemReader | None = None  # whose files are looked at
 
     # --- called by DCP, in this order --------------------------------------------------------------------------------
 
@@ -152,7 +136,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.loaded = Loaded()
         self._users_state_dict = state_dict
         self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
-        self._had_none: set[str] = set()
+        self.taken_out = {}
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -161,7 +145,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
         self._check_metadata()
-        common = {key: self._as_stored(key, value, stored[key]) for key, value in requested.items() if key in stored}
+        common = {key: value for key, value in requested.items() if key in stored}
         problems = [*self._missing(requested, stored)]
         if not common and not problems:
             raise ValueError(
@@ -169,12 +153,13 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"{listed([*requested])}; it has {listed([*stored])}. Is the state dict nested as it was saved?"
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
-        extra = self._extra(stored)
-        plan = LoadPlan([]) if problems else create_default_local_load_plan(common, self.metadata)
-        problems = problems or [*_uncovered(common, plan.items), *self._unreadable(plan.items)]
+        extra, plan = self._extra(stored), LoadPlan([])
+        if not problems:
+            self.state_dict = {key: self._as_stored(key, value, stored[key]) for key, value in common.items()}
+            plan = default_planner.create_default_local_load_plan(self.state_dict, self.metadata)
+            problems = [*_uncovered(self.state_dict, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
-        self.state_dict = common
         return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -192,13 +177,12 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, path in self.mappings.items():
             container, place = _place(self._users_state_dict, path)
             value, filled = container[place], self.state_dict.get(key)
-            if not isinstance(value, Tensor):
-                continue
-            if isinstance(filled, Tensor) and value.device == torch.device("meta"):
+            if isinstance(filled, Tensor) and isinstance(value, Tensor) and value.is_meta:
                 container[place] = self._shaped.get(key, filled)
-            vars(value).pop(LEFT_OUT, None)
-            if key not in self.state_dict and _is_state(key):
-                setattr(value, LEFT_OUT, HAD_NONE if key in self._had_none else ALLOWED)
+        for path in {_up_to_state(self.mappings[key], parameter) for key, parameter in self.taken_out.items()}:
+            container, place = _place(self._users_state_dict, path)
+            if len(path) > 1:  # dcp.load() looks for outermost keys again; load() takes these out afterwards
+                del container[place]
         self.loaded = Loaded((*self.state_dict,), tuple(key for key in self.mappings if key not in self.state_dict))
         return new_plan
 
@@ -207,36 +191,32 @@ class LoadPlanner(DefaultLoadPlanner):
         container, place = _place(self.original_state_dict, self.mappings[read_item.dest_index.fqn])
         container[place] = torch.load(value, weights_only=False)  # as DCP does: checkpoints have any object
 
-    # --- keys --------------------------------------------------------------------------------------------------------
-
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
-        listed = self._listed_parameters(stored) if any(map(_is_state, missing)) else {}
-        with_state = {_parameter_of(key, listed) for key in stored} if listed else set()
+        parameters = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else set()
+        with_state = {_parameter_of(key, parameters) for key in stored} if parameters else set()
         for key in missing:
-            parameter = _parameter_of(key, listed)
+            parameter = _parameter_of(key, parameters)
             if parameter is not None and parameter not in with_state:
-                self._had_none.add(key)
-            elif not self._may_be_missing(key) and not _is_spare_master(key, requested[key]):
+                self.taken_out[key] = parameter
+            elif _is_spare_master(key, requested[key]):
+                self.taken_out[key] = key.rpartition(".")[0]
+            elif not self._may_be_missing(key):
                 yield Problem.MISSING, key, ""
 
-    def _listed_parameters(self, stored: Mapping[str, Any]) -> dict[str, set[str]]:
-        """Root of optimizer state (``…state.``) → the FQNs that the param groups beside it list."""
-        entries = [(key, *found) for key in stored if (found := _beside_groups(key)) is not None]
+    def _listed_parameters(self, stored: Mapping[str, Any]) -> set[str]:
+        """Root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list."""
+        entries = [(key, *beside) for key in stored if (beside := _beside_groups(key)) is not None]
         lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
-        listed: dict[str, set[str]] = {root: set() for _, root, _ in entries}
-        for _, root, entry in entries:
-            if root not in lists.values():
-                listed[root].add(entry.rpartition(".")[0])
+        found = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
         if lists and self.reader is not None:
             values: dict[str, Any] = dict.fromkeys(lists, ())
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
                 # A few bytes, on every rank. By a copy, which this load sets up for itself.
-                dcp_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
-            for key, root in lists.items():
-                listed[root].update(map(str, values[key]))
-        return listed
+                state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
+            found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
+        return found
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
         """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
@@ -256,20 +236,18 @@ class LoadPlanner(DefaultLoadPlanner):
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]
 
-    # --- values ------------------------------------------------------------------------------------------------------
-
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
-        if not (isinstance(entry, TensorStorageMetadata) and isinstance(value, Tensor) and _is_state(key)):
+        is_row = (
+            isinstance(value, Tensor)
+            and isinstance(entry, TensorStorageMetadata)
+            and tuple(entry.size) == (value.numel(),)
+        )
+        flat = in_one_dimension(value) if is_row and value.dim() != 1 and ".state." in f".{key}" else None
+        if flat is None:
             return value
-        if value.dim() == 1 or tuple(entry.size) != (value.numel(),):
-            return value
-        with suppress(TypeError, ValueError):  # what is wrong with it is told below
-            flat = in_one_dimension(value)
-            if flat is not None:
-                self._shaped[key] = value
-                return flat
-        return value
+        self._shaped[key] = value
+        return flat
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):
@@ -283,8 +261,6 @@ class LoadPlanner(DefaultLoadPlanner):
         unfit = why_misread(value)
         if unfit is not None:
             yield Problem.DESTINATION, key, unfit
-
-    # --- files -------------------------------------------------------------------------------------------------------
 
     def _check_metadata(self) -> None:
         """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
@@ -324,19 +300,11 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Loaded:
-    """Load as ``torch.distributed.checkpoint.load``: what would be silently wrong is an error before anything changes.
+    """Load as ``torch.distributed.checkpoint.load``, whose arguments these are, with a :class:`LoadPlanner`.
 
     Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
     one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are
     damaged within a file are found by ``checkpoint_tools``: seal a checkpoint when it is saved, verify it before.
-
-    Args:
-        state_dict: what to load, and into what.
-        checkpoint_id: a path, or a URL of fsspec.
-        storage_reader: a reader of another kind than ``FileSystemReader`` is used as it is.
-        planner: by default ``LoadPlanner()``.
-        process_group: the ranks that load together; by default all.
-        no_dist: load in this process alone.
 
     Returns:
         The keys that were filled, and those that were left as they were.
@@ -353,33 +321,72 @@ def load(
         planner.reader = storage_reader
     where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
     try:
-        dcp_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
+        state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
+    for key in planner.taken_out:
+        state_dict.pop(key, None)
     return planner.loaded
 
 
-# --- what keys say ---------------------------------------------------------------------------------------------------
+class SavePlanner(default_planner.DefaultSavePlanner):
+    """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
+
+    keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
+
+    def create_local_plan(self) -> SavePlan:
+        """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks, and the writer keeps all chunks."""
+        wrong = [f"{key} ({why})" for key, value in self.state_dict.items() if (why := why_misread(value))]
+        if wrong:
+            raise ValueError(
+                f"nothing has been written: DCP would save {len(wrong)} tensors as other parts than they are: "
+                f"{listed(wrong)}. Save what carries its chunks: get_optimizer_state_dict, and for values of a model's "
+                "state_dict() fsdp_offload.checkpoint.with_parameter_chunks"
+            )
+        dtensors = {key: value for key, value in self.state_dict.items() if self.keeps_one_chunk and is_dtensor(value)}
+        ragged = [key for key, value in dtensors.items() if len(chunks_of(value).chunks) > 1]
+        if ragged:
+            raise ValueError(
+                "nothing has been written: HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would "
+                f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
+            )
+        return super().create_local_plan()
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Metadata:
+    """Save as ``torch.distributed.checkpoint.save``, whose arguments these are, with :class:`SavePlanner`.
+
+    A ``HuggingFaceStorageWriter`` keeps one chunk per tensor and rank: it is refused where it would drop others.
+
+    Raises:
+        CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has been
+            written.
+    """
+    planner = SavePlanner()
+    planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
+    where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
+    saved = state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
+    return cast(Metadata, saved)
 
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
-    if isinstance(allowed, bool):
-        return lambda key: allowed
+    patterns = ("*",) if allowed is True else tuple(allowed or ())
     # One string is refused too: its letters would be patterns.
-    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in allowed):
+    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
-    patterns = tuple(allowed)
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _is_state(key: str) -> bool:
-    return ".state." in f".{key}"
 
 
 def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
-    stored_or_requested = value.properties if isinstance(value, TensorStorageMetadata) else value
-    dtype = getattr(stored_or_requested, "dtype", None)
+    dtype = getattr(getattr(value, "properties", value), "dtype", None)  # as stored, or of what is requested
     return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
 
 
@@ -390,25 +397,18 @@ def _beside_groups(key: str) -> tuple[str, str] | None:
     return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
 
 
-def _parameter_of(key: str, listed: Mapping[str, set[str]]) -> str | None:
-    """Root and FQN of the listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
-    for root, fqns in listed.items():
-        name = key.removeprefix(root) if key.startswith(root) else ""
-        while name := name.rpartition(".")[0]:
-            if name in fqns:
-                return f"{root}{name}"
+def _parameter_of(key: str, parameters: Set[str]) -> str | None:
+    """The listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
+    while key := key.rpartition(".")[0]:
+        if key in parameters:
+            return key
     return None
 
 
-# --- what DCP's plan does --------------------------------------------------------------------------------------------
-
-
-class ReadPart(NamedTuple):
-    """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
-
-    offsets: Shape
-    sizes: Shape
-    stored_at: Shape
+def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:
+    """The begin of a ``path`` to some state of ``parameter`` that names one value of it, which may be a dict itself."""
+    begins = (path[:length] for length in range(1, len(path)))
+    return next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path)
 
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
@@ -427,42 +427,9 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
             continue
         # As many as there are, and no two the same: all of them.
         covered = sum(math.prod(part.sizes) for parts in chunks[key].values() for part in parts)
-        local = local_shard(value)
-        # A ShardedTensor, or a LocalShardsWrapper, has several.
-        shards = local.local_shards() if hasattr(local, "local_shards") else [local]
-        needed = sum(getattr(shard, "tensor", shard).numel() for shard in shards)
+        needed = local_shard(value).numel()
         if covered != needed:
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
-
-
-def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
-    """Two parts that have elements in common, or ``None``.
-
-    Parts that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
-    group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
-    pair by pair.
-    """
-    for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
-        groups: list[list[ReadPart]] = []
-        end = -1
-        for part in sorted(parts, key=lambda part: part.offsets[dim]):
-            if part.offsets[dim] >= end:
-                groups.append([])
-            groups[-1].append(part)
-            end = max(end, part.offsets[dim] + part.sizes[dim])
-        if len(groups) > 1:
-            return next(filter(None, map(overlapping, groups)), None)
-    return next((pair for pair in itertools.combinations(parts, 2) if _overlap(*pair)), None)
-
-
-def _overlap(first: ReadPart, second: ReadPart) -> bool:
-    return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
-    )
-
-
-# --- messages and containers -----------------------------------------------------------------------------------------
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from ..core.buckets import Bucket
+from ..core.loop import Core
+from ..core.way_back import WayBack
 from ..device.lanes import HostFlag
 from ..fsdp.gradients import USED_UP, is_spent, is_watched, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.store import OwnCounters, StateStore
-from .buckets import Bucket
 from .homes import Plan
-from .loop import Core
 from .old_parameters import OldParameters
 from .updates import BucketUpdates
-from .way_back import WayBack
 
 logger = logging.getLogger(__name__)
 

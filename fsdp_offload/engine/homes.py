@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.items import BytesAtHome
+from ..core.packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
@@ -23,8 +25,6 @@ from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
 from ..state.shard import Housed, StateShard
 from ..state.store import StateStore
-from .items import BytesAtHome
-from .packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, place_homes, plan_buckets
 
 AnyHoused = TypeVar("AnyHoused", bound=Housed)
 TakeRegion = Callable[[int, Sequence[int]], Region]

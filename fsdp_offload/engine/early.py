@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from ..core.loop import Core
 from ..fsdp.dtensor import version_of
 from ..fsdp.gradients import is_spent, note_freed, spend, unwatch, watch
 from ..state.store import StateStore
 from .guesses import Guesses, Version
 from .homes import Plan
-from .loop import Core
 from .updates import BucketUpdates
 
 logger = logging.getLogger(__name__)

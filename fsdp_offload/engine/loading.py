@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..fsdp.dtensor import is_dtensor, placements_of
 from ..optimizers.masters import MASTER, can_rebuild
-from ..state.layout import StateLayout, ValueLayout, in_dtypes_of, leaves_of
+from ..state.layout import StateLayout, ValueLayout, forms_of, in_dtypes_of
 from ..state.store import UserState
 from .engine import Engine
 
@@ -48,8 +48,12 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     loaded: dict[Tensor, UserState] = {}
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):
         param_of[saved_id] = param
-        saved = _without_none(state_dict["state"].get(saved_id), saved_id)
-        saved = engine.conventions.without_dispensable(param, saved)
+        given = state_dict["state"].get(saved_id) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(given).__name__}.")
+        # SGD used to save ``momentum_buffer: None``.
+        present = {name: value for name, value in given.items() if value is not None}
+        saved = engine.conventions.without_dispensable(param, present)
         name = engine.names.get(param, str(saved_id))
         if saved and whole:
             loaded[param] = _of_whole(engine, name, param, saved)
@@ -57,13 +61,6 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
             layout = _expected_layout(engine, optimizer, param, index, saved_groups[index])
             loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
-
-
-def _without_none(saved: object, saved_id: object) -> dict[str, Any]:
-    """The entries of one parameter that say something: SGD used to save ``momentum_buffer: None``."""
-    if not isinstance(saved, Mapping | None):
-        raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(saved).__name__}.")
-    return {name: value for name, value in (saved or {}).items() if value is not None}
 
 
 def _expected_layout(
@@ -90,7 +87,9 @@ def _checked(
     needed = (
         expected if engine.layouts.capabilities.known else [n for n in layout.values if n in current or not current]
     )
-    missing = [n for n in needed if n not in saved and not _will_be_rebuilt(layout, n)]
+    master = layout.values.get(MASTER)
+    rebuilt = [MASTER] if master is not None and can_rebuild(master.leaves[0].dtype) else []
+    missing = [n for n in needed if n not in saved and n not in rebuilt]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:
         # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.
@@ -106,15 +105,11 @@ def _checked(
         _check_scalar(f"{name}, {key!r}", example, saved[key])
     for key, value_layout in layout.values.items():
         if key in saved:
-            _check_value(engine, f"{name}, {key!r}", param, key, value_layout, saved[key])
+            _check_value(engine, f"{name}, {key!r}", param, value_layout, saved[key])
     return {
         key: value if key in layout.values else _like_example(layout.scalars.get(key), value)
         for key, value in saved.items()
     }
-
-
-def _will_be_rebuilt(layout: StateLayout, name: str) -> bool:
-    return name == MASTER and name in layout.values and can_rebuild(layout.values[name].leaves[0].dtype)
 
 
 def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> UserState:
@@ -142,23 +137,22 @@ def _check_scalar(place: str, example: object, saved: object) -> None:
         raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
 
 
-def _check_value(engine: Engine, place: str, param: Tensor, key: str, value: ValueLayout, saved: object) -> None:
-    if not isinstance(saved, Tensor):
-        raise ValueError(f"load_state_dict: {place} should be a tensor, got {type(saved).__name__}.")
+def _check_value(engine: Engine, place: str, param: Tensor, value: ValueLayout, saved: object) -> None:
     home = param  # sharded like that, or as an optimizer that sees DTensors would make it
     if is_dtensor(param) and not engine.layouts.capabilities.elementwise:
         meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
         home = value.build(meta)
     _check_sharding(place, home, saved)
-    leaves = value.leaves
-    if not engine.conventions.keeps_raw_state:
-        leaves = (leaves[0]._replace(dtype=engine.conventions.saved_dtype(leaves[0].dtype)),)
-    got = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(saved)]
-    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    if got != wanted:
+    conventions = engine.conventions
+    leaves = value.leaves if conventions.keeps_raw_state else value.leaves[:1]
+    wanted = [
+        (leaf.shape, leaf.dtype if conventions.keeps_raw_state else conventions.saved_dtype(leaf.dtype))
+        for leaf in leaves
+    ]
+    if forms_of(saved) != wanted:
         raise ValueError(
-            f"load_state_dict: {place} should have local tensors of {wanted}, got {got}. Nothing is cast or resized on "
-            "load; convert the state dict first if that is what you want."
+            f"load_state_dict: {place} should have local tensors of {wanted}, got {forms_of(saved)}. Nothing is cast "
+            "or resized on load; convert the state dict first if that is what you want."
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.buckets import Bucket
 from ..cpu_update.updates import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
@@ -18,7 +19,6 @@ from ..optimizers.kept_state import Layouts
 from ..optimizers.shared_values import SharedValues
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
-from .buckets import Bucket
 from .homes import Plan
 from .lending import SpareHomes
 from .weights import Weights
