@@ -15,14 +15,9 @@ TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 class Gate:
     """A job that ends when it is opened."""
 
-    step = None
-
     def __init__(self) -> None:
         self.reached = threading.Event()
         self.opened = threading.Event()
-
-    def may_pass(self, earlier: object) -> bool:
-        return False
 
     def begin(self, memory: Tensor) -> None:
         pass

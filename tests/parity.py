@@ -106,8 +106,12 @@ class Pair:
             self.steps += 1
             self.assert_same()
 
+    def differences(self) -> Iterator[str]:
+        """What is not the same, in words."""
+        return differences(self.plain, self.offloaded)
+
     def assert_same(self) -> None:
-        found = list(differences(self.plain, self.offloaded))
+        found = list(self.differences())
         assert not found, f"after {self.steps} steps: " + "; ".join(found[:6])
         if self.offloaded.is_offloaded:
             assert_at_home(self.offloaded.optimizer)

@@ -17,7 +17,7 @@ from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
-from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of

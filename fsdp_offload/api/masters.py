@@ -1,14 +1,14 @@
 """:func:`add_masters`: fp32 masters for an optimizer that has none."""
 
 import warnings
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch.optim import Optimizer
 
 from ..optimizers import capabilities_for
-from ..optimizers.masters import MasterKind
-from ..optimizers.with_masters import WithMasters, class_with_masters, has_master, widen_state
+from ..optimizers.masters import MasterKind, has_master
+from ..optimizers.with_masters import WithMasters, class_with_masters, widen_state
 from ..state.layout import params_of
 from .checks import names_by_place, refuse_bypass
 from .wrapped import attachment_of, is_wrapped, redirect_captured_step, wrappers_around
@@ -51,10 +51,10 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
             "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters.",
             stacklevel=2,
         )
-    plain_step = type(target).step
-    target.__class__ = class_with_masters(type(target), kind)
+    plain: Any = type(target)
+    target.__class__ = class_with_masters(plain, kind)
     assert isinstance(target, WithMasters)
-    redirect_captured_step(target, plain_step, type(target).step, wrappers)
+    redirect_captured_step(target, plain.step, type(target).step, wrappers)
     target.register_step_pre_hook(refuse_bypass)
     widen_state(target)
     return optimizer

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine.engine import Engine, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
-from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too
 from ..state.mapping import OffloadedState
 

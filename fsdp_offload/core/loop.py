@@ -390,16 +390,12 @@ class Core:
         self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
         self.cache.forget(list(self.cache.held))
 
-    def abandon(self, *, is_undone: bool = False) -> None:
-        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated.
-
-        ``is_undone``: the update has written nothing, so places that are newer than their homes still count.
-        """
+    def abandon(self) -> None:
+        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated."""
         if self.updated is not None:
             self.updated.synchronize()
         updated, torn = self._updated_items(), () if self.torn is None else self.torn.streamed
-        held = (item for item in torn if item.block is not None and item not in updated)
-        self.cache.forget([item for item in held if not (is_undone and item.dirty)])
+        self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned, self.torn = (), None
         self.updates.abandon(self.buckets, self.done)
         self.cache.flush()

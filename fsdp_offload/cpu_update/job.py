@@ -3,20 +3,16 @@
 ::
 
     begin: gradients down ──▶ update: the optimizer's class on host tensors ──▶ finish: parameters up
-
-In a backward gradients become final in waves, one for each group of the model. Where the host is slower than that, the
-newest wave that is there goes first: its layers are needed first in the next forward, and what is left over when the
-backward ends is spread over all layers, so that the forward finds each one done just before its turn.
 """
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..device.arena import aligned
 from ..device.lanes import Lane, Mark, recorded
-from ..optimizers import Capabilities, LogicalStep
+from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange, update_bucket
-from ..optimizers.shared_values import SharedValues, entries_of, instance_attributes
+from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
-from .mirror import Hasher, Mirror, like
+from ..state.store import StateStore
+from .mirror import Mirror, like
 
 _FLAG_BYTES = aligned(1)
 """Bytes that say, in what a bucket brings down, whether its parameters have been written by somebody else."""
@@ -42,66 +38,43 @@ def passing_bytes(gradient_bytes: Iterable[int]) -> int:
 
 
 class HostStep:
-    """Hyperparameters as they were when a logical step was called, which its buckets share; the threads look into them.
+    """One logical step as it was when it was called; the buckets of the host share it, and its threads look into it.
 
     Attributes:
         gradient_divisor: of the user's gradients in a fused kernel: the scale, or one where it skips the step.
-        created: state that updates have made where there was none.
         failed: an update has failed, so that later ones are left out.
     """
 
     def __init__(
-        self, cls: type[Optimizer], capabilities: Capabilities, optimizer: Optimizer, shards: Iterable[StateShard]
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        optimizer: Optimizer,
+        shards: Iterable[StateShard],
+        down: Lane,
     ) -> None:
         """Note where the step starts. Tensors are copied: a scheduler may write them before they have been read."""
+        self._cls, self._capabilities, self._down = cls, capabilities, down
         groups = entries_of(optimizer)
-        self._values = tree_map_only(Tensor, _copy, {**instance_attributes(optimizer), "param_groups": groups})
+        self._values = tree_map_only(
+            Tensor, lambda one: one.detach().clone(), {**instance_attributes(optimizer), "param_groups": groups}
+        )
+        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
+        for shard in shards:
+            dtypes[shard.group].add(shard.param.dtype)
+        self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
         scale, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
         self.gradient_divisor = scale if isinstance(scale, Tensor) else None
         if isinstance(scale, Tensor) and isinstance(found_inf, Tensor):
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
-        dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
-        for shard in shards:
-            dtypes[shard.group].add(shard.param.dtype)
-        pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
-        self._step = LogicalStep({}, pinned)
-        self.cls, self.conventions = cls, capabilities.conventions
-        self.created: dict[Tensor, UserState] = {}
         self.failed = False
-        self._shared: SharedValues | None = None
 
-    def shared(self, down: Lane) -> SharedValues:
-        """Hyperparameters, with tensors on the host: the updating thread brings them there for the first bucket."""
-        if self._shared is None:
-            with down.running():
-                values: Any = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
-            self._shared = SharedValues(values, self._step)
-        return self._shared
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-class HostStates(StateStore):
-    """Copies of the entries of ``optimizer.state`` for one bucket: the main thread may give the homes other places."""
-
-    def __init__(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        self._homes = {shard.param: shard.homes for shard in shards}
-        self._users = {param: states.get(param) for param in self._homes}
-        super().__init__(defaultdict(dict, {param: dict(user) for param, user in self._users.items()}))
-
-    def commit(self, created: dict[Tensor, UserState]) -> None:
-        """Give counters to the user's entries; what was not there becomes ``created``, for the main thread's table."""
-        for param, own in self._states.items():
-            user, homes = self._users[param], self._homes[param]
-            new = {name: value for name, value in own.items() if not user or (name in homes and user.get(name) is None)}
-            if new:
-                created.setdefault(param, {}).update(new)
-            if user:
-                for name in user.keys() - own.keys():
-                    del user[name]
-                user.update({name: value for name, value in own.items() if name not in homes})
+    @cached_property
+    def divided(self) -> DividedStep:
+        """The step, with tensors on the host: the updating thread brings them there for the first bucket."""
+        with self._down.running():
+            values = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, self._values))
+        return DividedStep(self._cls, self._capabilities, values, pinned=self._pinned)
 
 
 @dataclass(eq=False)
@@ -114,37 +87,18 @@ class HostJob:
     grads: list[Tensor]  # on the device, held until they have been copied
     moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
     step: HostStep
-    states: HostStates
-    lanes: tuple[Lane, Lane]  # for what goes down, and for what goes up
-    hashers: tuple[Hasher, Hasher]  # likewise
-    after: tuple[Mark, ...]  # passed before gradients are read: of a wave, all that the one before has, and more
+    states: StateStore  # copies of the user's entries
+    after: Sequence[Mark]  # passed before gradients are read
     errors: list[tuple[str, BaseException]]  # of all jobs: parameters that may be half updated, and why
-    state_bytes: int
     done: threading.Event = field(default_factory=threading.Event)  # the host may look at results and ``errors``
     uploaded: Mark | None = None  # recorded behind the parameters' way up
     failed: bool = False  # it, or another one of its step before it
     update_seconds: float = 0.0
+    state_bytes: int = 0  # that it has updated
     weights_down_bytes: int = 0  # of parameters that the mirror did not have
     _down: Mark | None = None
-    _grads_on_host: list[Tensor] = field(default_factory=list)
     _changed: Tensor | None = None  # on the host; says behind ``_down`` whether parameters were written
     _updated: bool = False
-    _are_there: bool = False
-
-    def may_pass(self, earlier: "HostJob") -> bool:
-        """Return at once whether to do it before ``earlier``, which was submitted first, and what came between.
-
-        Its gradients have to be of a newer wave in the same step, and there. Within a wave the order stays: a
-        parameter's ranges are updated from the first one on.
-        """
-        if self.step is not earlier.step or len(self.after) <= len(earlier.after):
-            return False
-        try:
-            # Asked for each job whenever one is taken, and of a device: what has passed is not asked again.
-            self._are_there = self._are_there or all(mark.passed() for mark in reversed(self.after))
-        except RuntimeError:
-            return False  # the device's, which begin() will meet as well, and tell
-        return self._are_there
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -169,26 +123,27 @@ class HostJob:
 
     def _issue_downloads(self, memory: Tensor) -> None:
         # What came up last: the mirror is about to be written, and what is on the device is compared with it.
-        down = self.lanes[0]
+        down = self.mirror.lanes[0]
         down.wait(*self.after, self.mirror.uploaded)
-        offset = _FLAG_BYTES
-        for grad in self.grads:
-            self._grads_on_host.append(like(grad, memory[offset : offset + grad.nbytes]))
+        offset, on_host = _FLAG_BYTES, []
+        for bound, grad in zip(self.ranges, self.grads, strict=True):
+            bound.gradient = like(grad, memory[offset : offset + grad.nbytes])
+            on_host.append(bound.gradient)
             offset += aligned(grad.nbytes)
         if self.grads:
             # One piece: nobody else's small copies go down here.
-            down.copy_all(self._grads_on_host, self.grads)
+            down.copy_all(on_host, self.grads)
             with down.running():
                 self._unscale_gradients()
-                if self.mirror.is_known:
-                    self._changed = memory[:1].view(torch.bool)[0]
-                    self.mirror.compare(self._changed, self.hashers[0])
-            if self._changed is None:
+            if self.mirror.is_known:
+                self._changed = memory[:1].view(torch.bool)[0]
+                self.mirror.compare(self._changed)
+            else:
                 self._bring_weights_down()
         self._down = down.mark()
 
     def _bring_weights_down(self) -> None:
-        self.mirror.copy_down(self.lanes[0])
+        self.mirror.copy_down()
         self.weights_down_bytes = self.mirror.nbytes
 
     def _unscale_gradients(self) -> None:
@@ -211,35 +166,32 @@ class HostJob:
                 if not self.step.failed:
                     with recorded(f"fsdp_offload H{self.number}"):
                         self._update()
-        self._grads_on_host, self._changed = [], None  # the memory is somebody else's from now on
+        for bound in self.ranges:
+            bound.gradient = None  # the memory is somebody else's from now on
+        self._changed = None
         self.failed = self.failed or self.step.failed
 
     def _update(self) -> None:
         if self._changed is not None and self._changed.item():
             self._bring_weights_down()
-            self.lanes[0].mark().synchronize()
-        step, shared = self.step, self.step.shared(self.lanes[0])
+            self.mirror.lanes[0].mark().synchronize()
+        step = self.step.divided
         begin = time.perf_counter()
         for target, source in self.moves:
             target.copy_(source)
         # torch's fused SGD takes ranges that all have state, or that all have none; it is us who choose fused kernels.
         parts: tuple[list[BoundRange], list[BoundRange]] = [], []
-        for bound, grad in zip(self.ranges, self._grads_on_host, strict=True):
-            if grad.stride() != bound.param.stride():  # and those go through memory
-                grad = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
-            bound.gradient = grad
+        for bound in self.ranges:
+            grad = bound.gradient
+            if grad is not None and grad.stride() != bound.param.stride():  # and those go through memory
+                bound.gradient = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             parts[any(value is not None for value in self.states.get(bound.shard.param).values())].append(bound)
         if self.ranges:
             self.mirror.is_known = False  # until what comes of it is on the device
-        try:
-            for part in filter(None, parts):
-                # Tables of hooks are the main thread's.
-                update_bucket(step.cls, shared, step.conventions, part, self.states, nullcontext)
-        finally:
-            for bound in self.ranges:
-                bound.gradient = None
-        self.states.commit(step.created)
+        for part in filter(None, parts):
+            update_bucket(step, part, self.states)
         self.update_seconds = time.perf_counter() - begin
+        self.state_bytes = sum(value.nbytes for bound in self.ranges for value in bound.values.values())
         self._updated = True
 
     def finish(self) -> None:
@@ -249,9 +201,8 @@ class HostJob:
                 self._issue_uploads()
         # The rest goes with its step, not with the next step of this bucket.
         self.ranges, self.grads, self.moves, self.after = [], [], [], ()
-        self.step = self.states = self.mirror = self.hashers = None  # type: ignore[assignment]
+        self.step = self.states = self.mirror = None  # type: ignore[assignment]
         self.done.set()
 
     def _issue_uploads(self) -> None:
-        up = self.lanes[1]
-        self.uploaded = self.mirror.copy_up(up, self.hashers[1]) if self.ranges else up.mark()
+        self.uploaded = self.mirror.copy_up()

@@ -9,11 +9,10 @@ While nobody else has written them, parameters never come down: what they are is
 say whether somebody has (``param.data.copy_`` counts nothing), so the device compares what it holds with what was
 uploaded. What is not known, because an update has failed or the memory is elsewhere, comes down again.
 
-A fingerprint is a random linear hash of each row of memory. A row is up to 1024 32-bit words; its hash is the sum of
-its words, each times an odd random 64-bit number of its place, modulo 2**64. One changed word always changes it. Any
-other write that does not know the random numbers leaves it as it was with a probability of at most 2**-32, however
-regular: exchanged halves, flipped signs, a permuted identity. (Plain sums of rows and columns do not notice a flipped
-identity.) Bits are compared, so -0.0 is not 0.0, and NaN is NaN.
+A fingerprint is a random linear hash of each row of memory: the sum of its up to 1024 32-bit words, each times an odd
+random 64-bit number of its place, modulo 2**64. One changed word always changes it. Any other write that does not know
+the random numbers leaves it as it was with a probability of at most 2**-32, however regular: exchanged halves, flipped
+signs, a permuted identity. Bits are compared, so -0.0 is not 0.0, and NaN is NaN.
 """
 
 import os
@@ -36,10 +35,9 @@ _SEED = int.from_bytes(os.urandom(7))
 
 
 class Hasher:
-    """The random numbers, and the memory for products. One for each stream: what it hashes is in order there."""
+    """The random numbers, and 12 MiB for products. One for each stream: what it hashes is in order there."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the memory from the current stream: 12 MiB."""
         chance = torch.Generator().manual_seed(_SEED)  # not the user's generator
         weights = torch.randint(-(1 << 62), 1 << 62, (ROW_WORDS,), generator=chance, device="cpu")
         self.weights = (2 * weights + 1).to(device)
@@ -48,14 +46,9 @@ class Hasher:
 
 
 class Fingerprint:
-    """Fingerprint of tensors whose memory stays where it is; it keeps that memory.
-
-    Attributes:
-        rows: how many hashes it is made of.
-    """
+    """Fingerprint, of so many ``rows``, of flat ``uint8`` tensors of one device; it keeps their memory."""
 
     def __init__(self, memory: Iterable[Tensor]) -> None:
-        """Take flat ``uint8`` views of the tensors, all of one device."""
         self._runs: list[list[Tensor]] = []  # hashed together: many small parameters cost few launches
         left_bytes = 0
         for piece in (piece for flat in memory for piece in flat.split(_HASHED_BYTES) if piece.numel()):
@@ -83,27 +76,35 @@ class Fingerprint:
 
 
 class Mirror:
-    """The parameters of a bucket, and their host memory, which is kept from step to step.
+    """Parameters of a bucket that are updated together, and their host memory, which is kept from step to step.
 
     Attributes:
-        ranges: all of them, bound to parameters on the device.
-        is_known: the chosen ones are the same on the device, unless somebody else has written there.
-        nbytes: of the chosen ones, which the last step has updated.
+        lanes: for what goes down, and for what goes up.
+        is_known: they are the same on the device, unless somebody else has written there.
+        nbytes: of all of them.
         uploaded: recorded behind the last way up of parameters and behind their fingerprint.
     """
 
-    def __init__(self, ranges: Sequence[BoundRange]) -> None:
-        self.ranges = list(ranges)
-        self.is_known, self.nbytes = False, 0
-        self.uploaded: Mark | None = None
+    def __init__(
+        self,
+        ranges: Sequence[BoundRange],
+        lanes: tuple[Lane, Lane],
+        hashers: tuple[Hasher, Hasher],
+        uploaded: Mark | None,
+    ) -> None:
+        """Take ranges that are bound to parameters on the device, and a hasher for each lane."""
+        self.lanes, self._hashers, self.uploaded = lanes, hashers, uploaded
+        self._ranges, self._key, self.is_known = list(ranges), _key(ranges), False
         self._on_host: dict[tuple[int, int], BoundRange] = {}
-        self._weights = [_mirrored(bound) for bound in ranges]
-        self._key = _key(ranges)
-        self._chosen: Sequence[int] = ()
-        self._params: list[Tensor] = []  # on the device; behind them on the host, and both in pieces for the way up
-        self._own: list[Tensor] = []
-        self._up: list[tuple[Tensor, Tensor]] = []
-        self._print: Fingerprint | None = None
+        self._params = [bound.param.data for bound in ranges]  # ``data``: main counts these writes
+        self._own = [_mirrored(bound) for bound in ranges]
+        self.nbytes = sum(weights.nbytes for weights in self._own)
+        pairs = list(zip(self._params, self._own, strict=True))
+        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
+        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
+        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
+        self._up = [*pieces_of(flat, PIECE_BYTES), *others]
+        self._print = None if others else Fingerprint(param for param, _ in flat)
         self._kept = self._now = torch.empty(0)
 
     def still_of(self, ranges: Sequence[BoundRange]) -> bool:
@@ -113,45 +114,27 @@ class Mirror:
     def on_host(self, index: int, side: int) -> BoundRange:
         """A range bound to the mirror, and to its state in the place ``side``."""
         if (index, side) not in self._on_host:
-            bound = self.ranges[index]
+            bound = self._ranges[index]
             values = bound.shard.values_at(side, bound.start, bound.stop)
-            self._on_host[index, side] = replace(bound, param=self._weights[index], values=values)
+            self._on_host[index, side] = replace(bound, param=self._own[index], values=values)
         return self._on_host[index, side]
 
-    def choose(self, indices: Sequence[int]) -> None:
-        """Choose the ranges that have a gradient in this step; no other update of this bucket is under way."""
-        if indices == self._chosen:
-            return
-        self._chosen, self.is_known = indices, False
-        self._own = [self._weights[index] for index in indices]
-        self._params = [self.ranges[index].param.data for index in indices]  # ``data``: main counts these writes
-        self.nbytes = sum(weights.nbytes for weights in self._own)
-        pairs = list(zip(self._params, self._own, strict=True))
-        # Ours are dense. What has to be rearranged on its way is copied in one piece, and comes down each time.
-        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
-        others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
-        self._up = [*pieces_of(flat, PIECE_BYTES), *others]
-        self._print = None if others else Fingerprint(param for param, _ in flat)
-
-    def copy_down(self, down: Lane) -> None:
+    def copy_down(self) -> None:
         """Issue the way down of all weights: the mirror is about to be written."""
         self.is_known = False
-        if self._own:
-            down.copy_all(self._own, self._params)
+        self.lanes[0].copy_all(self._own, self._params)
 
-    def compare(self, changed: Tensor, hasher: Hasher) -> None:
-        """Record in ``changed`` (``bool``, shape ``()``, on the host) whether somebody wrote, in the current stream.
-
-        It waits for nothing: ``changed`` says it when the stream has got there.
-        """
+    def compare(self, changed: Tensor) -> None:
+        """Record in ``changed`` (``bool``, ``()``, on the host) whether somebody wrote, when the stream gets there."""
         assert self._print is not None
-        self._print.write(self._now, hasher)
-        changed.copy_(torch.ne(self._now, self._kept).any(), non_blocking=True)
+        with self.lanes[0].running():
+            self._print.write(self._now, self._hashers[0])
+            changed.copy_(torch.ne(self._now, self._kept).any(), non_blocking=True)
 
-    def copy_up(self, up: Lane, hasher: Hasher) -> Mark:
+    def copy_up(self) -> Mark:
         """Issue the way up, and keep a fingerprint of what is then on the device."""
-        if self._up:
-            up.copy_all([param for param, _ in self._up], [own for _, own in self._up])
+        up, hasher = self.lanes[1], self._hashers[1]
+        up.copy_all([param for param, _ in self._up], [own for _, own in self._up])
         if self._print is not None:
             rows = self._print.rows
             with up.running():
@@ -165,9 +148,7 @@ class Mirror:
 
 def like(source: Tensor, memory: Tensor) -> Tensor:
     """A tensor like ``source`` over ``memory``, a flat ``uint8`` tensor of as many bytes, dense."""
-    if source.is_contiguous():
-        return memory.view(source.dtype).view(source.shape)
-    stride = torch.empty_like(source, device="meta").stride()
+    stride = source.stride() if source.is_contiguous() else torch.empty_like(source, device="meta").stride()
     return memory.view(source.dtype).as_strided(source.shape, stride)
 
 

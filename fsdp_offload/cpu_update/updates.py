@@ -1,14 +1,12 @@
 """Runs the user's optimizer on the host for its share of the state, which is updated where it lives.
 
-::
-
-    update ──▶ gradients down ──▶ the optimizer's class on host tensors ──▶ parameters up ──▶ wait
-
-Parameters are mirrored on the host (:mod:`mirror`) and come down only where somebody else has written them, by
-whatever means. Everything but :meth:`HostUpdates.update` and the waits runs in the threads of :mod:`worker`.
+The main thread submits a job for each bucket (:mod:`job`), and waits for it when somebody needs what it makes. Threads
+(:mod:`worker`) bring its gradients down, update, and bring its parameters up. Parameters are mirrored on the host
+(:mod:`mirror`) and come down only where somebody else has written them, by whatever means.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +24,8 @@ from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
-from .job import HostJob, HostStates, HostStep, passing_bytes
+from ..state.store import OwnCounters, StateStore
+from .job import HostJob, HostStep, passing_bytes
 from .mirror import Hasher, Mirror
 from .worker import host_worker
 
@@ -40,18 +38,8 @@ class CpuMark:
     number: int
 
     def resolved(self) -> Mark | None:
-        """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device.
-
-        ``None``: nothing was updated.
-
-        Raises:
-            RuntimeError: the update has failed, or another one of its step before it.
-        """
+        """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device."""
         return self.host.wait_updated(self.number)
-
-    def passed(self) -> bool:
-        """Not known without waiting."""
-        raise NotImplementedError
 
     def elapsed_ms_since(self, earlier: Any) -> float:
         """Not known: the host's clock has its times."""
@@ -77,42 +65,33 @@ class HostUpdates:
     ) -> None:
         self.failure = ""
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
-        self._pin = policy.pins(device.type)
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.host_lanes(serial=policy.serial)
-        self._hashers: tuple[Hasher, Hasher] | None = None
+        with self._lanes[0].running():
+            of_down = Hasher(device)
+        with self._lanes[1].running():
+            self._hashers = of_down, Hasher(device)
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
+        self._entries: dict[int, OwnCounters] = {}  # of jobs that nobody has waited for
         self._mirrors: dict[int, Mirror] = {}
         self._step: HostStep | None = None
-        self._after: dict[int, Mark] = {}
-        self._creates = False
+        self._creates = False  # some job makes state where there is none
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []  # why, and names of parameters that may be half updated
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
-    def missing_bytes(self, gradient_nbytes: Sequence[Sequence[int]]) -> int:
+    def missing_bytes(self, gradient_nbytes: Iterable[Iterable[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""
         return self._worker.missing_bytes(max(map(passing_bytes, gradient_nbytes), default=0))
 
-    def reserve(self, gradient_nbytes: Sequence[Sequence[int]]) -> tuple[Hasher, Hasher]:
-        """Take the memory through which buckets with gradients of so many bytes pass, and 24 MiB of the device.
-
-        Raises:
-            RuntimeError: the driver refuses to page-lock the memory, or the device is full.
-        """
-        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._pin)
-        if self._hashers is None:
-            device, (down, up) = self._link.device, self._lanes
-            with down.running():
-                of_down = Hasher(device)
-            with up.running():
-                self._hashers = of_down, Hasher(device)
-        return self._hashers
+    def reserve(self, gradient_nbytes: Iterable[Iterable[int]]) -> None:
+        """Take the memory through which buckets with gradients of so many bytes pass."""
+        self._worker.reserve(max(map(passing_bytes, gradient_nbytes)), pin=self._policy.pins(self._link.device.type))
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
-        self._waited_seconds, self._after = 0.0, {}
-        self._step = HostStep(self._cls, self._capabilities, optimizer, shards)
+        self._waited_seconds = 0.0
+        self._step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes[0])
 
     def update(
         self,
@@ -124,68 +103,74 @@ class HostUpdates:
     ) -> CpuMark:
         """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        The state of ``moving`` is in its other place afterwards. Gradients are read ``after`` these marks, and those of
-        all buckets before in this step. Each counts once in a step: buckets whose gradients are final at the same time
-        so wait for the same marks, and are updated in order.
+        ``states`` gets counters and what is created when somebody waits for the update, which writes the other home of
+        shards that are ``moving``. Marks ``after`` which gradients may be read are waited for when the job is issued:
+        if the stream waited now, jobs before it that are issued later would wait for the whole backward.
         """
-        assert self._step is not None, "a step has begun"
-        # Copies wait when they are issued, and not their stream now: what was submitted before is issued later, as
-        # buffers become free, and would wait for the whole backward.
-        self._after |= {id(mark): mark for mark in after if id(mark) not in self._after}
+        assert self._step is not None, "begin() comes first"
         self.wait_quietly(number)  # its mirror is written by one update at a time
-        conventions, before = self._capabilities.conventions, self._mirrors.get(number)
-        mirror = before if before is not None and before.still_of(ranges) else Mirror(ranges)
-        if before is not None:
-            mirror.uploaded = before.uploaded  # from the same memory
-        self._mirrors[number] = mirror
-        active, moves, grads = [], [], {}
-        for index, bound in enumerate(ranges):
+        gradient = self._capabilities.conventions.gradient
+        active: list[BoundRange] = []
+        moves: list[tuple[Tensor, Tensor]] = []
+        grads: list[Tensor] = []
+        for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
-            moved = mirror.on_host(index, 1 - shard.side if shard in moving else shard.side)
             if shard in moving:
-                now = shard.values_at(shard.side, bound.start, bound.stop)
-                moves += [(value, now[name]) for name, value in moved.values.items() if state.get(name) is not None]
-            grad = bound.part_of(conventions.gradient(shard.param)) if shard.group >= 0 else None
+                now, then = (shard.values_at(side, bound.start, bound.stop) for side in (shard.side, 1 - shard.side))
+                moves += [(then[name], now[name]) for name in now if state.get(name) is not None]
+            grad = bound.part_of(gradient(shard.param)) if shard.group >= 0 else None
             if grad is None:
                 continue
-            grads[index] = grad
-            active.append(moved)
+            grads.append(grad)
+            active.append(bound)
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()
             self._creates |= any(state.get(name) is None for name in shard.homes)
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(shard.param))
-        mark = CpuMark(self, number)
-        if not grads and not moves:
-            return mark
-        # Has been, unless gradients are wider than their parameters.
-        hashers = self.reserve([[grad.nbytes for grad in grads.values()]])
-        if grads:
-            mirror.choose(tuple(grads))
-        job = self._jobs[number] = HostJob(
-            number=number,
-            mirror=mirror,
-            ranges=active,
-            grads=list(grads.values()),
-            moves=moves,
-            step=self._step,
-            states=HostStates((bound.shard for bound in active), states),
-            lanes=self._lanes,
-            hashers=hashers,
-            after=tuple(self._after.values()),
-            errors=self._errors,
-            state_bytes=sum(value.nbytes for bound in active for value in bound.values.values()),
-        )
-        self._worker.submit(job)
-        if self._policy.serial:
-            self._wait_for(job)
-        return mark
+        if grads or moves:
+            mirror = self._mirror_of(number, active)
+            sides = (1 - one.shard.side if one.shard in moving else one.shard.side for one in active)
+            shards = {bound.shard.param: bound.shard for bound in active}
+            # Not of ``states``, which knows the engine: entries may be pending when the optimizer is dropped.
+            users = StateStore(defaultdict(dict, {param: states.of(param) for param in shards}))
+            entries = OwnCounters(users, shards)
+            with torch.no_grad():
+                entries.copy(shards)
+            self.reserve([[grad.nbytes for grad in grads]])  # they may be wider than their parameters
+            job = HostJob(
+                number=number,
+                mirror=mirror,
+                ranges=[mirror.on_host(index, side) for index, side in enumerate(sides)],
+                grads=grads,
+                moves=moves,
+                step=self._step,
+                states=entries.alone(),
+                after=after,
+                errors=self._errors,
+            )
+            self._jobs[number], self._entries[number] = job, entries
+            self._worker.submit(job)
+            if self._policy.serial:
+                self.wait_quietly(number)
+        return CpuMark(self, number)
+
+    def _mirror_of(self, number: int, ranges: Sequence[BoundRange]) -> Mirror:
+        before = self._mirrors.get(number)
+        if before is None or not before.still_of(ranges):
+            uploaded = None if before is None else before.uploaded  # from the same memory
+            self._mirrors[number] = Mirror(ranges, self._lanes, self._hashers, uploaded)
+        return self._mirrors[number]
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait_updated(self, number: int) -> Mark | None:
-        """Block until the last update of a bucket is done: its state is at home; see :meth:`CpuMark.resolved`."""
+        """Block until the last update of a bucket is done: its state is at home. ``None``: nothing was updated.
+
+        Raises:
+            RuntimeError: the update has failed, or another one of its step before it.
+        """
         self.wait_quietly(number)
         job = self._jobs.get(number)
         if job is not None and job.failed:
@@ -194,18 +179,27 @@ class HostUpdates:
 
     def wait_quietly(self, number: int | None = None) -> None:
         """Block until no update is under way, or not that of one bucket; a failure is kept for who asks next."""
-        for job in self._jobs.values() if number is None else filter(None, [self._jobs.get(number)]):
-            self._wait_for(job)
+        for one in list(self._entries) if number is None else [number]:
+            if one in self._entries:
+                self._wait_for(one)
 
-    def take_created(self) -> dict[Tensor, UserState]:
-        """Return state that updates have made where there was none; waits for them all if there may be some."""
-        if not self._creates or self._step is None:
-            return {}
-        self._creates = False
-        self.wait_quietly()
-        self.raise_failure()
-        created, self._step.created = self._step.created, {}
-        return created
+    def _wait_for(self, number: int) -> None:
+        job = self._jobs[number]
+        if not job.done.is_set():
+            begin = time.perf_counter()
+            job.done.wait()
+            self._waited_seconds += time.perf_counter() - begin
+        entries = self._entries.pop(number)
+        if not job.failed:
+            with torch.no_grad():
+                entries.commit()
+
+    def wait_created(self) -> None:
+        """Wait for all updates if some make state where there was none: the user finds it after ``step()``."""
+        if self._creates:
+            self._creates = False
+            self.wait_quietly()
+            self.raise_failure()
 
     def forget(self) -> None:
         """Wait for what is under way: buckets have other numbers from now on."""
@@ -216,18 +210,8 @@ class HostUpdates:
         self._mirrors.clear()
         self._jobs.clear()
 
-    def _wait_for(self, job: HostJob) -> None:
-        if not job.done.is_set():
-            begin = time.perf_counter()
-            job.done.wait()
-            self._waited_seconds += time.perf_counter() - begin
-
     def raise_failure(self) -> None:
-        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more.
-
-        Raises:
-            RuntimeError: an update has failed; says which.
-        """
+        """Raise what has failed by now, if nobody has been told yet; then nothing is under way any more."""
         if not self._errors:
             return
         # Who is told may load weights at once, and what was updated before would still come up over them.
@@ -262,11 +246,7 @@ class HostUpdates:
 
 
 def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:
-    """Block until all parameters of the last step are new; at once from the second time on.
-
-    Raises:
-        RuntimeError: the update has failed, and there is no optimizer left that would say so.
-    """
+    """Block until all parameters of the last step are new; at once from the second time on."""
     for job in jobs.values():
         job.done.wait()
         if job.uploaded is not None:
@@ -275,7 +255,5 @@ def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseEx
     if errors:
         names, error = errors[0]
         errors.clear()
-        raise RuntimeError(
-            f"the host's part of the last step() of an optimizer that is gone stopped with {type(error).__name__}: "
-            f"{error}. Parameters {names} may be half updated."
-        ) from error
+        stopped = f"stopped with {type(error).__name__}: {error}. Parameters {names} may be half updated."
+        raise RuntimeError(f"the host's part of the last step() of an optimizer that is gone {stopped}") from error

@@ -1,101 +1,85 @@
-"""The threads that update on the host: two for each device, shared by all optimizers there.
+"""The threads that update on the host: three for each device, shared by all optimizers there.
 
 ::
 
-    main thread:  submit(job) ──────────────────────────▶ goes on
-    copies:       begin: copies down ─┐         ┌─▶ finish: copies up
-    updates:                          └▶ update ┘
+    main thread:  submit(job) ──▶ goes on
+    down:                   └▶ begin: copies down ─┐
+    updates:                                       └▶ update ─┐
+    up:                                                       └▶ finish: copies up
 
-While one job is updated, the next one comes down into another slot of pinned memory, and the last one goes up. Jobs are
-done in the order in which they were submitted, but for those that may pass others. A thread of its own issues the
-copies, so that the one that updates never stands still for that: the kernels of the optimizer do not hold the
-interpreter's lock. Nobody on the device waits for the threads unless it needs what they make.
+While one job is updated, the next one comes down into another slot of pinned memory, and the last one goes up, in the
+order in which jobs were submitted. The thread that updates never stands still for copies, and the kernels of the
+optimizer do not hold the interpreter's lock.
 """
 
 import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
 from ..device.arena import Region
 from .job import HostJob
 
-_SLOTS = 2
-"""One for what is updated, one for what comes down, in a fraction of that time. What has begun to come down cannot be
-passed any more."""
+_SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
 
 
 class HostWorker:
-    """Two threads and their memory. They start with the first job; users hold it, and the last one and its jobs end it.
+    """Three threads and their memory. They start with the first job; the last user and its jobs end them.
 
     The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an error.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._changed = threading.Condition()
-        self._queue: list[HostJob] = []
-        self._unfinished = 0
-        self._free_slots: list[Region] = []
+        self.device, self.creator_pid = device, os.getpid()
+        self._slots: SimpleQueue[Region] = SimpleQueue()  # that no job is in
         self._slot_bytes, self._pinned = 0, False
-        self.creator_pid = os.getpid()
-        self._copies = ThreadPoolExecutor(1, "fsdp_offload host copies", partial(_use_device, device))
-        self._updates = ThreadPoolExecutor(
-            1, "fsdp_offload host updates", partial(_prepare_thread, device, update_threads())
-        )
+
+        def thread(name: str, prepare: Callable[[], object]) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1, f"fsdp_offload host {name}", prepare)
+
+        self._down, self._up = (thread(name, partial(_use_device, device)) for name in ("down", "up"))
+        self._updates = thread("updates", partial(_prepare_thread, device, update_threads()))
 
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
 
     def reserve(self, slot_bytes: int, *, pin: bool) -> None:
-        """Make each slot at least that large. Waits until no job is under way where they have to grow."""
-        with self._changed:
-            if slot_bytes <= self._slot_bytes and (self._pinned or not pin):
-                return
-            self._changed.wait_for(lambda: not self._unfinished)
-            slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
-            self._free_slots, self._slot_bytes = [], 0  # there may not be room for both
-            self._free_slots = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
-            self._slot_bytes, self._pinned = slot_bytes, pin
+        """Make each slot at least that large. Waits until no job is in one where they have to grow."""
+        if slot_bytes <= self._slot_bytes and (self._pinned or not pin):
+            return
+        slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
+        for _ in range(_SLOTS if self._slot_bytes else 0):
+            self._slots.get()  # there may not be room for both
+        self._slot_bytes = 0
+        regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
+        self._slot_bytes, self._pinned = slot_bytes, pin
+        for region in regions:
+            self._slots.put(region)
 
     def submit(self, job: HostJob) -> None:
-        """Have ``job`` done after all others submitted before that it may not pass; returns at once."""
-        with self._changed:
-            self._queue.append(job)
-            self._unfinished += 1
-            self._copies.submit(self._begin)
+        """Have ``job`` done after all others submitted before; returns at once."""
+        self._down.submit(self._begin, job)
 
-    def _begin(self) -> None:
-        with self._changed:
-            if not (self._queue and self._free_slots):
-                return  # it is called again for each job, and for each slot that has become free
-            first = 0
-            # From the end: what became ready during the look is found for the first job of a wave, not for a later one.
-            for index in reversed(range(1, len(self._queue))):
-                job = self._queue[index]
-                if job.may_pass(self._queue[0]) and not (first and self._queue[first].may_pass(job)):
-                    first = index
-            job, slot = self._queue.pop(first), self._free_slots.pop()
+    def _begin(self, job: HostJob) -> None:
+        slot = self._slots.get()
         job.begin(slot.bytes)
-        self._updates.submit(self._update, job, slot)
+        try:
+            self._updates.submit(self._update, job, slot)
+        except RuntimeError:  # the interpreter goes, and joins this thread
+            self._slots.put(slot)
 
     def _update(self, job: HostJob, slot: Region) -> None:
         job.update()
-        self._copies.submit(self._finish, job, slot)
-
-    def _finish(self, job: HostJob, slot: Region) -> None:
-        job.finish()
-        with self._changed:
-            self._free_slots.append(slot)
-            self._unfinished -= 1
-            self._changed.notify_all()
-        self._begin()
+        self._slots.put(slot)
+        self._up.submit(job.finish)
 
 
 _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()
@@ -136,16 +120,15 @@ def _prepare_thread(device: torch.device, threads: int) -> None:
 def update_threads() -> int:
     """Return how many threads may update on this rank: 7/8 of its share of the process's cores, or one less.
 
-    The rest is for the main thread and for the one that issues copies. The threads of a kernel wait for each other:
-    with one on each core, all wait for the one whose core somebody else has. (H200, 16 cores: 240 ms with 16 threads,
-    203 with 15, 211 with 14; beside copies 292, 246, 250; whole steps 320, 317, 309.)
+    The threads of a kernel wait for each other: with one on each core, all wait for the one whose core the main thread
+    has, or the one that issues copies. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
     """
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores - max(1, cores // 8))
 
 
 def cores_near(device: torch.device) -> frozenset[int]:
-    """Cores of this process on the device's NUMA node; all of them where nothing is known."""
+    """Cores of this process on the device's NUMA node; all of them where the kernel does not say."""
     allowed = frozenset(os.sched_getaffinity(0))
     if device.type != "cuda":
         return allowed
@@ -155,14 +138,11 @@ def cores_near(device: torch.device) -> frozenset[int]:
 
 
 def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
-    """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``); none where the kernel does not say.
-
-    ``root`` is for tests. The kernel lists cores as ``"0-3,8,10-11"``.
-    """
+    """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``), which are listed as ``"0-3,8,10-11"``."""
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
         listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
-        parts = [part.partition("-") for part in listed.split(",") if part]
-        return frozenset(core for begin, _, end in parts for core in range(int(begin), int(end or begin) + 1))
-    except (OSError, ValueError):
-        return frozenset()  # virtual machines and containers often hide it; the node is then -1 or missing
+    except (OSError, ValueError):  # virtual machines and containers often hide it; the node is then -1 or missing
+        return frozenset()
+    parts = [part.split("-") for part in listed.split(",") if part]
+    return frozenset(core for part in parts for core in range(int(part[0]), int(part[-1]) + 1))

@@ -82,9 +82,6 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
-    def passed(self) -> bool:
-        """Return whether the lane has passed this point; at once."""
-
     def elapsed_ms_since(self, earlier: Any) -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
 
@@ -102,10 +99,6 @@ class EventMark:
     def synchronize(self) -> None:
         """Block the host until the event has passed."""
         self.event.synchronize()
-
-    def passed(self) -> bool:
-        """Return whether the event has passed."""
-        return self.event.query()
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
         """Milliseconds on the device between two marks that have both been passed."""
@@ -130,10 +123,6 @@ class HostMark:
 
     def synchronize(self) -> None:
         """Return at once."""
-
-    def passed(self) -> bool:
-        """Return ``True``."""
-        return True
 
     def elapsed_ms_since(self, earlier: "HostMark") -> float:
         """Milliseconds on the host's clock."""

@@ -23,8 +23,7 @@ from ..fsdp.gradients import is_freed
 from ..fsdp.homed import ShardedParameter, is_homed
 from ..fsdp.optim import scaler_decides
 from ..optimizers import Capabilities, Conventions
-from ..optimizers.bucket_update import step_shadow
-from ..optimizers.shared_values import ENGINE_ATTRIBUTE
+from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
 from ..state.layout import is_trained, params_of
 from ..state.shard import Home, StateShard
@@ -76,9 +75,7 @@ class Engine(Contents):
             if param in names:
                 self._params_of[number].append(param)
         self._spare_homes = SpareHomes(partial(_may_move, self.conventions))
-        self._updates = BucketUpdates(
-            cls, self.layouts, self.plan, self._spare_homes, copies_options=policy.runs_on_into_forward
-        )
+        self._updates = BucketUpdates(cls, self.layouts, self.plan, self._spare_homes)
         self._updates.host = host
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
         self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned)
@@ -235,7 +232,7 @@ class Engine(Contents):
         try:
             core.step(wanted, late)
             if self.host is not None:
-                self._take_created(self.host, states)
+                self.host.wait_created()
             new = [param for param in without if states.get(param)]
             self._take_results(optimizer, new, states)
         except BaseException as error:
@@ -271,11 +268,6 @@ class Engine(Contents):
         if pool is not None:
             self.core.cache.leave_room(pool)
 
-    def _take_created(self, host: HostUpdates, states: StateStore) -> None:
-        for param, state in host.take_created().items():
-            homes = self.plan.shards[param].homes
-            states.of(param).update({name: homes.get(name, value) for name, value in state.items()})
-
     def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         updates = self._updates
         assert updates.shared is not None
@@ -284,9 +276,8 @@ class Engine(Contents):
             states.move_last([param for param in params_of(optimizer) if param in new])
         rest = updates.shared.unvisited
         if rest:  # groups of which no bucket was updated: a plain step sees them as well
-            groups = enumerate(optimizer.param_groups)
-            lists = [self._stand_in(group["params"]) if number in rest else [] for number, group in groups]
-            step_shadow(self.cls, updates.shared, lists, {}, counting=rest)
+            groups = optimizer.param_groups
+            updates.shared.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
         updates.shared.commit(optimizer)
         changed = updates.shared.changed_entries.keys()
         if not changed <= self.layouts.counters:
@@ -306,18 +297,14 @@ class Engine(Contents):
             self.guesses.take_back()
             core.reset()
             return
-        torn, first = core.torn, self._updates.first
-        is_undone = not core.done and torn is not None and first is not None and first.undo()
-        if is_undone:
-            torn = None  # nothing has been written: nothing is lost
-        if core.done or torn is not None:
-            done = list(core.done)
+        if core.done or core.torn is not None:
+            done, torn = list(core.done), [core.torn] if core.torn is not None else []
             self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
-                f"had been updated (parameters {self._names_in(done)}); {self._names_in([torn] if torn else [])} may "
+                f"had been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may "
                 "be half updated; the others are as before that step"
             )
-        core.abandon(is_undone=is_undone)
+        core.abandon()
         core.cache.restore_room()
         self.early.forget()
 

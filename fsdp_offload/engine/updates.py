@@ -14,9 +14,9 @@ from ..fsdp.dtensor import version_of
 from ..fsdp.gradients import bare
 from ..fsdp.optim import pinned_implementations
 from ..optimizers import Conventions
-from ..optimizers.bucket_update import BoundRange, FirstUpdate, update_bucket
+from ..optimizers.bucket_update import BoundRange, update_bucket
+from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
-from ..optimizers.shared_values import SharedValues
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
 from .homes import Plan
@@ -33,29 +33,17 @@ class BucketUpdates:
         used: by bucket, parameters whose gradients this step has used.
         weights: parameters that live on the host.
         host: updates buckets on the CPU, if it has any.
-        first: tells whether the first update of this step has written anything.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
         may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
-    def __init__(
-        self,
-        cls: type[Optimizer],
-        layouts: Layouts,
-        plan: Plan,
-        spare_homes: SpareHomes[StateShard],
-        *,
-        copies_options: bool,
-    ) -> None:
-        """Take the class. ``copies_options``: a scheduler may write hyperparameters before an update has read them."""
-        self._cls, self._layouts, self._plan, self._copies_options = cls, layouts, plan, copies_options
-        self._spare_homes = spare_homes
+    def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes[StateShard]) -> None:
+        self._cls, self._layouts, self._plan, self._spare_homes = cls, layouts, plan, spare_homes
         self.host: HostUpdates | None = None
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
-        self.shared: SharedValues | None = None
+        self.shared: DividedStep | None = None
         self.without_state: list[Tensor] = []
-        self.first: FirstUpdate | None = None
         self._states: StateStore | None = None
         self.writes_gradients = False
         self.used: dict[int, set[Tensor]] = {}
@@ -63,13 +51,8 @@ class BucketUpdates:
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
-        step = self._conventions.begin(optimizer, kwargs)
-        step.pinned = [{**one, **o} for one, o in zip(pinned_implementations(optimizer), step.pinned, strict=True)]
-        self.shared = SharedValues(
-            *(optimizer, step, self._conventions.attributes_by_param),
-            writes_any_entry=not self._layouts.capabilities.known,
-            copy_scheduled=self._copies_options,
-        )
+        pinned = pinned_implementations(optimizer)
+        self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())
         self._states = states
@@ -79,7 +62,7 @@ class BucketUpdates:
         """The step is over, and its values have been taken."""
         if self._states is not None:
             self._spare_homes.commit(self._states.get)
-        self.shared = self._states = self.first = None
+        self.shared = self._states = None
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
@@ -158,20 +141,16 @@ class BucketUpdates:
             one.gradient = one.part_of(grad)
             if grad is not None:
                 read.append(grad)
-        if self.first is None and not isinstance(self._states, OwnCounters):  # a guess is taken back if it fails
-            # What is newer in the place than at home cannot be loaded again.
-            watched = [value for one in ranges for value in one.values.values()] if bucket.state.dirty else []
-            self.first = FirstUpdate(self._cls, self.shared, ranges, self._states, watched)
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, states = self.shared, self._states
-        conventions, cls = self._conventions, self._cls
+        conventions = self._conventions
         versions = [version_of(grad) for grad in read]
 
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
-                update_bucket(cls, shared, conventions, ranges, states)
+                update_bucket(shared, ranges, states)
             self.writes_gradients |= versions != [version_of(grad) for grad in read]
             for one in ranges:
                 one.gradient = None  # keeps no gradient

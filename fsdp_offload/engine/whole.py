@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..core.buckets import need, share_out
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from ..optimizers.bucket_update import BoundRange
-from ..optimizers.shared_values import entries_of, instance_attributes
+from ..optimizers.divided_step import entries_of, instance_attributes
 from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged

@@ -5,11 +5,11 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from ..fsdp.dtensor import has_inner_tensors
-from .capabilities import Capabilities, Conventions, LogicalStep, capabilities_of
+from .capabilities import Capabilities, Conventions, capabilities_of
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
 from .with_masters import capabilities_with_masters, plain_class_of
 
-__all__ = ["Capabilities", "Conventions", "LogicalStep", "capabilities_for", "capabilities_of", "keep_unread_masters"]
+__all__ = ["Capabilities", "Conventions", "capabilities_for", "capabilities_of", "keep_unread_masters"]
 
 
 def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabilities:

@@ -1,32 +1,24 @@
-"""Runs the user's own optimizer on one bucket.
+"""Runs the user's optimizer on one bucket: binds its ranges, has a divided step update them, and commits the rest.
 
-The optimizer's class is given a *shadow*: an instance that the user never sees, with the live hyperparameters and
-attributes of the real one, whose parameters are this bucket's and whose state is the bucket's slot. What a step changes
-beside parameters and state tensors is collected and handed back once for the whole step:
-
-- 0-dim tensors and numbers of a parameter (``step``): each range of a cut parameter starts from the same value;
-- values of a param group (``group["k"]``) and of the optimizer object: each bucket starts from the same value, and all
-  must end at the same (:mod:`shared_values`).
+The step sees the ranges as parameters, and the bucket's slot as their state. 0-dim tensors and numbers of a parameter
+(``step``) stay where the optimizer put them: each range of a cut parameter starts from the same value, and the last one
+commits it.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, version_of
-from ..fsdp.optim import no_global_step_hooks, plain_step_of
+from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
 from ..state.layout import leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
-from . import Conventions
-from .masters import MASTER, is_only_copy, let_weights_win
-from .shared_values import SharedValues, instance_attributes
+from .divided_step import DividedStep
+from .masters import MASTER, let_weights_win
 
 # What the optimizer sees ----------------------------------------------------------------------------------------------
 
@@ -84,69 +76,20 @@ def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, i
 
     ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
     """
-    whole = stop - start == shard.local_numel
-    numbers = itertools.count()
-    values = {}
-    for name, value in shard.layout.values.items():
-        parts = []
-        for layout in value.leaves:
-            nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
-            typed = take(next(numbers), nbytes).view(layout.dtype)
-            parts.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
-        values[name] = parts[0] if shard.on_locals else value.build(parts)
-    return values
+    whole, leaves = stop - start == shard.local_numel, []
+    for number, layout in enumerate(shard.leaf_layouts):
+        nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
+        typed = take(number, nbytes).view(layout.dtype)
+        leaves.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
+    if shard.on_locals:
+        return dict(zip(shard.layout.values, leaves, strict=True))
+    return shard.home_over(leaves).values
 
 
 # One update -----------------------------------------------------------------------------------------------------------
 
 
-def step_shadow(
-    cls: type[Optimizer],
-    shared: SharedValues,
-    params: Sequence[list[Tensor]],
-    state: Mapping[Tensor, UserState],
-    by_param: Mapping[str, dict[Tensor, Any]] | None = None,
-    counting: Collection[int] | None = None,
-    without_hooks: Callable[[], AbstractContextManager[None]] = no_global_step_hooks,
-) -> dict[Tensor, UserState]:
-    """Run the plain step of ``cls`` on ``params`` (a list for each group); returns the state after it, by parameter.
-
-    ``shared`` collects what the step changes of hyperparameters and attributes. ``by_param`` overrides attributes that
-    are dicts with parameters as keys; what the step adds is found there. ``counting`` is as for
-    :meth:`SharedValues.groups_for`. Hooks for all optimizers do not fire ``without_hooks``.
-    """
-    shadow: Optimizer = object.__new__(cls)
-    filled: defaultdict[Tensor, UserState] = defaultdict(dict, state)
-    groups = shared.groups_for(params, counting)
-    attributes = {**shared.attributes, **(by_param or {}), "param_groups": groups, "state": filled}
-    # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``: not into
-    # those of the real optimizer.
-    Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
-    shadow.__dict__.update(attributes)
-    try:
-        with without_hooks():  # a subclass's step may call a hooked one of its parent; the logical step has fired them
-            plain_step_of(cls)(shadow, **shared.step.kwargs)
-        keys: list[object] = list(shadow.state)
-        foreign = [key for key in keys if not isinstance(key, Tensor)]
-        if foreign:
-            raise RuntimeError(
-                "the optimizer keeps state of its own beside that of parameters "
-                f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
-            )
-        shared.collect(shadow.param_groups, instance_attributes(shadow))
-        return dict(shadow.state)
-    finally:
-        shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step, whoever keeps it
-
-
-def update_bucket(
-    cls: type[Optimizer],
-    shared: SharedValues,
-    conventions: Conventions,
-    ranges: Sequence[BoundRange],
-    user_states: StateStore,
-    without_hooks: Callable[[], AbstractContextManager[None]] = no_global_step_hooks,
-) -> None:
+def update_bucket(step: DividedStep, ranges: Sequence[BoundRange], user_states: StateStore) -> None:
     """Run the optimizer on the ranges of one bucket, and commit what it created into slot and ``user_states``.
 
     Runs on the current stream, with the gradients of the ranges. Those without one are left out, unless a first step
@@ -156,46 +99,44 @@ def update_bucket(
     collectives and goes through its parameters group by group, while how many shards share a bucket depends on their
     sizes on this rank. So each step there has parameters of one group only.
     """
-    eager, apart = conventions.state_without_gradient, conventions.group_by_group
+    eager, apart = step.conventions.state_without_gradient, step.conventions.group_by_group
     updated = [one for one in ranges if one.shard.group >= 0 and (eager or one.gradient is not None)]
     for _, run in itertools.groupby(updated, lambda one: one.shard.group if apart or not one.shard.on_locals else None):
-        together = list(run)
-        params = shared.lists()
-        state: dict[Tensor, UserState] = {}
-        existing = [user_states.get(bound.shard.param) for bound in together]
-        for bound, user_state in zip(together, existing, strict=True):
-            _follow_weights(bound, user_state, conventions)
+        _update_together(step, list(run), user_states)
+
+
+def _update_together(step: DividedStep, together: Sequence[BoundRange], user_states: StateStore) -> None:
+    conventions, by_param = step.conventions, step.by_param
+    params: defaultdict[int, list[Tensor]] = defaultdict(list)
+    state: dict[Tensor, UserState] = {}
+    existing = [user_states.get(bound.shard.param) for bound in together]
+    for bound, user_state in zip(together, existing, strict=True):
+        master = bound.values.get(MASTER) if user_state.get(MASTER) is not None else None
+        if master is not None and not conventions.weights_win and not has_inner_tensors(bound.param):
+            let_weights_win(local_shard(bound.param).detach(), local_shard(master))
+        if bound.is_alias:
+            conventions.hand_gradient(bound.param, bound.gradient)
+        params[bound.shard.group].append(bound.param)
+        if user_state:
+            state[bound.param] = _in_slot(bound, user_state)
+    seen = {
+        name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
+        for name, real in by_param.items()
+    }
+    try:
+        after = step.run(params, state, seen)
+    finally:
+        for bound in together:
             if bound.is_alias:
-                conventions.hand_gradient(bound.param, bound.gradient)
-            params[bound.shard.group].append(bound.param)
-            if user_state:
-                state[bound.param] = _in_slot(bound, user_state)
-        by_param = {
-            name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
-            for name, real in shared.by_param.items()
-        }
-        try:
-            after = step_shadow(cls, shared, params, state, by_param, without_hooks=without_hooks)
-        finally:
-            for bound in together:
-                if bound.is_alias:
-                    conventions.hand_gradient(bound.param, None)
-        for bound, user_state in zip(together, existing, strict=True):
-            for name, given in by_param.items():
-                if bound.param in given:
-                    shared.by_param[name][bound.shard.param] = given[bound.param]
-            result = after.get(bound.param)
-            if result is not None:
-                result = conventions.without_dispensable(bound.param, result)
-                _commit(bound, result, user_state or user_states.of(bound.shard.param))
-
-
-def _follow_weights(bound: BoundRange, user_state: UserState, conventions: Conventions) -> None:
-    master = None if conventions.weights_win else bound.values.get(MASTER)
-    if master is not None and user_state.get(MASTER) is not None:
-        param, slot = local_shard(bound.param).detach(), local_shard(master)
-        if not has_inner_tensors(param) and is_only_copy(param, slot):
-            let_weights_win(param, slot)
+                conventions.hand_gradient(bound.param, None)
+    for bound, user_state in zip(together, existing, strict=True):
+        for name, values in seen.items():
+            if bound.param in values:
+                by_param[name][bound.shard.param] = values[bound.param]
+        result = after.get(bound.param)
+        if result is not None:
+            result = conventions.without_dispensable(bound.param, result)
+            _commit(bound, result, user_state or user_states.of(bound.shard.param))
 
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
@@ -244,39 +185,3 @@ def _fill_slot(bound: BoundRange, name: str, value: Tensor) -> None:
     for source, target in zip(created, slot, strict=True):
         if source is not target:
             target.copy_(source)
-
-
-class FirstUpdate:
-    """What the first update of a step finds, to tell whether it has written anything by the time it fails.
-
-    Its slot counts for nothing then. The rest is seen by versions, which kernels of torch count unless they are fused,
-    but for counters: optimizers count before they compute.
-    """
-
-    def __init__(
-        self,
-        cls: type[Optimizer],
-        shared: SharedValues,
-        ranges: Sequence[BoundRange],
-        states: StateStore,
-        watched: Sequence[Tensor],
-    ) -> None:
-        """``watched``: tensors of state that must not have been written either."""
-        fused = any(shared.group(number).get("fused") for number in {one.shard.group for one in ranges} - {-1})
-        self._can_tell = cls.__module__.startswith("torch.optim.") and not fused
-        seen = (*(bound.param for bound in ranges), *watched) if self._can_tell else ()
-        self._seen = [(tensor, version_of(tensor)) for tensor in seen]
-        self._counters = [
-            (value, value.clone())
-            for bound in ranges
-            for name, value in (states.get(bound.shard.param) if self._can_tell else {}).items()
-            if name not in bound.shard.homes and _is_counter(value)
-        ]
-
-    def undo(self) -> bool:
-        """Put the counters back if nothing else was written, and return whether that is so."""
-        if not self._can_tell or any(version_of(tensor) != version for tensor, version in self._seen):
-            return False
-        for value, before in self._counters:
-            value.copy_(before)
-        return True

@@ -17,14 +17,15 @@ bit differs, or there is no Triton, they do the work.
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from .masters import MasterKind, close_master, open_master
+from ..fsdp.dtensor import local_shard
+from .masters import LOW_PRECISION, MASTER, MasterKind, close_master, has_master, kept_dtype, open_master
 
 logger = logging.getLogger(__name__)
 
@@ -54,34 +55,50 @@ class MasterRange(NamedTuple):
     step: Tensor  # fp32, 0-dim: so many steps have been made before this one
 
 
-def step_of_group(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
-    """Return what a group asks for, if that is AdamW's fused step and nothing else; otherwise ``None``.
+def update_in_one_pass(
+    optimizer: Optimizer, cls: type[Optimizer], kind: MasterKind, group: Mapping[str, Any], params: Sequence[Tensor]
+) -> list[Tensor]:
+    """Update those of ``params`` for which the kernel gives the same bits as ``cls`` on masters; returns the rest."""
+    step, rest, steps = _asked_for(cls, group, vars(optimizer)), list[Tensor](), list[Tensor]()
+    for param in params:
+        state = optimizer.state.get(param) or {}
+        values = [state.get(name) for name in (MASTER, "exp_avg", "exp_avg_sq", "step")]
+        if step is not None and has_master(param) and all(isinstance(value, Tensor) for value in values):
+            weights, *others = map(local_shard, (param, param.grad, *values))  # type: ignore[arg-type]
+            part = MasterRange(weights.detach(), *others)
+            if _fits(kind, part) and is_exact(step, kind, part):
+                update_master(step, kind, part)
+                steps.append(part.step)
+                continue
+        rest.append(param)
+    if steps:
+        torch._foreach_add_(steps, 1)
+    return rest
 
-    A subclass of torch's may do anything. ``attributes``: of the optimizer; GradScaler leaves its scale there.
+
+def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
+    """What a group asks for, if that is AdamW's fused step and nothing else; GradScaler leaves its scale on the object.
+
+    A subclass of torch's may do anything.
     """
-    if cls not in (Adam, AdamW) or not group.get("fused"):
+    decay = group["weight_decay"] if cls in (Adam, AdamW) and group.get("fused") else None
+    others = [group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")]
+    scaled = any(attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
+    if decay is None or any(others) or scaled:
         return None
-    if any(group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")):
-        return None
-    if attributes.get("grad_scale") is not None or attributes.get("found_inf") is not None:
-        return None
-    decay = group["weight_decay"]
     if decay and not group.get("decoupled_weight_decay", cls is AdamW):
         return None
     numbers = (group["lr"], *group["betas"], group["eps"], decay)
     return AdamWStep(*map(float, numbers)) if all(isinstance(number, int | float) for number in numbers) else None
 
 
-def fits(part: MasterRange) -> bool:
+def _fits(kind: MasterKind, part: MasterRange) -> bool:
     """Return whether the kernel takes these tensors."""
-    tensors = (part.weights, part.grad, part.kept, part.exp_avg, part.exp_avg_sq)
-    return bool(
-        all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in tensors)
+    return (
+        all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in part)
         and all(one.dtype is torch.float32 for one in (part.exp_avg, part.exp_avg_sq, part.step))
-        and part.step.device.type == "cuda"
-        and part.grad.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and part.kept.dtype in (torch.float32, torch.int16)
-        and (part.kept.dtype is torch.float32 or part.weights.dtype is torch.bfloat16)
+        and part.grad.dtype in (torch.float32, *LOW_PRECISION)
+        and part.kept.dtype is kept_dtype(kind, part.weights.dtype)
     )
 
 
@@ -97,15 +114,13 @@ def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
 
     Tried once for each of them, on scratch tensors; waits for the device then.
     """
-    if _kernel() is None:
-        return False
     unscheduled = step._replace(lr=1e-3)  # changes in every step, and multiplies once
     return _is_exact(unscheduled, kind, part.weights.dtype, part.grad.dtype, part.weights.device)
 
 
 @functools.cache
 def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
-    if _is_exact.cache_info().currsize >= _MOST_TRIALS:
+    if _kernel() is None or _is_exact.cache_info().currsize >= _MOST_TRIALS:
         return False
     try:
         one, other = (_scratch(kind, weights, grad, device) for _ in range(2))
@@ -115,11 +130,11 @@ def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: tor
             for part in (one, other):
                 part.step.add_(1)
         same = all(map(_same_bits, one, other))
+        reason = f"this torch's AdamW rounds differently ({step})"
     except Exception as error:  # noqa: BLE001  # whatever Triton lacks here, the eager code does not need it
-        logger.info("masters are updated without a kernel of our own: %s: %s", type(error).__name__, error)
-        return False
+        same, reason = False, f"{type(error).__name__}: {error}"
     if not same:
-        logger.info("masters are updated without a kernel of our own: this torch's AdamW rounds differently (%s)", step)
+        logger.info("masters are updated without a kernel of our own: %s", reason)
     return same
 
 

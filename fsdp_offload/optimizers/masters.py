@@ -1,16 +1,11 @@
 """Higher-precision copies of low-precision parameters that an optimizer keeps as state, under ``master_param``.
 
-======================================  ===============================================================================
-parameter and master                    what is true of the master
-======================================  ===============================================================================
-low precision, floating-point master    the only copy of the precision: saved; rebuilt from the parameter where a
-                                        checkpoint lacks it; weights that somebody wrote into the parameter win over it
-same dtype (fp32 and fp32)              a duplicate that no kernel reads nor updates: not saved, not needed in a load
-integer master (the lower bits)         meaningless without the exact parameter: never rebuilt
-======================================  ===============================================================================
+- A floating-point master of more precision is the only copy of it: it is saved, and rebuilt from the parameter where a
+  checkpoint lacks it. Weights that somebody wrote into the parameter win over it.
+- One of the same dtype is a duplicate that no kernel reads nor updates: it is not saved, and not needed in a load.
+- An integer one (the lower bits) means nothing without the exact parameter: it is never rebuilt.
 
-Some optimizers keep masters themselves. For those that do not, ``add_masters`` adds them (:mod:`with_masters`): the
-optimizer then updates the master, and the parameter is written from it.
+Some optimizers keep masters themselves; ``add_masters`` adds them to others (:mod:`with_masters`).
 """
 
 from typing import Literal
@@ -22,25 +17,19 @@ MasterKind = Literal["remainder", "fp32"]
 """What ``add_masters`` keeps: the lower 16 bits of a master in int16, or all of it."""
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters that need masters."""
 
 MASTER = "master_param"
 """The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
 
 
+def has_master(param: Tensor) -> bool:
+    """Return whether ``param`` needs one: parameters in fp32 and fp64 are their own masters."""
+    return param.dtype in LOW_PRECISION
+
+
 def is_duplicate(param: Tensor, master_dtype: torch.dtype) -> bool:
     """Return whether a master of that dtype says nothing that ``param`` does not say."""
     return master_dtype == param.dtype
-
-
-def is_only_copy(param: Tensor, master: Tensor) -> bool:
-    """Return whether ``master`` has, element by element, more precision than the local tensor ``param``."""
-    return (
-        master.shape == param.shape
-        and master.dtype.is_floating_point
-        and param.dtype.is_floating_point
-        and master.dtype.itemsize > param.dtype.itemsize
-    )
 
 
 def can_rebuild(master_dtype: torch.dtype) -> bool:
@@ -49,16 +38,16 @@ def can_rebuild(master_dtype: torch.dtype) -> bool:
 
 
 def let_weights_win(param: Tensor, master: Tensor) -> None:
-    """Copy ``param`` into ``master`` where it is not what that rounds to: somebody has written it.
+    """Copy ``param`` into a ``master`` of more precision where it is not what that rounds to: somebody has written it.
 
     A ``dcp.load`` into the parameters fires no hook, so this is looked at before every update; where nobody wrote,
-    it changes nothing. Both are local tensors of one shape and device; temporaries take about twice ``master``'s bytes.
+    it changes nothing. Both are local tensors on one device; temporaries take about twice ``master``'s bytes.
     """
+    is_finer = master.dtype.is_floating_point and master.dtype.itemsize > param.dtype.itemsize
+    if not (is_finer and param.dtype.is_floating_point and param.shape == master.shape):
+        return
     written = param != master.to(param.dtype)
     master.copy_(torch.where(written, param.to(master.dtype), master))
-
-
-# Masters that we add --------------------------------------------------------------------------------------------------
 
 
 def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
@@ -84,12 +73,9 @@ def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
 
 
 def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 master that an optimizer may update: ``kept`` itself, or put together from it and ``weights``.
+    """The fp32 master that an optimizer may update: what is ``kept``, or put together from that and ``weights``.
 
-    Args:
-        kind: ``"fp32"`` or ``"remainder"``.
-        weights: the low-precision parameter, a local tensor.
-        kept: what is kept for it, of the same shape, dense.
+    ``kept`` is dense, ``weights`` the local tensor of the low-precision parameter.
     """
     if kind == "fp32":
         let_weights_win(weights, kept)

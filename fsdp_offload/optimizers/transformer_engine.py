@@ -3,16 +3,12 @@
 ==============================================  =====================================================================
 FusedAdam                                       here
 ==============================================  =====================================================================
-moments and masters in fp16 or fp8 have one     whole parameters only: a range would get a scale of its own
-scale for each tensor
-scales are in ``_scales[param]``, beside        stay on the device, and are handed to each bucket's step
-``state``
+tensors in fp16 or fp8 have one scale each      whole parameters only: a range would get a scale of its own
+scales are in ``_scales``, beside ``state``     stay on the device, and are handed to each bucket's step
 ``state_dict()`` unscales everything to fp32    the same content, computed on the host from the homes
 ``load_state_dict()`` scales it again           FusedAdam's own scaling, one parameter at a time on the device
-the first step creates state for parameters     the same
-without a gradient
-fp32 parameters get a ``master_param`` that     not kept: nobody reads it, and it goes stale. Megatron's own
-nobody reads                                    checkpoints do: :func:`keep_unread_masters`
+a first step makes all state, without gradient  the same
+fp32 parameters get a ``master_param``          not kept, as nobody reads it, unless Megatron saves it
 ``capturable`` counts on the device, by the     counted once for the whole step; each bucket starts from that
 overflow flag of the last group
 ==============================================  =====================================================================
@@ -34,16 +30,10 @@ from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
 from ..state.layout import params_of
 from ..state.store import UserState
 from .capabilities import Capabilities, Conventions, LogicalStep
-from .masters import MASTER
+from .masters import LOW_PRECISION, MASTER
 
 OLDEST = (2, 18)
 """Before it, empty local shards, which fully_shard makes, were updated out of bounds or not at all."""
-
-_UNSCALED = (torch.float32, torch.bfloat16)
-"""State of these dtypes has no scale that depends on all elements, so its update is elementwise."""
-
-_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 _with_unread_masters: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
@@ -76,13 +66,13 @@ def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
     kept = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
     if optimizer.master_weights:
         kept.add(optimizer.master_weight_dtype)
-    elementwise = kept.issubset(_UNSCALED) and not quantized
-    devices = ("cuda", "cpu")  # there is no FusedAdam for the CPU but the one that tests use
-    cuttable = frozenset(("for-loop", device, dtype) for device in devices for dtype in _PARAM_DTYPES)
+    # State of other dtypes has a scale that depends on all elements.
+    elementwise = kept <= {torch.float32, torch.bfloat16} and not quantized
+    devices = ("cuda", "cpu") if elementwise else ()  # there is no FusedAdam for the CPU but the one that tests use
     return Capabilities(
         elementwise=elementwise,
         state_like_param=elementwise,
-        cuttable=cuttable if elementwise else frozenset(),
+        cuttable=frozenset(("for-loop", one, dtype) for one in devices for dtype in (torch.float32, *LOW_PRECISION)),
         refusal=refusal,
         conventions=FusedAdamConventions(optimizer, elementwise=elementwise),
     )
@@ -113,18 +103,17 @@ class FusedAdamConventions(Conventions):
         """``decoupled_grad``, if the optimizer uses that: its dtype need not be the parameter's."""
         return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
 
-    def hand_gradient(self, param: Tensor, grad: Tensor | None) -> None:
+    def hand_gradient(self, param: Any, grad: Tensor | None) -> None:
         """Likewise."""
         if self._decoupled:
-            param.decoupled_grad = grad  # type: ignore[attr-defined]
+            param.decoupled_grad = grad
         else:
             super().hand_gradient(param, grad)
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Without the master of an fp32 parameter: the kernels read the parameter itself."""
-        if self._keeps_unread_masters or MASTER not in state:
-            return state
-        if param.dtype is not torch.float32 or has_inner_tensors(param):
+        is_unread = MASTER in state and param.dtype is torch.float32 and not has_inner_tensors(param)
+        if self._keeps_unread_masters or not is_unread:
             return state
         return {name: value for name, value in state.items() if name != MASTER}
 

@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import types
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,16 +20,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..fsdp.dtensor import local_shard, over_local
-from ..fsdp.optim import plain_step_of, unsupported_gradient
+from ..fsdp.optim import unsupported_gradient
 from ..state.layout import params_of
 from .capabilities import Capabilities, Conventions
-from .fused_masters import MasterRange, fits, is_exact, step_of_group, update_master
-from .masters import LOW_PRECISION, MASTER, MasterKind, can_rebuild, close_master, kept_dtype, new_master, open_master
+from .divided_step import DividedStep
+from .fused_masters import update_in_one_pass
+from .masters import (
+    LOW_PRECISION,
+    MASTER,
+    MasterKind,
+    can_rebuild,
+    close_master,
+    has_master,
+    kept_dtype,
+    new_master,
+    open_master,
+)
 
 _OPEN_NUMEL = 1 << 26
 """Open so many elements together at most: an open remainder takes 8 bytes each, for the master and the gradient."""
-
-_READ_BY_KERNEL = (MASTER, "exp_avg", "exp_avg_sq", "step")
 
 
 class WithMasters(Optimizer):
@@ -60,12 +68,17 @@ class WithMasters(Optimizer):
             if problem := unsupported_gradient(param, param.grad):
                 raise RuntimeError(f"step() with masters: {problem}. Nothing has been changed.")
         with torch.no_grad():
-            for group, params in zip(self.param_groups, with_gradient, strict=True):
-                rest = _after_one_pass(self, group, params)
+            groups = zip(self.param_groups, with_gradient, strict=True)
+            rests = [update_in_one_pass(self, self.plain_class, self.master_kind, *group) for group in groups]
+            if not any(rests):
+                return loss
+            plain = DividedStep(self.plain_class, Capabilities(), self)
+            for number, rest in enumerate(rests):
                 ends = itertools.accumulate(local_shard(param).numel() for param in rest)
                 opened = itertools.groupby(zip(rest, ends, strict=True), key=lambda pair: pair[1] // _OPEN_NUMEL)
                 for _, some in opened:
-                    _update_by_plain_class(self, group, [param for param, _ in some])
+                    _update_opened(self, plain, number, [param for param, _ in some])
+            plain.commit(self)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -83,24 +96,24 @@ class WithMasters(Optimizer):
             ids = (number for group in saved["param_groups"] for number in group["params"])
             state = dict(saved["state"])
             for number, param in zip(ids, params_of(self), strict=False):
-                if has_master(param) and number in state:
+                if has_master(param) and state.get(number):
                     loaded[param] = of_param = state[number]
                     master, wanted = of_param.get(MASTER), kept_dtype(self.master_kind, param.dtype)
                     found = master.dtype if isinstance(master, Tensor) else None
-                    if of_param and found != wanted and (found is not None or not can_rebuild(wanted)):
+                    if found != wanted and (found is not None or not can_rebuild(wanted)):
                         raise ValueError(
                             f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, "
                             f"{self.master_kind!r}) keeps it, got {found}. The lower bits of a master cannot be made "
                             "from a parameter: load a state dict of the same kind."
                         )
-                    state[number] = {n: nothing if _is_dense(v) else v for n, v in of_param.items()}
+                    state[number] = {
+                        n: nothing if isinstance(v, Tensor) and v.dim() else v for n, v in of_param.items()
+                    }
             return {**saved, "state": state}
 
         def put(_: Optimizer) -> None:
-            for param, saved in loaded.items():
-                values = {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "step"}  # which torch keeps
-                self.state[param].update(_widened(param, values))
-                _make_master(self.master_kind, param, self.state[param])
+            for param, saved in loaded.items():  # but ``step``, which torch keeps as it is
+                _take_over(self, param, {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "step"})
 
         # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
         last = self.register_load_state_dict_pre_hook(take)
@@ -115,16 +128,12 @@ class WithMasters(Optimizer):
         return _remade, (self.plain_class, self.master_kind), self.__getstate__()
 
 
-_classes: dict[tuple[type[Optimizer], MasterKind], Any] = {}
-
-
-def class_with_masters(cls: type[Optimizer], kind: MasterKind) -> type[WithMasters]:
+@functools.cache
+def class_with_masters(cls: Any, kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
-    if (cls, kind) in _classes:
-        return _classes[cls, kind]  # type: ignore[no-any-return]
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
     made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
-    # Compiled code would trace into attributes that are exchanged and put back. Wrapped as by torch's constructor.
+    # Compiled code would trace into the shadow. Wrapped as by torch's constructor.
     plain = torch.compiler.disable(WithMasters.step)
     hooked: Any = Optimizer.profile_hook_step(plain)
 
@@ -137,7 +146,6 @@ def class_with_masters(cls: type[Optimizer], kind: MasterKind) -> type[WithMaste
 
     made.step = torch.compiler.disable(functools.wraps(hooked)(step))
     made.step.hooked, made.step.__wrapped__ = True, plain
-    _classes[cls, kind] = made
     return made  # type: ignore[no-any-return]
 
 
@@ -147,16 +155,8 @@ def plain_class_of(cls: type[Optimizer]) -> type[Optimizer]:
     return plain
 
 
-def _remade(cls: type[Optimizer], kind: MasterKind) -> WithMasters:
+def _remade(cls: Any, kind: MasterKind) -> WithMasters:
     return object.__new__(class_with_masters(cls, kind))
-
-
-def has_master(param: Tensor) -> bool:
-    """Return whether ``param`` needs one: parameters in fp32 and fp64 are their own masters."""
-    return param.dtype in LOW_PRECISION
-
-
-# Existing state ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -164,47 +164,23 @@ def widen_state(optimizer: WithMasters) -> None:
     """Give a master to each parameter that has state already, and widen that to fp32, which loses nothing."""
     for param in filter(has_master, params_of(optimizer)):
         state = optimizer.state.get(param) or {}
-        narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
-        state.update(_widened(param, narrow))
-        _make_master(optimizer.master_kind, param, state)
+        if state:
+            narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
+            _take_over(optimizer, param, narrow)
 
 
-def _widened(param: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: v.to(param.device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in values.items()}
-
-
-def _make_master(kind: MasterKind, param: Tensor, state: dict[str, Any]) -> None:
+def _take_over(optimizer: WithMasters, param: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Put ``values`` into the state of ``param``, in fp32, and make a master that is missing there."""
+    state = optimizer.state[param]
+    for name, value in values.items():
+        state[name] = value.to(param.device, torch.float32 if value.is_floating_point() else value.dtype)
     if state and state.get(MASTER) is None:
-        state[MASTER] = over_local(param, new_master(kind, local_shard(param).detach()))
+        state[MASTER] = over_local(param, new_master(optimizer.master_kind, local_shard(param).detach()))
 
 
-# One step ------------------------------------------------------------------------------------------------------------
-
-
-def _after_one_pass(optimizer: WithMasters, group: Mapping[str, Any], params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Update by one kernel what has one with the same bits, and return the rest."""
-    step = step_of_group(optimizer.plain_class, group, vars(optimizer))
-    if step is None:
-        return params
-    steps, rest = [], []
-    for param in params:
-        state = optimizer.state.get(param) or {}
-        values = [local_shard(state[name]) for name in _READ_BY_KERNEL if state.get(name) is not None]
-        if has_master(param) and len(values) == len(_READ_BY_KERNEL):
-            part = MasterRange(local_shard(param).detach(), local_shard(param.grad), *values)  # type: ignore[arg-type]
-            if fits(part) and is_exact(step, optimizer.master_kind, part):
-                update_master(step, optimizer.master_kind, part)
-                steps.append(part.step)
-                continue
-        rest.append(param)
-    if steps:
-        torch._foreach_add_(steps, 1)
-    return rest
-
-
-def _update_by_plain_class(optimizer: WithMasters, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
-    """Run the plain step with masters for parameters. No class of torch writes into its groups, so they are copied."""
-    kind, groups, states = optimizer.master_kind, optimizer.param_groups, optimizer.state
+def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, params: Sequence[Tensor]) -> None:
+    """Run the plain step on open masters in the place of the parameters of a group that need them."""
+    kind, states = optimizer.master_kind, optimizer.state
     opened: dict[Tensor, tuple[Tensor, dict[str, Any]]] = {}  # what is updated, with its parameter and local state
     for param in params:
         state = {n: local_shard(v) if isinstance(v, Tensor) else v for n, v in (states.get(param) or {}).items()}
@@ -217,13 +193,7 @@ def _update_by_plain_class(optimizer: WithMasters, group: Mapping[str, Any], par
         Conventions().hand_gradient(updated, grad)
         opened[updated] = (param, state)
     seen = {updated: {n: v for n, v in state.items() if n != MASTER} for updated, (_, state) in opened.items()}
-    optimizer.param_groups = [{**group, "params": list(opened)}]
-    optimizer.state = defaultdict(dict, {updated: state for updated, state in seen.items() if state})
-    try:
-        plain_step_of(optimizer.plain_class)(optimizer)
-        after = optimizer.state
-    finally:
-        optimizer.param_groups, optimizer.state = groups, states
+    after = plain.run({number: list(opened)}, {updated: state for updated, state in seen.items() if state})
     for updated, (param, state) in opened.items():
         made = dict(after.get(updated, {}))
         if has_master(param):
@@ -232,13 +202,8 @@ def _update_by_plain_class(optimizer: WithMasters, group: Mapping[str, Any], par
         before = states.get(param) or {}
         for name, value in made.items():
             if before.get(name) is None or value is not state.get(name):
-                is_like = _is_dense(value) and value.shape == updated.shape
+                is_like = isinstance(value, Tensor) and value.dim() and value.shape == updated.shape
                 states[param][name] = over_local(param, value) if is_like else value
-
-
-def _is_dense(value: Any) -> bool:
-    """Return whether a value of state is no counter."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # For an offload ------------------------------------------------------------------------------------------------------

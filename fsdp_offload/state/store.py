@@ -67,6 +67,10 @@ class OwnCounters(StateStore):
         if copies:
             torch._foreach_copy_(copies, counters)
 
+    def alone(self) -> StateStore:
+        """The copies without the entries that they are of, for a thread that may outlive these."""
+        return StateStore(self._states)
+
     def commit(self) -> None:
         """Give the user what updates have made of the copies."""
         targets, sources = [], []
@@ -76,8 +80,8 @@ class OwnCounters(StateStore):
                 del state[name]
             for name, value in own.items():
                 current = state.get(name)
-                if name in homes:
-                    state.setdefault(name, homes[name])
+                if name in homes and value is not None:
+                    state[name] = homes[name] if current is None else current
                 elif isinstance(value, Tensor) and isinstance(current, Tensor) and _kind(value) == _kind(current):
                     targets.append(current)
                     sources.append(value)

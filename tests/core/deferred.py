@@ -31,9 +31,6 @@ class Action:
         self.world.finish(self)
         merge(self.world.host, self.clock)
 
-    def passed(self) -> bool:
-        return self.done
-
     def elapsed_ms_since(self, earlier: object) -> float:
         return 0.0
 

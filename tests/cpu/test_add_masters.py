@@ -32,14 +32,14 @@ def plain(kind: str, make: Callable[[Any], optim.Optimizer] = adamw, dtype: torc
 @EVERY_KIND
 def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
-    update = with_masters._update_by_plain_class
+    update = with_masters._update_opened
 
-    def counted(optimizer: Any, group: Any, params: list[Tensor]) -> None:
+    def counted(optimizer: Any, plain: Any, number: int, params: list[Tensor]) -> None:
         opened.append(sum(param.numel() for param in params))
-        update(optimizer, group, params)
+        update(optimizer, plain, number, params)
 
     monkeypatch.setattr(with_masters, "_OPEN_NUMEL", 1500)
-    monkeypatch.setattr(with_masters, "_update_by_plain_class", counted)
+    monkeypatch.setattr(with_masters, "_update_opened", counted)
     twins = plain(kind)
     twins.train(3)
     twins.assert_trained()

@@ -5,7 +5,6 @@ has a fused CPU kernel that is right, which the host uses whatever the user has 
 """
 
 import copy
-import gc
 import subprocess
 import sys
 import threading
@@ -29,11 +28,9 @@ from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.cpu_update import worker as host_worker_module
 from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
-from fsdp_offload.cpu_update.worker import HostWorker, host_worker
-from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.cpu_update.worker import host_worker
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
-from fsdp_offload.state.shard import StateShard
 from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
@@ -358,103 +355,6 @@ def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, name: str) -> Non
     assert same(plain(mesh), loop)
 
 
-class NotYet(HostMark):
-    """Of gradients that the device has not made."""
-
-    def passed(self) -> bool:
-        return False
-
-
-class Lost(HostMark):
-    """Of a device that fails: who begins the job meets the error, not who looks for the next one."""
-
-    def passed(self) -> bool:
-        raise RuntimeError("lost")
-
-
-@pytest.mark.parametrize("late", [None, NotYet, Lost])
-def test_what_the_forward_needs_first_goes_first(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, late: type[HostMark] | None
-) -> None:
-    """Of what waits when the backward has ended; but not what is not there: then the wave before it."""
-    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0)
-    loop.optimizer.synchronize()
-    submitted: list[tuple[int, HostJob]] = []
-    submit, update = HostWorker.submit, HostJob.update
-    updated: list[HostJob] = []
-
-    def updating(self: HostJob) -> None:
-        updated.append(self)
-        update(self)
-
-    def submitting(self: HostWorker, task: HostJob) -> None:
-        submitted.append((len(task.after), task))
-        submit(self, task)
-
-    with host_worker_gate.closed() as gate:
-        monkeypatch.setattr(HostWorker, "submit", submitting)
-        monkeypatch.setattr(HostJob, "update", updating)
-        loop.backward(3)
-        waves = sorted({wave for wave, _ in submitted})
-        if late is not None:
-            for wave, job in submitted:
-                if wave == waves[-1]:
-                    job.after = (*job.after[:-1], late())
-        loop.step()
-        begun = [job for _, job in submitted if job not in host_worker(CPU)._queue]
-        gate.open()
-        loop.optimizer.synchronize()
-    waited = [(wave, job) for wave, job in submitted if job not in begun]
-    assert len(waves) > 2
-    last = -1 if late is None else waves[-1]
-    expected = sorted(waited, key=lambda pair: 1 if pair[0] == last else -pair[0])  # in order within a wave
-    assert [job for _, job in expected] == [job for job in updated if job not in begun]
-    assert same(plain(mesh), loop)
-
-
-class PassingMeanwhile(HostMark):
-    """Of gradients that the device makes just when somebody looks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked = False
-
-    def passed(self) -> bool:
-        before, self._asked = self._asked, True
-        return before
-
-
-def test_ranges_in_order_where_their_gradients_come_during_the_look(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the second range of a parameter before the first: both read the counter, and the last one writes it."""
-    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0, bucket_bytes=4096)
-    loop.optimizer.synchronize()
-    done: list[tuple[StateShard, int]] = []
-    update = HostJob._update
-
-    def updating(self: HostJob) -> None:
-        done.extend((bound.shard, bound.start) for bound in self.ranges)
-        update(self)
-
-    monkeypatch.setattr(HostJob, "_update", updating)
-    with host_worker_gate.closed() as gate:
-        loop.backward(3)
-        loop.step()
-        waiting = [task for task in host_worker(CPU)._queue if isinstance(task, HostJob)]
-        newest = [job for job in waiting if len(job.after) == max(len(job.after) for job in waiting)]
-        assert len(newest) > 1
-        mark = PassingMeanwhile()
-        for job in newest:
-            job.after = (*job.after[:-1], mark)
-        gate.open()
-        loop.optimizer.synchronize()
-    starts = {shard: [start for other, start in done if other is shard] for shard, _ in done}
-    assert any(len(of_one) > 1 for of_one in starts.values())
-    assert same(plain(mesh), loop)
-    assert all(of_one == sorted(of_one) for of_one in starts.values())
-
-
 Waits = list[int]
 
 
@@ -464,11 +364,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     seen: Waits = []
     wait_for = HostUpdates._wait_for
 
-    def waiting(self: HostUpdates, job: Any) -> None:
-        if host_worker_gate.is_closed() and not job.done.is_set():
-            seen.append(job.number)
+    def waiting(self: HostUpdates, number: int) -> None:
+        if host_worker_gate.is_closed() and not self._jobs[number].done.is_set():
+            seen.append(number)
             host_worker_gate.open_all()
-        wait_for(self, job)
+        wait_for(self, number)
 
     monkeypatch.setattr(HostUpdates, "_wait_for", waiting)
     return seen
@@ -555,10 +455,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     update = host_job.update_bucket
 
-    def maybe(shadow: Any, shared: Any, habits: Any, ranges: Any, *args: Any) -> None:
+    def maybe(step: Any, ranges: Any, states: Any) -> None:
         if any(bound.shard.name in names for bound in ranges):
             raise BoomError("out of order")
-        update(shadow, shared, habits, ranges, *args)
+        update(step, ranges, states)
 
     monkeypatch.setattr(host_job, "update_bucket", maybe)
     return names
@@ -656,7 +556,7 @@ def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: py
 
     start = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     with monkeypatch.context() as patch:
-        patch.setattr(HostUpdates, "take_created", interrupted)
+        patch.setattr(HostUpdates, "wait_created", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_step(run, 0)
     for action in (run.optimizer.step, run.optimizer.state_dict):
@@ -765,6 +665,7 @@ def test_gradients_are_let_go_when_they_have_been_read() -> None:
     assert [gradient() for gradient in gradients] == [None] * 4
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("use", ["forward", "state_dict"])
 def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: DeviceMesh, use: str) -> None:
     """A function that trains returns, its optimizer goes, and the model is evaluated or saved."""
@@ -781,7 +682,6 @@ def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: Devic
         loop.backward(3)
         loop.optimizer.step()
         del loop.optimizer, loop.scheduler
-        gc.collect()
         assert engine() is None
         timer = threading.Timer(0.2, gate.open)
         timer.start()

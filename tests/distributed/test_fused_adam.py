@@ -11,12 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.distributed.launch import DEVICE_TYPE, mesh, spawn, this_device
-from tests.fused_adam import FP16, FP32, MASTERS, Mixed, assert_same_content
-from tests.parity import attach
+from tests.fused_adam import FP16, FP32, MASTERS, FusedPair, Mixed
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
@@ -30,21 +28,6 @@ def fused_adam() -> Any:
     return pytest.importorskip("transformer_engine.pytorch").optimizers.FusedAdam
 
 
-def optimizer_of(model: nn.Module, **kwargs: Any) -> Any:
-    params = list(model.parameters())
-    groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}]
-    return fused_adam()(groups, lr=0.02, weight_decay=0.1, **kwargs)
-
-
-def step(model: nn.Module, optimizer: Any, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    for name, param in model.named_parameters():
-        whole = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
-        if param.requires_grad and not (number == 0 and name.startswith("norm")):
-            param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-    optimizer.step()
-
-
 def run_fp16(rank: int, world_size: int, folder: Path) -> None:
     """What is saved is what FusedAdam itself would save.
 
@@ -52,31 +35,29 @@ def run_fp16(rank: int, world_size: int, folder: Path) -> None:
     scale to be found: FusedAdam itself fails there.
     """
     del rank, world_size
-    kwargs = {**MASTERS["fp16"], "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16}
-    models = [sharded_evenly(), sharded_evenly()]
-    plain, optimizer = (optimizer_of(model, **kwargs) for model in models)
-    attach(optimizer, model=models[1])
-    for number in range(1, 4):
-        for model, one in zip(models, (plain, optimizer), strict=True):
-            step(model, one, number)
-        assert_same_content(models, [plain, optimizer])
-    saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+
+    def pair_of(steps: int) -> FusedPair:
+        kwargs = {**MASTERS["fp16"], "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16}
+        return FusedPair(fused_adam(), device=str(this_device()), build=sharded_evenly, **kwargs).step(steps)
+
+    plain, trained = pair_of(3)
+    saved, expected = trained.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for number, state in saved.items():
         for name, value in state.items():
             assert value.dtype is FP32
             assert torch.equal(value._local_tensor.cpu(), expected[number][name]._local_tensor.cpu())
-    state = {"model": models[1].state_dict(), "optim": get_optimizer_state_dict(models[1], optimizer)}
-    dcp.save(state, checkpoint_id=folder / "fp16")
-    model = sharded_evenly()
-    fresh = optimizer_of(model, **kwargs)
-    attach(fresh, model=model)
+    optim = get_optimizer_state_dict(trained.model, trained.optimizer)
+    dcp.save({"model": trained.model.state_dict(), "optim": optim}, checkpoint_id=folder / "fp16")
+    pair = pair_of(0)
+    model, fresh = pair.offloaded.model, pair.offloaded.optimizer
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, fresh, for_load=True)}
     load(state, checkpoint_id=folder / "fp16")
     set_optimizer_state_dict(model, fresh, state["optim"])
-    for one, other in zip(plain.state_dict()["state"].values(), fresh.state_dict()["state"].values(), strict=True):
+    for one, other in zip(expected.values(), fresh.state_dict()["state"].values(), strict=True):
         for name, value in other.items():
             torch.testing.assert_close(value._local_tensor.cpu(), one[name]._local_tensor.cpu(), rtol=1e-3, atol=1e-8)
-    step(model, fresh, 4)
+    pair.give_gradients()
+    fresh.step()
 
 
 def sharded_evenly() -> nn.Module:

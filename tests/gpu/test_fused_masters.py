@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, optim
 
-from fsdp_offload.optimizers import fused_masters, with_masters
+from fsdp_offload.optimizers import fused_masters
 from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
 from tests.parity import Zoo
 from tests.twins import Twins, make_twins
@@ -76,8 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.extend([part.weights] if part.weights.numel() else [])
         update(step, kind, part)
 
-    for module in (fused_masters, with_masters):
-        monkeypatch.setattr(module, "update_master", counted)
+    monkeypatch.setattr(fused_masters, "update_master", counted)
     return seen
 
 
@@ -134,8 +133,7 @@ def test_a_schedule_of_betas_is_not_tried_for_ever() -> None:
 def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter with and without the kernel, in the middle of its training: the counters go on."""
     allowed = [True]
-    exact = with_masters.is_exact
-    monkeypatch.setattr(with_masters, "is_exact", lambda *args: allowed[0] and exact(*args))
+    monkeypatch.setattr(fused_masters, "is_exact", lambda *args: allowed[0] and is_exact(*args))
     twins = twins_of("remainder")
     for turn in range(6):
         allowed[0] = turn % 2 == 0

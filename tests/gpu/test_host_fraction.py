@@ -46,7 +46,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStreams]:
         method = getattr(HostJob, name)
 
         def slowed(self: HostJob, *args: Any) -> None:
-            lane = self.lanes[which == "up"]
+            lane = self.mirror.lanes[which == "up"]
             with lane.running():
                 torch.cuda._sleep(LONG_CYCLES // 8)
             method(self, *args)
@@ -110,7 +110,7 @@ def test_other_bits_without_the_wait_for_late_writes(
 
 
 def test_other_bits_without_the_comparison(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mirror, "compare", lambda self, changed, hasher: changed.fill_(False))
+    monkeypatch.setattr(Mirror, "compare", lambda self, changed: changed.fill_(False))
     assert compare(case_of("step", 1.0, ("weights",) * 6), device, LATE) != []
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
-from tests.fused_adam import BF16, FP8, FP16, FP32, MASTERS, Mixed, Twins, check_options, name_of, options
+from tests.fused_adam import BF16, FP8, FP16, FP32, MASTERS, FusedPair, Mixed, check_options, name_of, options
 
 te = pytest.importorskip("transformer_engine.pytorch")
 FusedAdam = te.optimizers.FusedAdam
@@ -39,10 +39,8 @@ def sharded() -> nn.Module:
     return model
 
 
-def sharded_twins(kwargs: dict[str, Any]) -> Twins:
-    twins = Twins(FusedAdam, device="cuda", build=sharded, **kwargs)
-    twins.give_gradients = lambda without=(): give_sharded_gradients(twins, without)  # type: ignore[method-assign]
-    return twins
+def sharded_pair(kwargs: dict[str, Any]) -> FusedPair:
+    return FusedPair(FusedAdam, device="cuda", build=sharded, **kwargs)
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
@@ -54,36 +52,24 @@ def test_same_bits(kwargs: dict[str, Any], decoupled: bool) -> None:
 @pytest.mark.parametrize("kwargs", list(options((FP32, FP16, BF16, FP8))), ids=name_of)
 def test_same_bits_with_fully_shard(kwargs: dict[str, Any], one_rank: None) -> None:
     del one_rank
-    sharded_twins(kwargs).step(2, without=("up",)).step(3)
-
-
-def give_sharded_gradients(twins: Twins, without: tuple[str, ...]) -> None:
-    for model in twins.models:
-        generator = torch.Generator("cuda").manual_seed(twins.steps)
-        for name, param in model.named_parameters():
-            values = torch.randn(param.shape, generator=generator, device="cuda").to(param.dtype)
-            like = torch.zeros_like(param)
-            like._local_tensor.copy_(values)
-            param.grad = like if param.requires_grad and not name.startswith(without or ("?",)) else None
+    sharded_pair(kwargs).step(2, without=("up",)).step(3)
 
 
 @pytest.mark.parametrize("kwargs", [{**m, "exp_avg_dtype": d} for m in MASTERS.values() for d in (FP32, FP16, FP8)])
 def test_checkpoint(kwargs: dict[str, Any], one_rank: None, tmp_path: Path) -> None:
     del one_rank
-    twins = sharded_twins(kwargs).step(3)
-    state = {
-        "model": twins.models[1].state_dict(),
-        "optim": get_optimizer_state_dict(twins.models[1], twins.offloaded),
-    }
+    pair = sharded_pair(kwargs).step(3)
+    saved = pair.offloaded
+    state = {"model": saved.model.state_dict(), "optim": get_optimizer_state_dict(saved.model, saved.optimizer)}
     dcp.save(state, checkpoint_id=tmp_path)
-    fresh = sharded_twins(kwargs)
-    optimizer, model = fresh.offloaded, fresh.models[1]
+    fresh = sharded_pair(kwargs).offloaded
+    optimizer, model = fresh.optimizer, fresh.model
     before = torch.cuda.max_memory_allocated()
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, for_load=True)}
     load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(model, optimizer, state["optim"])
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
-    expected, found = twins.offloaded.state_dict(), optimizer.state_dict()
+    expected, found = saved.optimizer.state_dict(), optimizer.state_dict()
     for number, entries in expected["state"].items():
         for name, value in entries.items():
             loaded = found["state"][number][name]
@@ -110,12 +96,12 @@ def test_cut_ranges_have_the_same_bits(dtype: torch.dtype, moments: tuple[torch.
 
     policy = OffloadPolicy(bucket_bytes=200_000)
     kwargs = {**MASTERS[master], "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
-    Twins(FusedAdam, device="cuda", build=Large, policy=policy, **kwargs).step(5)
+    FusedPair(FusedAdam, device="cuda", build=Large, policy=policy, **kwargs).step(5)
 
 
 def test_fp8_state_has_no_transpose_on_the_device() -> None:
-    twins = Twins(FusedAdam, device="cuda", master_weights=True, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8).step(3)
-    for state in twins.offloaded.state.values():
+    pair = FusedPair(FusedAdam, device="cuda", master_weights=True, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8).step(3)
+    for state in pair.offloaded.optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             assert state[name]._transpose is None
             assert state[name]._data.device.type == "cpu"
@@ -131,9 +117,9 @@ def test_memory() -> None:
             self.layers = nn.ParameterList([nn.Parameter(torch.randn(1 << 18, dtype=BF16)) for _ in range(48)])
 
     policy = OffloadPolicy(bucket_bytes=4 << 20)
-    twins = Twins(FusedAdam, device="cuda", build=Many, policy=policy, master_weights=True, exp_avg_dtype=FP16)
-    del twins.optimizers[0], twins.models[0]
-    model, optimizer = twins.models[0], twins.optimizers[0]
+    pair = FusedPair(FusedAdam, device="cuda", build=Many, policy=policy, master_weights=True, exp_avg_dtype=FP16)
+    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
+    del pair
     for _ in range(3):
         for param in model.parameters():
             param.grad = torch.ones_like(param)
@@ -158,14 +144,14 @@ def test_quantized_parameters(recipe: str, moment: torch.dtype) -> None:
                 self.up = te.Linear(256, 128, params_dtype=BF16, device="cuda")
                 self.down = te.Linear(128, 256, params_dtype=BF16, device="cuda")
 
-    twins = Twins(FusedAdam, device="cuda", build=Quantized, master_weights=True, exp_avg_dtype=moment)
-    assert hasattr(twins.models[0].up.weight, "_quantizer")
-    twins.step(4)
-    saved = twins.plain.state_dict()
-    for optimizer in twins.optimizers:
-        optimizer.load_state_dict(copy.deepcopy(saved))
-    twins.assert_same()
-    twins.step(2)
+    pair = FusedPair(FusedAdam, device="cuda", build=Quantized, master_weights=True, exp_avg_dtype=moment)
+    assert hasattr(pair.plain.params["up.weight"], "_quantizer")
+    pair.step(4)
+    saved = pair.plain.optimizer.state_dict()
+    for run in pair:
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.assert_same()
+    pair.step(2)
 
 
 def test_remainders_of_quantized_parameters_are_refused() -> None:

@@ -33,7 +33,7 @@ from tests.cpu.test_megatron_chain import train as train_both
 from tests.distributed import megatron_optimizer as megatron
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.test_fused_adam import fused_adam
-from tests.fused_adam import BF16, FP32, MASTERS, Twins, same_state_dicts
+from tests.fused_adam import BF16, FP32, MASTERS, FusedPair, same_state_dicts
 
 if DEVICE_TYPE == "cpu":  # the process from which ranks are forked imports it for all of them
     with warnings.catch_warnings():
@@ -95,8 +95,8 @@ def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: st
 # FusedAdam -----------------------------------------------------------------------------------------------------------
 
 
-def twins(**kwargs: Any) -> Twins:
-    return Twins(fused_adam(), device=DEVICE_TYPE, policy=STAYING, **kwargs)
+def pair_of(**kwargs: Any) -> FusedPair:
+    return FusedPair(fused_adam(), device=DEVICE_TYPE, policy=STAYING, **kwargs)
 
 
 def go_through(optimizer: Any, phases: tuple[Callable[[Any], None], ...] = PHASES) -> None:
@@ -119,46 +119,46 @@ EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 @EVERY_OPTION
 def test_fused_adam_takes_the_same_steps_with_the_phases_between_them(options: dict[str, Any]) -> None:
-    pair = twins(**options)
+    pair = pair_of(**options)
     for _ in range(4):
         pair.step(1)  # compares all there is, bit by bit
-        go_through(pair.offloaded)
+        go_through(pair.offloaded.optimizer)
 
 
 @EVERY_OPTION
 def test_all_state_of_fused_adam_is_away_after_the_release(options: dict[str, Any]) -> None:
-    pair = twins(**options).step(2)
-    here = offload_report(pair.offloaded)
-    go_through(pair.offloaded, (offload_states, release_states))
-    away = offload_report(pair.offloaded)
+    pair = pair_of(**options).step(2)
+    here = offload_report(pair.offloaded.optimizer)
+    go_through(pair.offloaded.optimizer, (offload_states, release_states))
+    away = offload_report(pair.offloaded.optimizer)
     assert here.memory.kept_state_bytes > 0
     assert away.memory.kept_state_bytes == away.memory.device_bytes == 0
     assert away.memory.host_state_bytes == here.memory.host_state_bytes
-    reload_states(pair.offloaded)
-    first = offload_report(pair.offloaded)
+    reload_states(pair.offloaded.optimizer)
+    first = offload_report(pair.offloaded.optimizer)
     assert first.memory.kept_state_bytes > 0, "what is used next comes at once"
     pair.step(1)
-    back = offload_report(pair.offloaded)
+    back = offload_report(pair.offloaded.optimizer)
     assert first.memory.kept_state_bytes < back.memory.kept_state_bytes <= here.memory.kept_state_bytes
 
 
 @EVERY_PHASE
 def test_a_state_dict_is_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
-    pair = twins(master_weights=True).step(2)
-    go_through(pair.offloaded, phases)
+    pair = pair_of(master_weights=True).step(2)
+    go_through(pair.offloaded.optimizer, phases)
     same_state_dicts(pair)
     pair.step(2)
 
 
 @EVERY_PHASE
 def test_a_load_into_state_that_has_been_released(phases: Any) -> None:
-    pair = twins(master_weights=True).step(2)
-    saved, weights = same_state_dicts(pair), pair.weights()
+    pair = pair_of(master_weights=True).step(2)
+    saved, weights = same_state_dicts(pair), copy.deepcopy(pair.plain.model.state_dict())
     pair.step(2)
-    go_through(pair.offloaded, phases)
-    pair.set_weights(weights)
-    for optimizer in pair.optimizers:
-        optimizer.load_state_dict(copy.deepcopy(saved))
+    go_through(pair.offloaded.optimizer, phases)
+    for run in pair:
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
     pair.step(2)
 
 

@@ -1,0 +1,237 @@
+"""One logical step of the user's optimizer, run on one bucket after the other.
+
+The step of a bucket changes its parameters and their state, and perhaps entries of param groups (``group["k"]``) and
+attributes of the optimizer. Each bucket starts from the same entries and attributes and must end at the same ones,
+which the user's optimizer gets once.
+"""
+
+import collections
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from ..fsdp.optim import no_global_step_hooks, plain_step_of
+from ..state.layout import tensors_in
+from ..state.store import UserState
+from .capabilities import Capabilities
+
+ENGINE_ATTRIBUTE = "_offload_engine"
+"""Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
+
+_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
+
+_SCHEDULED = frozenset({"lr", "betas"})
+"""Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
+
+_SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
+
+
+class DividedStep:
+    """One logical step of an optimizer, and what it changes in param groups and attributes, in however many buckets.
+
+    Attributes:
+        conventions: of the class.
+        copies: of values that somebody may write before updates on other streams have read them; kept until then.
+        by_param: attributes that are dicts with parameters as keys.
+        unvisited: numbers of groups that no bucket has had parameters of.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        capabilities: Capabilities,
+        optimizer: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        pinned: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """Note where the step starts.
+
+        ``kwargs``: of ``step()``. ``pinned``: as :attr:`LogicalStep.pinned`, unless the conventions pin other values.
+        """
+        self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
+        self._step = self.conventions.begin(optimizer, kwargs or {})
+        self._pinned = [
+            {**a, **b} for a, b in itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
+        ]
+        groups = entries_of(optimizer)
+        self._start = tree_flatten(groups)
+        self._versions = _versions(self._start[0])
+        # Schedulers and a GradScaler may write theirs before the step ends.
+        self._groups = [
+            {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()} for group in groups
+        ]
+        self._attributes = instance_attributes(optimizer)
+        scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
+        self._attributes |= scaler
+        self.copies = list(tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler]))
+        self.by_param: dict[str, dict[Tensor, Any]] = {
+            name: self._attributes[name] for name in self.conventions.attributes_by_param
+        }
+        self._unwatched = {*self._step.attributes(), *self.by_param, *scaler}
+        self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
+        self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
+        self.unvisited = set(range(len(self._groups)))
+
+    def run(
+        self,
+        params: Mapping[int, list[Tensor]],
+        state: Mapping[Tensor, UserState],
+        by_param: Mapping[str, dict[Tensor, Any]] | None = None,
+    ) -> dict[Tensor, UserState]:
+        """Run the plain step of the class on ``params``, and note what it changes beside them and their state.
+
+        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes.
+
+        Args:
+            params: by the numbers of their groups. The step sees no other groups: a plain one does not see its groups
+                emptied, and some classes fail on that.
+            state: of them. Returned is the state after it.
+            by_param: what these attributes hold instead; what the step adds is found there.
+
+        Raises:
+            RuntimeError: a change differs from that of an earlier bucket of the same step, or state is no parameter's.
+        """
+        # A class that nobody knows may write into entries of a group, so each bucket has copies of them.
+        given = {
+            number: {n: v if self._is_known else _own(v) for n, v in self._groups[number].items()}
+            for number in sorted(params)
+        }
+        groups = [
+            {**entries, **{n: _own(v) for n, v in self._pinned[number].items()}, "params": params[number]}
+            for number, entries in given.items()
+        ]
+        attributes = {**self._attributes, **self._step.attributes(), **(by_param or {})}
+        attributes |= {"param_groups": groups, "state": defaultdict(dict, state)}
+        shadow: Optimizer = object.__new__(self._cls)
+        # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``: not
+        # into those of the real optimizer.
+        Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
+        shadow.__dict__.update(attributes)
+        try:
+            # A step that nobody knows may call a hooked one of its parent: the logical step has fired hooks already.
+            with nullcontext() if self._is_known else no_global_step_hooks():
+                plain_step_of(self._cls)(shadow, **self._step.kwargs)
+            if foreign := [key for key in list[object](shadow.state) if not isinstance(key, Tensor)]:
+                raise RuntimeError(
+                    "the optimizer keeps state of its own beside that of parameters "
+                    f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
+                )
+            self._collect(given, shadow)
+            return dict(shadow.state)
+        finally:
+            shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step, whoever keeps it
+
+    def _collect(self, given: Mapping[int, dict[str, Any]], shadow: Optimizer) -> None:
+        """Note what a bucket's step has changed of the entries that it was ``given``, and of attributes."""
+        for (number, entries), group in zip(given.items(), shadow.param_groups, strict=True):
+            for name, value in group.items():
+                pinned = name == "params" or name in self._pinned[number]
+                if not pinned and _changed(self._groups[number].get(name), entries.get(name), value):
+                    self._note(number, name, value, f"param_groups[{number}][{name!r}]")
+                    if value is not entries.get(name):
+                        self._rebound.add((number, name))
+        self.unvisited -= given.keys()
+        for name, value in instance_attributes(shadow).items():
+            # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
+            start = self._attributes.get(name)
+            if name not in self._unwatched and value is not start and _changed(start, start, value):
+                self._note(None, name, value, f"optimizer.{name}")
+
+    def _note(self, number: int | None, name: str, value: Any, place: str) -> None:
+        before = self._changes.setdefault((number, name), value)
+        if not _same_values(before, value):
+            ends = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(repr, (before, value))]
+            raise RuntimeError(
+                f"{place} ended at {ends[0]} in one bucket and at {ends[1]} in another of the same step: this "
+                "optimizer's step cannot be divided by parameter. Leave out trust_separable=True."
+            )
+        self._changes[number, name] = value
+
+    def still_starts_from(self, optimizer: Optimizer) -> bool:
+        """Return whether the param groups are what they were when this was made."""
+        (now, form), (start, before) = tree_flatten(entries_of(optimizer)), self._start
+        if form != before or _versions(now) != self._versions:
+            return False
+        pairs = zip(now, start, strict=True)
+        return all(one is other or (not isinstance(one, Tensor) and one == other) for one, other in pairs)
+
+    @property
+    def changed_entries(self) -> dict[str, Any]:
+        """What this step changes in any param group, by name."""
+        return {name: value for (number, name), value in self._changes.items() if number is not None}
+
+    def commit(self, optimizer: Optimizer) -> None:
+        """Give the changes of the whole step to the user's optimizer, once."""
+        for (number, name), value in self._changes.items():
+            target = optimizer.__dict__ if number is None else optimizer.param_groups[number]
+            current = target.get(name)
+            is_written = number is not None and (number, name) not in self._rebound
+            if is_written and isinstance(value, Tensor) and isinstance(current, Tensor):
+                current.copy_(value)  # as others may hold it
+            else:
+                target[name] = value
+        self._step.finish()
+
+
+def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Hyperparameters of each param group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that a shadow shares with ``optimizer``: all but its own, and its hooks."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
+    }
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [value._version for value in values if isinstance(value, Tensor)]
+
+
+def _own(value: Any) -> Any:
+    """A copy of a param group's entry that a step may write without anybody else seeing it."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(map(_own, value))
+    if kind is dict:
+        return {name: _own(one) for name, one in value.items()}
+    if kind in (set, collections.deque):
+        return value.copy()
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+def _changed(start: object, given: object, end: object) -> bool:
+    """Return whether a step that was ``given`` an own copy of ``start`` has left something else."""
+    if end is given:
+        # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
+        written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
+        return written or not (isinstance(end, Tensor) or _same_values(start, end))
+    return isinstance(start, Tensor) or isinstance(end, Tensor) or not _same_values(start, end)
+
+
+def _same_values(one: Any, other: Any) -> bool:
+    """Return whether two entries or attributes are equal, also where tensors are inside.
+
+    Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
+    the same start there.
+    """
+    if one is other:
+        return True
+    (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or one.device.type != "cpu" or torch.equal(one, other)
+    return bool(one == other)
