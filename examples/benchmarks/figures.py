@@ -28,7 +28,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.api.attach import is_offloaded, offload_report
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.fully_shard import fsdp_modules
-from fsdp_offload.fsdp.spent_gradient import is_spent
+from fsdp_offload.fsdp.gradients import is_spent
 
 from .memory import Moment, draw_memory
 from .record import print_record, run

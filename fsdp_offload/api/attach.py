@@ -1,10 +1,11 @@
 """Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
 
-import functools
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,40 +15,42 @@ from ..cpu_update.updates import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
-from ..model.parking import ParkedParameters, owns_its_storage
+from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.mapping import OffloadedState
-from .attachment import (
+from .checks import (
+    check_no_other_updates,
+    device_of,
+    names_of_parameters,
+    options_without_effect,
+    refuse,
+    refuse_bypass,
+    watch_steps,
+    wrong_to_stream,
+    wrong_with_holder,
+    wrong_with_optimizer,
+)
+from .optimizer import OffloadedOptimizer, offloaded_class
+from .report import OffloadReport, notes_of
+from .wrapped import (
     Attachment,
     attached,
     attachment_of,
+    holders_in,
+    is_wrapped,
+    masters_in,
     offloaded,
+    parts_of,
     redirect_captured_step,
+    saves_all_masters,
     states_of,
     unwrap,
     wrappers_around,
 )
-from .checks import (
-    as_whole,
-    check_attachable,
-    check_divisible,
-    check_no_other_updates,
-    check_own_offload,
-    check_streamable,
-    check_types,
-    device_of,
-    names_of_parameters,
-    options_without_effect,
-    refuse_bypass,
-    watch_until_first_step,
-)
-from .optimizer import OffloadedOptimizer, offloaded_class
-from .report import OffloadReport, notes_of
-from .wrapped import holders_in, is_wrapped, masters_in, parts_of, saves_all_masters
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -68,8 +71,7 @@ def offload_optimizer(
     once. No collective of its own.
 
     A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before
-    its own plain ``step()`` and stored after it. So any optimizer gives the same bits, LBFGS with its closures
-    included, and all of its state is on the device during ``step()``. Host memory is taken when it has made its state.
+    its own plain ``step()`` and stored after it. Host memory is taken when it has made its state.
 
     The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
     for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
@@ -77,18 +79,16 @@ def offload_optimizer(
 
     Args:
         optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen
-            through, and so are Megatron's optimizers and chains of them: each of torch's in there is offloaded, or
-            none.
+            through, and so are Megatron's optimizers and chains: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
             fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
         exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
             runs once for each fit. Without ``policy``, whatever that is.
-        trust_separable: of a class that is not in the table, that each element's update depends on that element alone
-            and draws no random numbers: its step runs bucket by bucket, on ranges of local tensors, as those of Adam
-            do. Nothing checks it but the shapes of its state. No effect on classes that are in the table; those of
-            other libraries than torch's are updated parameter by parameter then, as their rows say.
+        trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
+            The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
+            of another library parameter by parameter. Nothing checks it but the shapes of the state.
 
     Returns:
         ``optimizer``.
@@ -98,41 +98,40 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    given = None if policy is None else as_policy(policy)
+    given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
-        again = functools.partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
-        _offload_each(optimizer, functools.partial(again, trust_separable=trust_separable), as_policy(given))
-        return optimizer
-    policy = as_policy(given)
-    *wrappers, target = wrappers_around(optimizer)
-    if exist_ok and attachment_of(target) is not None:
-        _check_same(target, model, given)
+        again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
+        _offload_each(optimizer, partial(again, trust_separable=trust_separable), policy)
         return optimizer
 
     # Check the optimizer, its parameters and its model.
-    check_types(target, model)
-    check_attachable(target)
+    *wrappers, target = wrappers_around(optimizer)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(target, Optimizer):
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}.")
+    if attachment_of(target) is not None:
+        _check_same(target, model, given, exist_ok)
+        return optimizer
     params, names = params_of(target), names_of_parameters(target, model)
     capabilities = capabilities_for(target, trust=trust_separable)
-    check_divisible(target, capabilities, policy)
+    refuse(wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
-            warnings.warn(
-                f"offload_optimizer: overlap={policy.overlap!r} has no effect on {type(target).__name__}, which is not "
-                "in the table of optimizers and moves as a whole, in step().",
-                stacklevel=2,
-            )
-        policy = as_whole(policy)
+            whole = f"has no effect on {type(target).__name__}, which moves as a whole, in step()"
+            warnings.warn(f"offload_optimizer: overlap={policy.overlap!r} {whole}.", stacklevel=2)
+        policy = replace(policy, overlap="step")
     device = device_of(params, names, capabilities, policy)
     check_no_other_updates(params, names, policy)
     together = group_numbers(model, policy)
     if policy.parameters:
-        check_streamable(model, names)
+        refuse(wrong_to_stream(model, names))
 
     # Homes for its state.
-    host = HostUpdates(type(target), capabilities, policy, device) if policy.host_fraction else None
+    cls = type(target)
+    host = HostUpdates(cls, capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
-    engine = kind(type(target), capabilities, policy, device, names, together, host)
+    engine = kind(cls, capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
     # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs. All
     # others are updated as a forward needs their parameters.
@@ -140,21 +139,19 @@ def offload_optimizer(
     order = list(dict.fromkeys([*gathered, *names])) if capabilities.elementwise else params
     # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
     eager = capabilities.conventions.state_without_gradient
-    planned = [param for param in order if eager or is_trained(param) or target.state.get(param)]
-    engine.add(target, planned, states.unwaited)
+    engine.add(target, [one for one in order if eager or is_trained(one) or target.state.get(one)], states.unwaited)
 
     # From here on it is an OffloadedOptimizer.
-    plain_step = type(target).step
-    target.__class__ = offloaded_class(type(target))  # type: ignore[arg-type]  # a class has a hash
+    target.__class__ = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
     target.state = states
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
     vars(target)[ENGINE_ATTRIBUTE] = attachment
-    attachment.undo += redirect_captured_step(target, plain_step, type(target).step, wrappers)
+    attachment.undo += redirect_captured_step(target, cls.step, type(target).step, wrappers)
     attachment.undo.append(target.register_step_pre_hook(refuse_bypass).remove)
     offloaded.add(target)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
-        watch_until_first_step(target, model, attachment)
+        watch_steps(attachment, model)
     except BaseException:
         remove_offload(target)
         raise
@@ -183,7 +180,6 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         attachment.parked.bring_back()
         states = states_of(target)
         engine.return_to_device(states.unwaited)
-        attachment.unwatch()
         if attachment.hooks is not None:
             attachment.hooks.remove()
         for undo in attachment.undo:
@@ -207,19 +203,12 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     Raises:
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
-    parts = parts_of(optimizer)
-    if len(parts) > 1:
+    target, *others = map(find_offloaded, parts_of(optimizer))
+    if others or not isinstance(target, OffloadedOptimizer):
         raise RuntimeError(
-            f"offload_report: this {type(optimizer).__name__} has {len(parts)} optimizers, each of which has its own. "
-            "Give them one by one, as in chained_optimizers."
+            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded, or holds several optimizers. "
+            "Call offload_optimizer() first, and give one at a time, as in chained_optimizers."
         )
-    target = find_offloaded(parts[0])
-    if target is None:
-        raise RuntimeError(
-            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded. Call offload_optimizer() "
-            "first; of a container of several optimizers, give each of them."
-        )
-    assert isinstance(target, OffloadedOptimizer)
     return target.offload_report()
 
 
@@ -237,7 +226,7 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
     """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
     held = holders_in(optimizer)
     for holder in held.values():
-        check_own_offload(holder)
+        refuse(wrong_with_holder(holder))
     for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
         keep_unread_masters(inner)
     done: list[Optimizer] = []
@@ -254,11 +243,13 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
             attached(unwrap(inner)).parked = ParkedParameters(own, policy.host_limit_bytes)
 
 
-def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None) -> None:
-    """Refuse to leave an offload as it is where the second call asks for another one."""
+def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None, exist_ok: bool) -> None:
+    """Refuse to leave an offload as it is where the second call asks for another one, or does not know of it."""
     attachment, other = attached(optimizer), []
+    if not exist_ok:
+        other.append("which exist_ok=True accepts")
     if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
-        policy = as_whole(policy)
+        policy = replace(policy, overlap="step")
     if policy is not None and policy != attachment.engine.policy:
         other.append(f"with {attachment.engine.policy}")
     if model is not None and (attachment.model is None or attachment.model() is not model):

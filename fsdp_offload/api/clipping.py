@@ -5,6 +5,7 @@ the norm and the factor on the device. ``step()`` learns on the host whether the
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -16,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..fsdp.watched_gradient import bare
+from ..fsdp.gradients import bare
 from ..state.layout import params_of
-from .attachment import attachment_of
-from .wrapped import optimizers_in
+from .wrapped import attachment_of, optimizers_in
 
 
 def clip_grad_norm_(
@@ -78,14 +78,15 @@ def clip_in_order(
     if not guesses and len(_by_mesh(grads)) < 2:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     with bare(grads):  # this is no touch of the user's
-        norms = [
-            torch.nn.utils.get_total_norm(of_mesh, norm_type, error_if_nonfinite, foreach)
-            for of_mesh in _by_mesh(grads) or [grads]
-        ]
-        norm = norms[0] if len(norms) == 1 else _combined(norms, float(norm_type))
+        get_norm, options = torch.nn.utils.get_total_norm, (norm_type, error_if_nonfinite, foreach)
+        norms = [get_norm(of_mesh, *options) for of_mesh in _by_mesh(grads) or [grads]]
+        # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
+        totals = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+        norm, total = norms[0], totals[0]
+        if len(totals) > 1:  # combined as torchtitan does
+            whole, order = torch.stack(totals), float(norm_type)
+            norm = total = whole.amax() if math.isinf(order) else (whole**order).sum() ** (1.0 / order)
         if grads:
-            # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
-            total = norm.full_tensor() if isinstance(norm, DTensor) else norm
             max_norm = float(max_norm)
             is_one = torch.clamp(max_norm / (total + 1e-6), max=1.0) == 1
             scale = partial(_scale, max_norm, total, foreach)
@@ -96,16 +97,10 @@ def clip_in_order(
 
 def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """Divide ``grads`` by mesh: torch's functions take those of one."""
-    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    found: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        found.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+        found[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     return list(found.values())
-
-
-def _combined(norms: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Compute the norm of gradients from those of their parts, as torchtitan does."""
-    whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-    return whole.amax() if math.isinf(norm_type) else (whole**norm_type).sum() ** (1.0 / norm_type)
 
 
 def _scale(max_norm: float, total: Tensor, foreach: bool | None, grads: Iterable[Tensor]) -> None:

@@ -10,9 +10,8 @@ from ..optimizers import capabilities_for
 from ..optimizers.masters import MasterKind, has_master
 from ..optimizers.with_masters import WithMasters, class_with_masters, widen_state
 from ..state.layout import params_of
-from .attachment import attachment_of, redirect_captured_step, wrappers_around
 from .checks import names_by_place, refuse_bypass
-from .wrapped import is_wrapped
+from .wrapped import attachment_of, is_wrapped, redirect_captured_step, wrappers_around
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 

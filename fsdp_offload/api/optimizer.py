@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import types
 import warnings
 from abc import ABCMeta
@@ -12,28 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..device.lanes import refuse_capture
-from ..engine.engine import Engine, find_offloaded, inside
+from ..engine.engine import Engine, inside
 from ..engine.loading import check_loadable
 from ..engine.whole import WholeEngine
-from ..fsdp.optim import is_called_compiled, plain_step_of, run_hooked, unhooked
-from ..fsdp.spent_gradient import is_spent, zero_spent, zeroed_lifted
+from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
+from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import is_trained, params_of
 from ..state.store import UserState
-from .attachment import Attachment, attached, attachment_of, states_of
-from .checks import (
-    RIGHT_ORDER,
-    check_gradients_are_read,
-    device_of,
-    names_by_place,
-    refuse_exchanged,
-    refuse_foreign,
-)
+from .checks import RIGHT_ORDER, check_gradients_are_read, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
-from .wrapped import HOOK_IS_CALLED
-
-logger = logging.getLogger(__name__)
+from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
@@ -57,32 +47,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attached(self)
-        if not attachment.has_updated and is_called_compiled():
-            logger.warning(
-                "step() is called by compiled code: an offloaded step waits for copies and cannot be compiled, so it "
-                "runs as it is. Compile the model's forward and backward only."
-            )
         attachment.stepping = True
         try:
-            return run_hooked(self, self._plain_class.__name__, _logical_step, args, kwargs)
+            return _hooked_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Param groups of the optimizer. Before the first step, an error if all parameters have been exchanged."""
-        optimizer = find_offloaded(self) or self
-        groups: list[dict[str, Any]] = vars(optimizer)["param_groups"]
-        attachment = attachment_of(optimizer)
-        if attachment is not None and attachment.until_first_step:
-            refuse_exchanged(attachment.engine.names, groups)
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        vars(find_offloaded(self) or self)["param_groups"] = groups
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _hooked_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
@@ -151,7 +122,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         finally:
             last.remove()
             first.remove()
-        attachment.forget_reductions()
+        engine.core.reductions.end(stepped=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim.Optimizer`` does; room for the new parameters' state is taken at once."""
@@ -181,15 +152,14 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.engine.skip_step()
         attachment.has_loaded_inside_step = False
-        if False in (*args, *kwargs.values()):
+        params = params_of(self) if False in (*args, *kwargs.values()) else []  # to be zeroed
+        if params:
             attachment.engine.wait_updated()
-            for param in filter(is_spent, params_of(self)):
-                zero_spent(param)  # let go of in the backward
-            with zeroed_lifted(params_of(self)):
-                self._plain_class.zero_grad(self, *args, **kwargs)
-        else:
+        for param in filter(is_spent, params):
+            zero_spent(param)  # let go of in the backward
+        with zeroed_lifted(params):
             self._plain_class.zero_grad(self, *args, **kwargs)
-        attachment.forget_reductions()
+        attachment.engine.core.reductions.end(stepped=False)  # what has been reduced counts for nothing
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
@@ -197,10 +167,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attached(self).parked.settle()
 
     def offload_states(self) -> None:
-        """Start storing what is newer on the device than at home: state that is kept there. Asynchronous.
+        """Start storing state that is kept on the device, asynchronously; other state is at home, or on its way.
 
-        Other state is at home already, or on its way since the step. Harmless when there is nothing to do. Everything
-        may be done while the state is away: ``step()`` reloads by itself.
+        Harmless when there is nothing to do. Everything may be done while it is away: ``step()`` reloads by itself.
         """
         attachment = attached(self)
         attachment.engine.offload(states_of(self).unwaited)
@@ -209,10 +178,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.offload()
 
     def release_states(self) -> None:
-        """Free the device memory of what :meth:`offload_states` has sent away: in the order of the current stream.
-
-        The memory goes to torch's allocator.
-        """
+        """Free, to the allocator, the device memory of what :meth:`offload_states` stores, on the current stream."""
         attached(self).engine.release()
         attached(self).parked.release()
 
@@ -254,21 +220,21 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     refuse_capture(engine.device)
     attachment.parked.bring_back()
     if isinstance(engine, WholeEngine):
-        _check_first_step(attachment)
+        _check_first_step(self, attachment)
 
         def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
-            seeing = [between(one) if callable(one) else one for one in args]
-            named = {name: between(one) if callable(one) else one for name, one in kwargs.items()}
-            with unhooked(self):
+            seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))
+            with no_global_step_hooks(self):
                 return plain_step_of(self._plain_class)(self, *seeing, **named)
 
         result = engine.step_whole(self, lambda: states_of(self).unwaited, run)
-        closes = any(map(callable, (*args, *kwargs.values())))
-        updated = closes or any(param.grad is not None for param in params_of(self))
+        updated = any(map(callable, (*args, *kwargs.values()))) or any(
+            param.grad is not None for param in params_of(self)
+        )
     else:
         result = _run_closure(engine, *args, **kwargs)
         with torch.no_grad():
-            _check_first_step(attachment)
+            _check_first_step(self, attachment)
             if engine.conventions.reads_param_grad:
                 check_gradients_are_read(self, engine.names)
             kwargs.pop("closure", None)
@@ -276,6 +242,9 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
         _end_step(attachment, updated=updated)
     return result
+
+
+_hooked_step: Any = Optimizer.profile_hook_step(_logical_step)
 
 
 def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
@@ -290,10 +259,10 @@ def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: 
         return closure()
 
 
-def _check_first_step(attachment: Attachment) -> None:
-    if attachment.until_first_step:
-        refuse_foreign(attachment)
-        attachment.unwatch()
+def _check_first_step(optimizer: Optimizer, attachment: Attachment) -> None:
+    if attachment.is_new:
+        refuse_exchanged(attachment, params_of(optimizer))
+        attachment.is_new = False
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
@@ -305,12 +274,12 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
                 "does not use it, and loads begin in step() only. Bind the wrapper where the loop looks for it.",
                 stacklevel=2,
             )
-    has_updated, has_loaded = attachment.has_updated, attachment.has_loaded_inside_step
-    attachment.has_updated, attachment.has_loaded_inside_step = has_updated or updated, False
+    has_loaded, attachment.has_loaded_inside_step = attachment.has_loaded_inside_step, False
     if updated:
+        attachment.expects_gradients = False
         return
     # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
-    refuse_foreign(attachment)
+    refuse_exchanged(attachment)
     if has_loaded:
         warnings.warn(
             "step() updates nothing: load_state_dict() came between the backward and step(), and with "
@@ -318,16 +287,14 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
             "model as well), go on with zero_grad() and another backward.",
             stacklevel=2,
         )
-    elif has_updated and not attachment.told_no_gradient:
-        logger.warning("step() found no gradient in any parameter; nothing was updated or moved")
-    elif not attachment.told_no_gradient:
+    elif attachment.expects_gradients:
+        attachment.expects_gradients = False
         warnings.warn(
             "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the "
             "model was sharded after offload_optimizer(), it no longer uses the optimizer's parameters: "
             f"{RIGHT_ORDER}.",
             stacklevel=2,
         )
-    attachment.told_no_gradient |= not has_loaded
 
 
 # The class ------------------------------------------------------------------------------------------------------------

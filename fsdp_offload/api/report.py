@@ -1,12 +1,10 @@
 """The report on an offloaded optimizer: bytes by place, what the last step moved, what the last iteration took."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..core.items import Item
 from ..device import HAS_COPY_QUEUES
@@ -23,14 +21,12 @@ class MemoryRecord:
 
     Attributes:
         host_state_bytes: State whose home is host memory; reserved for state that the optimizer has yet to create.
-        kept_state_bytes: Of it, what is kept on the device now; padding included.
         other_state_bytes: State that does not move: counters, tensors that are not understood, and tensors that were
             put into ``optimizer.state`` in the place of others, until the next step moves them.
         host_parameter_bytes: Parameters whose home is host memory, frozen ones included.
-        kept_parameter_bytes: Of these, what is kept on the device now; padding included.
-        host_bytes: Host memory taken, padding included.
+        kept_state_bytes, kept_parameter_bytes: Of these, what is kept on the device now; padding included.
+        host_bytes: Host memory taken, padding included, page-locked if ``pinned``.
         spare_home_bytes: Of that, second homes for asynchronous saves and for updates that may be taken back.
-        pinned: Whether the host memory is page-locked.
         device_bytes: Device memory taken for what is offloaded, kept or passing through.
         device_peak_bytes: The allocator's peak since its statistics were last reset; ``None`` on the CPU.
     """
@@ -56,9 +52,8 @@ class StepRecord:
         loads, stores: How many copies that took.
         updates: Buckets updated, those on the CPU included.
         load_gb_per_s, store_gb_per_s: Rates (10**9 bytes) of one large copy each way; ``None``: none was timed.
-        host_updated_bytes: State that the CPU updated; ``None``, as the next two, where it updates nothing.
-        host_update_ms: Time of the CPU's thread in which the optimizer ran.
-        host_waited_ms: Time in which the main thread waited for it.
+        host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, in how much time of its thread,
+            and for how long the main thread waited for that; ``None`` where it updates nothing.
     """
 
     loaded_bytes: int
@@ -80,14 +75,12 @@ class IterationRecord:
     Attributes:
         iteration_ms: From the end of the step before to the end of the last one, with all that the loop did between.
         stalled_ms: Time of that in which compute waited for items: for loads, and for updates beside the model.
-        moved_bytes: Loads and stores together.
         bound_ms: The longest of ``iteration_ms - stalled_ms``, the loads at their rate and the stores at theirs, but
             never more than ``iteration_ms``.
     """
 
     iteration_ms: float
     stalled_ms: float
-    moved_bytes: int
     bound_ms: float
 
 
@@ -138,7 +131,9 @@ class OffloadReport:
         return {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
 
     def __str__(self) -> str:
-        rows = [*self._memory_rows(), *self._step_rows()]
+        pinned = {"host memory taken": " pinned" if self.memory.pinned else " not pinned"}
+        rows = [(name, _bytes(nbytes) + pinned.get(name, "")) for name, nbytes in self._memory_rows() if nbytes]
+        rows += self._step_rows()
         width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}", *(f"  ! {note}" for note in self.notes), f"  {self.kept.reason}"]
         lines += [f"  {self.clipping}"] if self.clipping else []
@@ -146,28 +141,22 @@ class OffloadReport:
             lines.append(f"  No step yet. Steps will move {_bytes(self.kept.moving_bytes)} through the device.")
         return "\n".join([*lines, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
-    def _memory_rows(self) -> Iterator[tuple[str, str]]:
+    def _memory_rows(self) -> Iterator[tuple[str, int | None]]:
         memory = self.memory
-        taken = {"host memory taken": " pinned" if memory.pinned else " not pinned", "device memory for that": ""}
-        for name, nbytes in (
-            ("state on the host", memory.host_state_bytes),
-            ("  kept on the device", memory.kept_state_bytes),
-            ("other state, where it was", memory.other_state_bytes),
-            ("parameters on the host", memory.host_parameter_bytes),
-            ("  kept on the device", memory.kept_parameter_bytes),
-            ("host memory taken", memory.host_bytes),
-            ("  spare homes", memory.spare_home_bytes),
-            ("device memory for that", memory.device_bytes),
-            ("device peak", memory.device_peak_bytes),
-        ):
-            if nbytes or name in taken:
-                yield name, _bytes(nbytes or 0) + taken.get(name, "")
+        yield "state on the host", memory.host_state_bytes
+        yield "  kept on the device", memory.kept_state_bytes
+        yield "other state, where it was", memory.other_state_bytes
+        yield "parameters on the host", memory.host_parameter_bytes
+        yield "  kept on the device", memory.kept_parameter_bytes
+        yield "host memory taken", memory.host_bytes
+        yield "  spare homes", memory.spare_home_bytes
+        yield "device memory for that", memory.device_bytes
+        yield "device peak", memory.device_peak_bytes
 
     def _step_rows(self) -> Iterator[tuple[str, str]]:
         if (step := self.step) is not None:
-            yield "last step: loaded", f"{_bytes(step.loaded_bytes)} in {step.loads} copies{_rate(step.load_gb_per_s)}"
-            stored = f"{_bytes(step.stored_bytes)} in {step.stores} copies"
-            yield "last step: stored", stored + _rate(step.store_gb_per_s)
+            yield "last step: loaded", _copies(step.loaded_bytes, step.loads, step.load_gb_per_s)
+            yield "last step: stored", _copies(step.stored_bytes, step.stores, step.store_gb_per_s)
             yield "last step: updated", f"{step.updates} buckets"
             if step.host_updated_bytes is not None:
                 waited = f"{step.host_update_ms:.1f} ms, {step.host_waited_ms:.1f} ms waited for"
@@ -178,8 +167,8 @@ class OffloadReport:
             yield "  no less than", f"{last.bound_ms:.1f} ms"
 
 
-def _rate(gb_per_s: float | None) -> str:
-    return "" if gb_per_s is None else f", at {gb_per_s:.1f} GB/s"
+def _copies(nbytes: int, copies: int, gb_per_s: float | None) -> str:
+    return f"{_bytes(nbytes)} in {copies} copies" + ("" if gb_per_s is None else f", at {gb_per_s:.1f} GB/s")
 
 
 def _bytes(nbytes: int) -> str:
@@ -195,17 +184,17 @@ def _bytes(nbytes: int) -> str:
 def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> OffloadReport:
     """Report on one optimizer when the device has finished its last step; parameters that sleep take parked_bytes."""
     shards, on_cpu = engine.plan.shards.values(), engine.device.type == "cpu"
-    of_shards = [(shard.homes, states.get(shard.param)) for shard in shards]
-    exchanged_bytes = _bytes_of(
-        own[name] for homes, own in of_shards for name, home in homes.items() if own.get(name, home) is not home
+    others = (
+        value
+        for shard in shards
+        for name, value in states.get(shard.param).items()
+        if isinstance(value, Tensor) and value is not shard.homes.get(name)
     )
-    other_bytes = _bytes_of(value for homes, own in of_shards for name, value in own.items() if name not in homes)
     state, weights = _items(engine)
-    moving = [item for item in (*state, *weights) if not item.kept]
     memory = MemoryRecord(
         host_state_bytes=sum(shard.nbytes for shard in shards),
         kept_state_bytes=sum(item.nbytes for item in state if item.kept and item.block is not None),
-        other_state_bytes=exchanged_bytes + other_bytes,
+        other_state_bytes=sum(leaf.numel() * leaf.element_size() for value in others for leaf in leaves_of(value)),
         host_parameter_bytes=0 if engine.weights is None else engine.weights.nbytes,
         kept_parameter_bytes=sum(item.nbytes for item in weights if item.kept and item.block is not None),
         host_bytes=sum(region.nbytes for region in engine.plan.regions) + parked_bytes,
@@ -219,17 +208,10 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
     found = f" ({engine.room.sentence})" if engine.room is not None and engine.room.sentence else ""
     kept = KeptRecord(
         buckets=sum(not item.kept for item in state),
-        moving_bytes=sum(item.nbytes for item in moving),
+        moving_bytes=sum(item.nbytes for item in (*state, *weights) if not item.kept),
         reason=f"device_bytes={engine.policy.device_bytes!r}: {stays}{groups}{found}.",
     )
-    notes = list(notes_of(engine))
-    if exchanged_bytes:
-        notes.append(
-            f"optimizer.state holds {exchanged_bytes} bytes of tensors that somebody put there beside their homes; the "
-            "next step moves them. Do not load state to the device: it comes by itself."
-        )
-    if engine.loads_in_backward and not (HAS_COPY_QUEUES or on_cpu):
-        notes.append(TOO_FEW)
+    too_few = [TOO_FEW] if engine.loads_in_backward and not (HAS_COPY_QUEUES or on_cpu) else []
     step, iteration = _last(engine)
     return OffloadReport(
         optimizer=engine.cls.__name__,
@@ -239,55 +221,47 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         iteration=iteration,
         clipping=engine.guesses.sentence,
         left_out=_left_out(engine),
-        notes=tuple(notes),
+        notes=(*notes_of(engine), *too_few),
     )
+
+
+_TRUST = " offload_optimizer(..., trust_separable=True) moves it in pieces."
+_WHOLE = {
+    None: ("is not in the table of optimizers", " If each element's update depends on that element alone," + _TRUST),
+    "mixed": ("computes with several parameters together", ""),
+}
+"""By verdict, why a class moves as a whole, and what to do."""
 
 
 def notes_of(engine: Engine) -> Iterator[str]:
     """Yield what the user should know about this offload, most important first."""
-    shards = engine.plan.shards.values()
+    shards, name = engine.plan.shards.values(), engine.cls.__name__
     items = [item for some in _items(engine) for item in some]
     whole = engine.layouts.capabilities.moves_whole
     if whole:
-        yield _why_whole(engine.cls)
+        verdict = getattr(row_of(engine.cls), "verdict", None)
+        why, remedy = _WHOLE.get(verdict, ("was tried in pieces, which no test of this package repeats,", _TRUST))
+        yield f"{name} {why} and moves as a whole: all of its state is on the device during step().{remedy}"
     is_unknown = whole and shards and not any(shard.existed for shard in shards)
     if not items and not is_unknown and not any(shard.nbytes for shard in shards):
-        no_state = f"{engine.cls.__name__} keeps no state for these parameters"
+        no_state = f"{name} keeps no state for these parameters"
         yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
     if items and all(item.kept for item in items):
         yield "NOTHING IS OFFLOADED: all of the state fits into device_bytes and stays on the device."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
-    largest_bytes, limit_bytes = engine.largest_bytes(), engine.passing_bytes()
-    least_bytes = sum(pool.least * pool.nbytes for pool in engine.core.cache.pools)
-    if largest_bytes > limit_bytes:
+    limit_bytes = engine.policy.device_bytes
+    needed_bytes = max(engine.largest_bytes(), sum(pool.least * pool.nbytes for pool in engine.core.cache.pools))
+    if limit_bytes != "auto" and needed_bytes > limit_bytes:
         yield (
-            f"The largest bucket that cannot be cut needs {largest_bytes} bytes of the device, more than "
-            f"device_bytes={engine.policy.device_bytes!r} leaves to pass through ({limit_bytes})."
-        )
-    elif least_bytes > limit_bytes:
-        yield (
-            f"One update needs {least_bytes} bytes of the device, parameters of the largest group and their state, "
-            f"more than device_bytes={engine.policy.device_bytes!r}."
+            f"One update needs {needed_bytes} bytes of the device, more than device_bytes={limit_bytes}: a bucket that "
+            "cannot be cut, or the parameters of the largest group and their state."
         )
     if left_out := _left_out(engine):
         own = " of its own" if whole else ""
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
     if engine.failure:
         yield f"Not usable: {engine.failure}."
-
-
-def _why_whole(cls: type[Optimizer]) -> str:
-    row, trust = row_of(cls), "offload_optimizer(..., trust_separable=True) moves it in pieces."
-    end = "moves as a whole: all of its state is on the device during step()."
-    if row is None:
-        on_condition = "If each element's update depends on that element alone,"
-        return f"{cls.__name__} is not in the table of optimizers and {end} {on_condition} {trust}"
-    found = f"{cls.__name__} of {row.library} {row.versions}"
-    if row.verdict == "mixed":
-        return f"An update by {found} depends on several parameters, so it {end}"
-    part = "each element by itself" if row.verdict == "elementwise" else "each parameter by itself"
-    return f"{found} updated {part} when it was tried, which no test of this package repeats, so it {end} {trust}"
 
 
 def _items(engine: Engine) -> tuple[list[Item], list[Item]]:
@@ -301,28 +275,21 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     moved, watch = engine.core.last_moved, engine.core.cache.stopwatch
     if moved is None:
         return None, None
-    on_cpu = {} if engine.host is None else engine.host.last_times()
+    fields = asdict(moved) | ({} if engine.host is None else engine.host.last_times())
     last = None if watch is None else watch.last()
     if last is None:
-        return StepRecord(**asdict(moved), **on_cpu), None
-    rates: dict[str, Any] = {"load_gb_per_s": last.load_gb_per_s, "store_gb_per_s": last.store_gb_per_s}
-    ways = zip((moved.loaded_bytes, moved.stored_bytes), rates.values(), strict=True)
+        return StepRecord(**fields), None
+    step = StepRecord(**fields, load_gb_per_s=last.load_gb_per_s, store_gb_per_s=last.store_gb_per_s)
+    ways = (step.loaded_bytes, step.load_gb_per_s), (step.stored_bytes, step.store_gb_per_s)
     copies_ms = [nbytes / rate / 1e6 for nbytes, rate in ways if rate is not None]
     iteration_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
-    iteration = IterationRecord(
+    return step, IterationRecord(
         iteration_ms=iteration_ms,
         stalled_ms=stalled_ms,
-        moved_bytes=moved.loaded_bytes + moved.stored_bytes,
         # The copies that were timed may have shared the link with others: that all are as slow is not proven.
         bound_ms=min(iteration_ms, max(iteration_ms - stalled_ms, *copies_ms, 0.0)),
     )
-    return StepRecord(**asdict(moved), **on_cpu, **rates), iteration
 
 
 def _left_out(engine: Engine) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for one in engine.plan.shards.values() for name in one.layout.left_out))
-
-
-def _bytes_of(values: Iterable[object]) -> int:
-    tensors = (value for value in values if isinstance(value, Tensor))
-    return sum(leaf.numel() * leaf.element_size() for value in tensors for leaf in leaves_of(value))

@@ -1,9 +1,9 @@
-"""Optimizers inside other frameworks' objects, and the phases of all of them together.
+"""Optimizers that are offloaded, inside other frameworks' objects too, and the phases of all of them together.
 
 ==========================================  ==========================================================================
 theirs                                      what is looked at
 ==========================================  ==========================================================================
-accelerate's ``AcceleratedOptimizer``       ``optimizer``
+wrappers of accelerate, Lightning, Fabric   ``optimizer``, ``_optimizer``
 Megatron's ``ChainedOptimizer``             ``chained_optimizers``
 Megatron's ``DistributedOptimizer``,        ``optimizer``; ``shard_fp32_from_float16_groups`` or ``fp32_from_float16_``
 ``Float16OptimizerWithFloat16Params``, …    ``groups`` name the fp32 masters among its parameters,
@@ -14,16 +14,120 @@ Read in ``megatron/core/optimizer`` of megatron-core 0.16.1. Nothing of it is im
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType
-from typing import Any
-from weakref import WeakKeyDictionary
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from ..state.layout import params_of
-from .attachment import attached, attachment_of, unwrap
+from ..engine.engine import Engine, inside
+from ..engine.hooks import ModelHooks
+from ..model.sleep import ParkedParameters
+from ..optimizers.divided_step import ENGINE_ATTRIBUTE
+from ..state.layout import params_of as params_of  # for the integrations, too
+from ..state.mapping import OffloadedState
+
+
+@dataclass(eq=False)
+class Attachment:
+    """Additions to an optimizer when it was attached, and what undoes them.
+
+    Attributes:
+        undo: takes off what was put on the optimizer, its model, and what has captured its ``step``.
+        parked: parameters that leave the device with the state.
+        expects_gradients: no step has found any, and none has been told so.
+        is_new: it has not stepped: perhaps it was attached too early, or another one steps.
+        hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
+    """
+
+    engine: Engine
+    model: "weakref.ref[nn.Module] | None"
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    hooks: ModelHooks | None = None
+    parked: ParkedParameters = field(default_factory=ParkedParameters)
+    stepping: bool = False
+    has_loaded_inside_step: bool = False
+    expects_gradients: bool = True
+    is_new: bool = True
+    hook_steps: int | None = None
+
+
+def attachment_of(optimizer: object) -> Attachment | None:
+    """Return what attaching has added to ``optimizer``; ``None`` if it is not offloaded."""
+    return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
+
+
+def attached(optimizer: Optimizer) -> Attachment:
+    """Return what attaching has added to an optimizer that is offloaded."""
+    attachment = attachment_of(optimizer)
+    assert attachment is not None, "an OffloadedOptimizer always has one"
+    return attachment
+
+
+offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""All optimizers that are offloaded now, as far as somebody keeps them."""
+
+
+def states_of(optimizer: Optimizer) -> OffloadedState:
+    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    if not isinstance(optimizer.state, OffloadedState):
+        optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
+    return optimizer.state
+
+
+_WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
+    """List wrappers of accelerate, Lightning and Fabric, which may have its class as well, and the real optimizer."""
+    found = [optimizer]
+    while any(base.__module__.partition(".")[0] in _WRAPPING_PACKAGES for base in type(found[-1]).__mro__):
+        inner = inside(found[-1])
+        if inner is None:
+            break
+        found.append(inner)
+    return found
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside a framework's wrapper."""
+    return wrappers_around(optimizer)[-1]
+
+
+def redirect_captured_step(
+    optimizer: Optimizer, old: Any, new: Any, wrappers: Sequence[object] = ()
+) -> list[Callable[[], None]]:
+    """Let what captured ``optimizer.step`` before attaching call the new step; returns what undoes it.
+
+    A scheduler has captured the class's old ``step`` in a closure; accelerate's wrapper puts it back after a scaler.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def exchange(holder: object, name: str, value: object) -> bool:
+        is_bound = isinstance(value, types.MethodType) and value.__self__ is optimizer and value.__func__ is old
+        if value is old or is_bound:
+            setattr(holder, name, types.MethodType(new, optimizer) if is_bound else new)
+            undo.append(functools.partial(setattr, holder, name, value))
+        return value is old or is_bound
+
+    held = [(wrapper, name, value) for wrapper in wrappers for name, value in vars(wrapper).items()]
+    pending = [vars(optimizer).get("step"), *(one[-1] for one in held if not exchange(*one))]
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and id(function) not in seen:
+            seen.add(id(function))
+            cells = [(cell, "cell_contents", cell.cell_contents) for cell in function.__closure__ or ()]
+            pending += [one[-1] for one in cells if not exchange(*one)]
+    return undo
+
+
+# Megatron's objects and chains ----------------------------------------------------------------------------------------
 
 
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
@@ -64,19 +168,16 @@ def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
     """Find the fp32 masters that are parameters of ``optimizer``, as Megatron's around it says."""
     params = set(params_of(optimizer))
     names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-    named = [tensor for name in names for tensor in _tensors_in(getattr(holder, name, ()))]
+    named = (tensor for name in names for tensor in tree_leaves(getattr(holder, name, ())))
     return [tensor for tensor in dict.fromkeys(named) if tensor in params]
 
 
 def saves_all_masters(holder: Any) -> bool:
     """Return whether Megatron saves a master of every parameter, also in fp32: if its optimizer is precision-aware."""
     is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
-    return bool(is_aware and [*_tensors_in(getattr(holder, "shard_fp32_groups", ()))])
-
-
-def _tensors_in(groups: Any) -> Iterator[Tensor]:
-    for group in groups or ():
-        yield from (one for one in (group if isinstance(group, list | tuple) else (group,)) if isinstance(one, Tensor))
+    return bool(
+        is_aware and any(isinstance(one, Tensor) for one in tree_leaves(getattr(holder, "shard_fp32_groups", ())))
+    )
 
 
 # All of them together -------------------------------------------------------------------------------------------------
@@ -120,7 +221,9 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
 HOOK_IS_CALLED = 3
 """Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""
 
-_TARGETS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # wrapper → optimizers, in the order in which they reload
+_TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = (
+    weakref.WeakKeyDictionary()
+)  # wrapper → optimizers, in the order in which they reload
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
@@ -130,7 +233,7 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
     reloads ``optimizer`` too: one of ours, or a chain or object of Megatron's that holds some; else a TypeError. Those
     that are gone or plain again are left alone, and one warns if no call has come by its third step.
     """
-    targets: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+    targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def reload_then_call(*args: Any, **kwargs: Any) -> Any:
         for target in list(targets):
@@ -140,10 +243,10 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
         return None if callback is None else callback(*args, **kwargs)
 
     hook: Any = callback
-    while isinstance(hook, functools.partial | MethodType):
+    while isinstance(hook, functools.partial | types.MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     wrapped: Any = callback
-    if not isinstance(hook, FunctionType) or hook not in _TARGETS:
+    if not isinstance(hook, types.FunctionType) or hook not in _TARGETS:
         hook = wrapped = reload_then_call if callback is None else functools.update_wrapper(reload_then_call, callback)
         _TARGETS[hook] = targets
     for target in _offloaded_in(optimizer, "reload_before"):

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..api.attachment import attached, states_of
-from ..api.wrapped import is_wrapped, optimizers_in
+from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ..cpu_update.updates import HostUpdates
 from ..device.link import DeviceLink, device_link
 from ..fsdp.dtensor import local_shard, over_local
+from ..fsdp.gradients import is_zeroed
 from ..fsdp.optim import unsupported_gradient
-from ..fsdp.spent_gradient import is_zeroed
 from ..optimizers import Capabilities
 from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
 from ..optimizers.masters import MASTER, can_rebuild

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..core.loop import Core
 from ..fsdp.dtensor import version_of
-from ..fsdp.spent_gradient import is_spent, note_freed, spend
-from ..fsdp.watched_gradient import unwatch, watch
+from ..fsdp.gradients import is_spent, note_freed, spend, unwatch, watch
 from ..state.store import StateStore
 from .guesses import Guesses, Version
 from .homes import Plan

@@ -19,10 +19,9 @@ from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update.updates import HostUpdates
 from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.homed import is_homed
+from ..fsdp.gradients import is_freed
+from ..fsdp.homed import ShardedParameter, is_homed
 from ..fsdp.optim import scaler_decides
-from ..fsdp.sharded_parameter import ShardedParameter
-from ..fsdp.spent_gradient import is_freed
 from ..optimizers import Capabilities, Conventions
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..policy import OffloadPolicy
@@ -178,10 +177,6 @@ class Engine(Contents):
             self.core.cache.take_all()
         except torch.OutOfMemoryError:
             logger.info("no room for all blocks yet; they are taken when they are needed")
-
-    def passing_bytes(self) -> int:
-        """Device memory that buckets may pass through."""
-        return 1 << 62 if self.policy.device_bytes == "auto" else self.policy.device_bytes
 
     def largest_bytes(self) -> int:
         """Device memory that the largest bucket needs."""

@@ -22,8 +22,7 @@ from ..core.buckets import Bucket
 from ..core.loop import Core
 from ..core.way_back import WayBack
 from ..device.lanes import HostFlag
-from ..fsdp.spent_gradient import USED_UP, is_spent
-from ..fsdp.watched_gradient import is_watched, unwatch, watch
+from ..fsdp.gradients import USED_UP, is_spent, is_watched, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.store import OwnCounters, StateStore
 from .homes import Plan

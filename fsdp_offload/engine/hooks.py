@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..device.lanes import refuse_capture
-from ..fsdp.conversions import keep_in_place
 from ..fsdp.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
-from ..fsdp.spent_gradient import refuse_freed
+from ..fsdp.gradients import refuse_freed
+from ..fsdp.homed import keep_in_place
 from ..policy import OffloadPolicy
 from ..state.store import StateStore
 from .engine import Engine
@@ -40,8 +40,7 @@ class ModelHooks:
         self._trains = True  # the gather under way is part of training
         if engine.weights is not None:
             streamed = [part.sharded for part in engine.weights.parts.values()]
-            owners = [module for one in streamed for module, _ in one.places()]
-            self._undo.append(keep_in_place(model, owners, [one.param for one in streamed], engine))
+            self._undo.append(keep_in_place(model, [one.param for one in streamed], engine))
         if engine.policy.runs_on_into_forward or engine.policy.parameters:
             for register, name in _state_dict_hooks(model):
                 self._undo.append(register(partial(_call, hooks, last, name)).remove)
@@ -60,12 +59,6 @@ class ModelHooks:
     def model(self) -> nn.Module | None:
         """The model, as long as somebody keeps it."""
         return self._model()
-
-    def forget_reductions(self) -> None:
-        """Gradients have been cleared without a step: what has been reduced counts for nothing."""
-        engine = self._engine()
-        if engine is not None:
-            engine.core.reductions.end(stepped=False)
 
     # Called by the hooks ----------------------------------------------------------------------------------------------
 

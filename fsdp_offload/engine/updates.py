@@ -11,8 +11,8 @@ from ..core.buckets import Bucket
 from ..cpu_update.updates import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
+from ..fsdp.gradients import bare
 from ..fsdp.optim import pinned_implementations
-from ..fsdp.watched_gradient import bare
 from ..optimizers import Conventions
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep

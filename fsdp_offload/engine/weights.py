@@ -15,8 +15,7 @@ from torch import Tensor
 from ..core.items import Item
 from ..core.packing import Packed, Range, ShardSpec, lay_out, place_homes
 from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.homed import holders_of, uses_of
-from ..fsdp.sharded_parameter import ShardedParameter
+from ..fsdp.homed import ShardedParameter, holders_of, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
 from .homes import Arena, PlannedBucket, TakeRegion

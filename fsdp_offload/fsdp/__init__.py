@@ -14,7 +14,7 @@ private name                                    without it
 ``FSDPParamGroup`` with ``_HOOKED`` and         overlap="forward" and "iteration" are refused, and in "step" loads begin
 ``_READ`` of ``fully_shard.py``                 in step()
 ``FSDPParam`` with ``_READ`` of                 ``OffloadPolicy(parameters=True)`` is refused
-``sharded_parameter.py``
+``homed.py``
 ``_sharded_param_data``, ``_unsharded_param``,  required: by sleep, to keep or drop gradients that are not reduced yet,
 ``unsharded_accumulated_grad``,                 and to leave nothing of a backward that is refused
 ``_partial_reduce_output``
@@ -32,6 +32,5 @@ private name                                    without it
 ``_disabled_torch_function_impl``
 ``DTensor._spec.shard_order``,                  mesh dimensions are taken from left to right. The second is no name of
 ``DeviceMesh._shard_order``                     torch's: Megatron-FSDP 0.16.1 sets it, and leaves the spec's as it was
-``_dynamo/eval_frame.py``                       nobody is told that a compiled ``step`` runs eagerly
 =============================================== =======================================================================
 """

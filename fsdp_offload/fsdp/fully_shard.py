@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .dtensor import version_of
-from .sharded_parameter import ShardedParameter
-from .spent_gradient import is_spent, zeroed_lifted
-from .watched_gradient import bare
+from .gradients import bare, is_spent, zeroed_lifted
+from .homed import ShardedParameter
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -31,10 +30,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _follow_modules(group: Any) -> None:
-    """Take up parameters that modules got since ``fully_shard``, as the first forward does, which may be yet to come.
-
-    transformers' ``from_pretrained(distributed_config=...)`` puts others there.
-    """
+    """Take up parameters that transformers put there since ``fully_shard``, as the first forward does, yet to come."""
     if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
         for one in group.fsdp_params:
             info = one._module_info
@@ -95,10 +91,7 @@ def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
 
 
 def abandon_backward(model: nn.Module | None) -> None:
-    """If a backward runs, leave nothing of it: an exception is about to end it.
-
-    Torch would add its gradients to those of the next backward, and would not finish that one.
-    """
+    """If a backward runs, leave nothing for torch to add to the next one: an exception is about to end it."""
     if model is None or not runs_in_backward():
         return
     drop_gathered_gradients(model)
@@ -162,11 +155,7 @@ class ShardingGroup:
         return [param.sharded_param for param in self._group.fsdp_params]
 
     def sharded(self) -> list[ShardedParameter]:
-        """Return the sharded parameters as ``fully_shard`` knows them.
-
-        Raises:
-            NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
-        """
+        """Return them as ``fully_shard`` knows them; a NotImplementedError where torch keeps shards in another way."""
         return [ShardedParameter(param) for param in self._group.fsdp_params]
 
     def hook(self, points: Points) -> Callable[[], None]:
@@ -185,7 +174,6 @@ class ShardingGroup:
         return unhook
 
     def _shadow(self) -> None:
-        """Methods on the instance that reach the points of all optimizers, and then call FSDP's own."""
         group = self._group
         unshard, wait_for_unshard, post_backward = (getattr(group, name) for name in _HOOKED)
 
@@ -267,32 +255,20 @@ _READ = (
 
 
 def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
-    """All of them in the order in which a forward first needs them: the root's, then by registration.
-
-    Raises:
-        NotImplementedError: this torch's ``fully_shard`` has other hook points.
-    """
+    """All of them as a forward first needs them, the root's first; a NotImplementedError where torch's are others."""
     return [ShardingGroup(group) for group in _param_groups(model)]
 
 
 class LeftBehind:
-    """What hooks on a model still know when the optimizer that they were for is gone.
-
-    Attributes:
-        is_half_updated: a backward had updated parameters, and there was no ``step()``.
-    """
+    """What hooks on a model still know when the optimizer that they were for is gone."""
 
     def __init__(self, model: "weakref.ref[nn.Module]", wait: Callable[[], None] | None) -> None:
         """Take a function that waits for updates on the CPU, which may still run."""
         self._model, self._wait = model, wait
-        self.is_half_updated = False
+        self.is_half_updated = False  # a backward had updated parameters, and there was no step()
 
     def call(self, method: str, *args: Any) -> None:
-        """One of the hooks is called.
-
-        Raises:
-            RuntimeError: the model is about to be used, or saved, half updated.
-        """
+        """One of the hooks is called; refuse that the model is used, or saved, half updated."""
         model, refuses = self._model(), self.is_half_updated and method in _USES
         if method == "_before_load":
             self.is_half_updated = False

@@ -36,7 +36,7 @@ class Guard:
         name: becomes part of the class name that the tensors have meanwhile.
         message: of the error; ``{what}`` is the name of the function that was called.
         lets_gradients: whether ``.grad`` may still be read and set.
-        attributes: of those that may be used, the ones that are used often: they are made as fast as without a guard.
+        attributes: those that may be used and are used often: they are made as fast as without a guard.
     """
 
     methods = frozenset(
@@ -105,11 +105,7 @@ class Guard:
         self.refuse(f"{name}()")
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise its error.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise its error."""
         raise RuntimeError(self.message.format(what=what))
 
     def lets(self, func: Any) -> bool:
@@ -149,14 +145,7 @@ class Guard:
 
 
 class WriteWatch(Guard):
-    """Lets tensors be used. Their version shows every write, also what may come through ``.data``, which has its own.
-
-    Args:
-        name: becomes part of the class name that the tensors have meanwhile.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, "", lets_gradients=True)
+    """Lets tensors be used. Their version shows every write, also those through ``.data``, which has one of its own."""
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run ``func``; taking or setting ``.data`` counts as a write."""

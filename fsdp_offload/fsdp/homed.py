@@ -1,15 +1,23 @@
-"""Parameters whose shard is host memory while they belong to a mesh of accelerators: whoever uses one uses the host's.
+"""Parameters whose shard is host memory while they belong to a mesh of accelerators.
 
-Autograd gives such a parameter its gradient on the device, so it says of itself that it is there, and torch refuses to
-make a view of it: the new tensor would be on the host. So functions of the parameter are given a stand-in, a DTensor
-over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+Whoever uses one uses the host's memory. Autograd gives such a parameter its gradient on the device, so it says of
+itself that it is there, and torch refuses to make a view of it: the new tensor would be on the host. So functions of
+the parameter are given a stand-in, a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+
+``fully_shard`` gathers ``FSDPParam._sharded_param_data``, the shard as a flat tensor, padded to the size of the largest
+one; everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor`` (:class:`ShardedParameter`).
+
+``model.to()`` and ``load_state_dict(assign=True)`` put another tensor in a parameter's place, on the device, which no
+update reaches. A conversion that changes nothing passes such parameters by, and any other one is refused before it has
+begun (:func:`keep_in_place`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
@@ -42,12 +50,7 @@ class _Homed(Guard):
             return stand_ins[value]
 
         args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if "same device" in str(error):
-                raise RuntimeError(f"{error} {_WHERE}") from error
-            raise
+        result = func(*args, **kwargs)
         if func == Tensor.detach:
             (param,) = stand_ins
             _count_versions_with(param, result)
@@ -69,10 +72,7 @@ class _Homed(Guard):
         return getattr(other, name)(*args, **kwargs)
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """As for other guards; a gradient made from host memory (``zeros_like``) goes to where autograd's are.
-
-        torch.distributed.checkpoint gives such gradients to a fresh optimizer, so its first step creates the state.
-        """
+        """As for other guards; a gradient made from host memory, as DCP makes zeros, goes to where autograd's are."""
         made: Any = super().derive(cls)
         grad: property = made.grad
 
@@ -85,13 +85,10 @@ class _Homed(Guard):
         return cast("type[Tensor]", made)
 
 
-_WHERE = (
-    "This parameter lives on the host (OffloadPolicy(parameters=True)): between its uses, functions work on its host "
-    "memory. Bring the other tensors there, or take a copy on the device: param.detach().to(device)."
-)
 _HOMED = _Homed(
     "Homed",
-    "{what} on a parameter that lives on the host: " + _WHERE,
+    "{what} on a parameter that lives on the host (OffloadPolicy(parameters=True)): functions work on its host memory "
+    "between its uses. Take a copy on the device: param.detach().to(device).",
     lets_gradients=True,
     attributes=("grad", "requires_grad", "dtype", "device", "shape", "is_leaf"),
 )
@@ -118,17 +115,13 @@ def take_from_home(param: Tensor) -> None:
 
 
 def uses_of(param: Tensor) -> int:
-    """Count the calls of functions of ``param``: each may have written it, or has made what can write it.
-
-    Not all writes count a version: no collective's, nor those through a NumPy array.
-    """
+    """Count the calls of functions of ``param``: each may write it, and a collective or NumPy counts no version."""
     return int(vars(param).get(_USES, 0))
 
 
 def holders_of(local: Tensor) -> int:
     """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
-    storage = local.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(torch._C._storage_Use_Count(local.untyped_storage()._cdata))
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
@@ -153,3 +146,185 @@ def _refuse_gradient(gradient: Tensor) -> None:
         "lives on the host (OffloadPolicy(parameters=True)), where autograd cannot follow. Compute that within the "
         "forward of the module whose parameter it is, or in the optimizer (weight_decay)."
     )
+
+
+# What fully_shard has -------------------------------------------------------------------------------------------------
+
+
+class ShardedParameter:
+    """One parameter of one group of ``fully_shard``.
+
+    Attributes:
+        device: that on which it is gathered.
+        padded_numel: elements that a gather reads on this rank.
+        wait: called before host memory of a parameter is used: it may still be written.
+    """
+
+    def __init__(self, fsdp_param: Any) -> None:
+        """Take FSDP's own record of it; a NotImplementedError where torch keeps the shard in another way."""
+        missing = [name for name in _READ if not hasattr(fsdp_param, name)]
+        if missing:
+            raise NotImplementedError(
+                f"this torch's fully_shard has no {missing}, through which it gathers parameters that live on the "
+                "host; leave out OffloadPolicy(parameters=True)"
+            )
+        self._fsdp_param = fsdp_param
+        self.wait: Callable[[Tensor], None] = lambda param: None
+        self.device: torch.device = fsdp_param.device
+        self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter that an optimizer has: a DTensor."""
+        return cast(Tensor, self._fsdp_param.sharded_param)
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that have it, and under which names: several if it is tied."""
+        info = self._fsdp_param._module_info
+        yield info.module, info.param_name
+        yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+    def follow_module(self) -> None:
+        """Take up the parameter that its module has now, with memory of its own, and give it to those it is tied to."""
+        for module, name in self.places():
+            param = getattr(module, name)
+            if not param.is_meta:
+                setattr(self._fsdp_param._module_info.module, self._fsdp_param._module_info.param_name, param)
+        self._fsdp_param.reset_sharded_param()
+        for module, name in self.places():
+            setattr(module, name, self._fsdp_param.sharded_param)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the shard is a dense tensor that is gathered as it is, rather than of a type that says how."""
+        return type(local_shard(self.param)) is Tensor
+
+    def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
+        """Let ``local``, host memory of the shape and dtype of the shard, be the shard from now on. Nothing is copied.
+
+        Returns its stand-in, which may be given again when it comes back to ``local``: making one takes 20 us.
+        """
+        stand_in = put_home(self.param, local, self.wait, stand_in)
+        self._point_at(local)
+        return stand_in
+
+    def visit(self, local: Tensor) -> None:
+        """Let ``local``, its shard on the device, be the shard until :meth:`live_at` says otherwise."""
+        take_from_home(self.param)
+        self._point_at(local)
+
+    def _point_at(self, local: Tensor) -> None:
+        self._fsdp_param.sharded_param._local_tensor = local
+        # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
+        self.lend(local.view(-1))
+
+    def live_on(self, device: torch.device) -> None:
+        """Move the shard to ``device``, into padded memory as ``fully_shard`` makes it."""
+        local, size = local_shard(self.param), self._fsdp_param.padded_sharded_param_size
+        padded = torch.zeros(size, dtype=local.dtype, device=device)
+        dim = self._fsdp_param.fsdp_placement.dim
+        own = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
+        self.visit(own.copy_(local))
+        self.lend(padded.view(-1))
+
+    def lend(self, data: Tensor) -> None:
+        """Let the next gather read ``data``: flat, of ``padded_numel`` elements, on the device."""
+        self._fsdp_param._sharded_param_data = data
+
+    def take_back(self) -> None:
+        """Let gathers read the shard itself again."""
+        self.lend(local_shard(self.param).view(-1))
+
+
+_READ = (
+    *("sharded_param", "_sharded_param_data", "padded_sharded_param_size", "fsdp_placement"),
+    *("device", "reset_sharded_param", "_module_info"),
+)
+
+
+# Conversions ----------------------------------------------------------------------------------------------------------
+
+_HOW = (
+    "its parameters live on the host and stream through the device (OffloadPolicy(parameters=True)). Do it before "
+    "offload_optimizer(), or call remove_offload() first. No parameter has been changed."
+)
+_KEPT_FOR = "_fsdp_offload_kept_for"
+"""Attribute of a parameter that is not to be converted, as long as the engine is there to which it refers weakly."""
+
+
+def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> Callable[[], None]:
+    """Let conversions of ``model`` and its parts pass ``kept``, which ``engine`` streams; returns what ends that."""
+    reference = weakref.ref(engine)
+    for param in kept:
+        vars(param)[_KEPT_FOR] = reference
+    modules = [one for one in model.modules() if one is model or any(map(_is_kept, one.parameters()))]
+    for module in modules:
+        vars(module)["_apply"] = _Apply(module)
+    hooks = [module.register_load_state_dict_pre_hook(_refuse_assign) for module in modules]
+    weakly = [weakref.ref(module) for module in modules]
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+        for param in kept:
+            vars(param).pop(_KEPT_FOR, None)
+        for module in filter(None, (one() for one in weakly)):
+            if not any(map(_is_kept, module.parameters())):  # for another optimizer
+                vars(module).pop("_apply", None)
+
+    return end
+
+
+def _is_kept(param: Tensor) -> bool:
+    return _KEPT_FOR in vars(param) and vars(param)[_KEPT_FOR]() is not None
+
+
+class _Apply:
+    """``module._apply`` of one module, found there before the one of its class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy belongs to the copy of the module, whose parameters nobody streams."""
+        return _Apply, (self._module(),)
+
+    def __call__(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> nn.Module:
+        """Convert buffers, and parameters that are not kept; ``FSDPModule._apply`` then looks at its shards again."""
+        module = self._module()
+        assert module is not None
+        kept = filter(_is_kept, module.parameters(recurse))
+        for dtype, device in dict.fromkeys((param.dtype, param.device) for param in kept):
+            probe = torch.empty(0, dtype=dtype, device=device)
+            with torch.no_grad():
+                converted = fn(probe)
+            if converted is not probe:
+                raise RuntimeError(
+                    f"{type(module).__name__} cannot be converted (.to(), .half(), .cpu(), .to_empty(), ...) from "
+                    f"{dtype} on {device} to {converted.dtype} on {converted.device}: {_HOW}"
+                )
+        own = module._parameters
+        vars(module)["_parameters"] = passing = _Passing(own)
+        try:
+            type(module)._apply(module, fn, recurse)
+        finally:
+            vars(module)["_parameters"] = own
+            own.update(passing)  # in torch's other way to convert, there is another parameter then
+        return module
+
+
+class _Passing(dict[str, nn.Parameter | None]):
+    """``module._parameters``, in which ``items()``, by which torch converts, leaves out those that are kept."""
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        """Those that are not kept."""
+        return {name: param for name, param in super().items() if param is None or not _is_kept(param)}.items()
+
+
+def _refuse_assign(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: object
+) -> None:
+    if local_metadata.get("assign_to_params_buffers") and any(map(_is_kept, module.parameters())):
+        raise RuntimeError(
+            f"load_state_dict(assign=True) cannot put other tensors in the place of {type(module).__name__}'s: {_HOW}"
+        )

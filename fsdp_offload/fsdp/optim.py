@@ -1,9 +1,6 @@
 """Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
-import itertools
 import sys
-import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .dtensor import local_shard
+from .gradients import SpentGradient
 from .guard import unguarded_class
-from .spent_gradient import SpentGradient
 
 _MODULE: Any = sys.modules[Optimizer.__module__]
 
@@ -42,19 +39,12 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def foreach_supports(params: Iterable[Tensor]) -> bool:
-    """Return whether ``torch.optim`` would, of itself, run its foreach implementation on parameters of these types.
-
-    A guard of ours does not count: without offload, the parameter would have the class below it.
-    """
+    """Return whether ``torch.optim`` would, of itself, run foreach on parameters of these types, below our guards."""
     return all(unguarded_class(param) in _MODULE._foreach_supported_types for param in params)
 
 
 def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
-    """For each group what keeps torch from choosing another implementation for a shadow than for the real optimizer.
-
-    Left to itself (``foreach=None, fused=None``) torch takes foreach on accelerators if it supports the types of all
-    parameters with a gradient; the shadow has plain tensors where the user's optimizer may have other types.
-    """
+    """For each group what keeps torch from choosing foreach for a shadow of plain tensors where it would not else."""
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
@@ -70,9 +60,11 @@ def plain_step_of(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 @contextmanager
-def no_global_step_hooks() -> Iterator[None]:
-    """Within it, hooks registered for all optimizers do not fire: a logical step has fired them already."""
-    tables = _MODULE._global_optimizer_pre_hooks, _MODULE._global_optimizer_post_hooks
+def no_global_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
+    """Within it, hooks of all optimizers, and those of ``optimizer``, do not fire: a logical step has fired them."""
+    tables = [_MODULE._global_optimizer_pre_hooks, _MODULE._global_optimizer_post_hooks]
+    if optimizer is not None:
+        tables += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     kept = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -81,48 +73,6 @@ def no_global_step_hooks() -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
-
-
-@contextmanager
-def unhooked(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, no step hooks fire: a logical step has fired them already, and a parent's step may be hooked, too."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {name: vars(optimizer)[name] for name in names}
-    vars(optimizer).update({name: OrderedDict() for name in names})
-    try:
-        with no_global_step_hooks():
-            yield
-    finally:
-        vars(optimizer).update(kept)
-
-
-def run_hooked(optimizer: Optimizer, name: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run ``step`` as torch runs that of an optimizer: in a profiler's range, with the hooks around it.
-
-    ``torch.optim.Optimizer.profile_hook_step`` would name the range after the offloaded class, which nobody looks for.
-
-    Raises:
-        RuntimeError: a pre-hook returned something else than ``None`` or new arguments.
-    """
-    with torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step"):
-        for hook in (*_MODULE._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-            given = hook(optimizer, (optimizer, *args), kwargs)
-            if given is None:
-                continue
-            if not isinstance(given, tuple) or len(given) != 2:
-                raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), but got {given}.")
-            (_, *args), kwargs = given
-        result = step(optimizer, *args, **kwargs)
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_MODULE._global_optimizer_post_hooks.values()):
-            hook(optimizer, (optimizer, *args), kwargs)
-        return result
-
-
-def is_called_compiled() -> bool:
-    """Return whether compiled code called the caller, a function that ``torch.compiler.disable`` has wrapped."""
-    callers = itertools.islice(traceback.walk_stack(sys._getframe(1)), 12)
-    wrappers = sum(frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py") for frame, _ in callers)
-    return wrappers > 1  # one is that of disable()
 
 
 def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
-from ..api.attachment import params_of
 from ..api.clipping import clip_in_order
+from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
 from .plain_values import model_of, offload, policy_from
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
-from ..api.attachment import params_of
 from ..api.clipping import clip_in_order
+from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of_each, offload, policy_from
 

@@ -1,22 +1,22 @@
 """Policies from plain values, and reports as plain values: what configurations and loggers of frameworks deal in."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
-from ..api.attachment import params_of
 from ..api.checks import RIGHT_ORDER
+from ..api.wrapped import params_of
 from ..policy import OffloadPolicy, refuse_unknown
 
 _PREFIX = "FSDP_OFFLOAD_"
 _OF_TESTS = "FSDP_OFFLOAD_TEST_"  # our own
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
 
 
 def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -> OffloadPolicy:
@@ -31,13 +31,16 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
     """
     if isinstance(values, OffloadPolicy):
         return values
-    known = [field.name for field in dataclasses.fields(OffloadPolicy)]
-    names = {_PREFIX + name.upper(): name for name in known}
+    names = {_PREFIX + field.name.upper(): field.name for field in fields(OffloadPolicy)}
     said = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
     said = {variable: text for variable, text in said.items() if not variable.startswith(_OF_TESTS)}
     refuse_unknown(said, [*names])
-    asked = _from_json(values) if isinstance(values, str) else dict(values or {})
-    refuse_unknown(asked, known)
+    with suppress(ValueError):
+        values = json.loads(values) if isinstance(values, str) else values
+    if not isinstance(values, Mapping | None):
+        raise ValueError(f'A policy in text is JSON such as {{"overlap": "forward"}}, got {values!r}.')
+    asked = dict(values or {})
+    refuse_unknown(asked, [*names.values()])
     given = {names[variable]: text for variable, text in said.items()} | asked
     try:
         return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
@@ -58,25 +61,13 @@ def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy
         raise RuntimeError(f"{error} Or say in one place of the script what you want: {RIGHT_ORDER}.") from None
 
 
-def _from_json(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        values = error
-    if not isinstance(values, dict):
-        raise ValueError(f'A policy in text is JSON such as {{"overlap": "forward"}}, got {text!r}.')
-    return values
-
-
 def _value(name: str, value: Any) -> Any:
     """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
     default = getattr(OffloadPolicy, name)
     if isinstance(value, str):
-        word = value.strip().lower()
-        try:
-            value = float(word)
-        except ValueError:
-            value = word if isinstance(default, str) else _WORDS.get(word, word)
+        value = value.strip().lower()
+        with suppress(ValueError):
+            value = json.loads({"none": "null"}.get(value, value))
     if isinstance(default, bool) and value in (0, 1):
         return bool(value)
     return int(value) if name.endswith("_bytes") and isinstance(value, float) and value.is_integer() else value
@@ -89,10 +80,7 @@ def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | N
 
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
-    """Return numbers of the report, for a logger; empty where nothing is offloaded. Waits for the last step.
-
-    Those of :meth:`OffloadReport.metrics`, with ``prefix`` before each name.
-    """
+    """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; nothing if not offloaded. Waits for it."""
     if not is_offloaded(optimizer):
         return {}
     return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}
@@ -100,6 +88,7 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
 
 def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str, float]:
     """Return those of several, with their number in the prefix ``numbered``; of one, without."""
-    prefixes = [numbered.format(number) for number in range(len(optimizers))] if len(optimizers) > 1 else ["offload/"]
-    every = [metrics_of(*each) for each in zip(optimizers, prefixes, strict=False)]
-    return {name: value for metrics in every for name, value in metrics.items()}
+    found: dict[str, float] = {}
+    for number, optimizer in enumerate(optimizers):
+        found |= metrics_of(optimizer, numbered.format(number) if len(optimizers) > 1 else "offload/")
+    return found

@@ -26,8 +26,8 @@ from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointMan
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
-from ..api.attachment import params_of
 from ..api.clipping import clip_in_order
+from ..api.wrapped import params_of
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
 from .plain_values import metrics_of_each, model_of, offload, policy_from
@@ -53,8 +53,7 @@ def offloaded(
     """Return ``config`` as that of a container that offloads.
 
     Raises:
-        TypeError: ``config`` is that of a container of your own, which calls :func:`offload_container` at the end of
-            its ``__init__`` instead.
+        TypeError: it is that of a container of your own, whose ``__init__`` ends in :func:`offload_container` instead.
     """
     if type(config) not in (OptimizersContainer.Config, OffloadedOptimizers.Config):
         raise TypeError(
@@ -94,10 +93,7 @@ def _clip(
     ep_enabled: bool = False,
     **options: Any,
 ) -> Any:
-    """Clip the parameters of an offloaded container, all together, by our function.
-
-    Pipeline stages are clipped by theirs, and so is one mesh with experts: that norm is combined with one of nothing.
-    """
+    """Clip an offloaded container by our function; pipeline stages by theirs, and experts on the mesh of the rest."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     trained = {param for param in given if param.requires_grad}
     meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}

@@ -22,11 +22,7 @@ from .plain_values import metrics_of, offload, policy_from
 
 @dataclass
 class OffloadArguments:
-    """Arguments of :class:`OffloadTrainer` on a command line.
-
-    ``HfArgumentParser((TrainingArguments, OffloadArguments))`` parses them, ``OffloadTrainer(..., **vars(arguments))``
-    takes them.
-    """
+    """Arguments of :class:`OffloadTrainer` for ``HfArgumentParser``: ``OffloadTrainer(..., **vars(arguments))``."""
 
     offload_policy: str | None = field(
         default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}

@@ -2,14 +2,13 @@
 
     module on meta ──▶ memory of its shards on the device ──▶ initialized there ──▶ host ──▶ the next module
 
-So a model that is larger than the device can be initialized with the device's own random numbers: the same bits as
-``to_empty()`` and ``reset_parameters()`` of all of it, where that fits.
+So a model that is larger than the device has the bits that ``to_empty()`` and ``reset_parameters()`` would give it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..fsdp.dtensor import local_shard
 from ..fsdp.fully_shard import sharding_groups
@@ -36,7 +35,11 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
     """
     sharded = {place: one for group in sharding_groups(model) for one in group.sharded() for place in one.places()}
     names = {module: name or "the model" for name, module in model.named_modules()}
-    modules = [module for module in model.modules() if any(one.is_meta for one in _own(module))]
+    modules = [
+        module
+        for module in model.modules()
+        if any(one.is_meta for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
     outside = [
         f"{names[module]}.{name}"
         for module in modules
@@ -67,8 +70,3 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
         for one in own:
             one.follow_module()
             one.live_at(local_shard(one.param).cpu())
-
-
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)

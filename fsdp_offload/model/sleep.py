@@ -1,26 +1,30 @@
-"""The sleep of a model: its parameters, buffers and gradients leave the device, and come back to the same objects.
+"""Sleep: storages that leave the device while every tensor over them stays, and come back at another address.
 
-What is moved are *storages*, each once, however many tensors look into it: the flat view that ``fully_shard`` reads,
-its DTensor and that one's local tensor, tied parameters, gradients that are views of one reduced buffer. A storage that
-is resized to nothing gives its memory back while every tensor over it stays; resized again and filled, all of them are
-as they were, at another address. ::
+::
 
-    offload_model:  wait for the device ──▶ storages ──store──▶ arena ──▶ storages resized to 0 ──▶ use is refused
-    reload_model:   use is allowed ──▶ storages resized, on the current stream ──load──▶ the current stream waits
+    storage ──store──▶ region of pinned host memory ──▶ resized to 0 bytes, so the device's memory is free
+            ◀──load─── resized again, on the current stream, which then waits
 
-The arena is one pinned region for each model. It is kept from one sleep to the next and goes with the model.
+A model's parameters, buffers and gradients leave so (:func:`offload_model`), and what an optimizer alone uses, in its
+phases (:class:`ParkedParameters`). What is moved are *storages*, each once, however many tensors look into it: the flat
+view that ``fully_shard`` reads, its DTensor and that one's local tensor, tied parameters, gradients that are views of
+one reduced buffer. All of these objects stay the same, and nobody can use them meanwhile.
 """
 
+import enum
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..device.link import device_link
+from ..device.arena import BREAK_BYTES, Region, aligned
+from ..device.host_limits import check_host_memory
+from ..device.lanes import Mark
+from ..device.link import DeviceLink, Lanes, device_link
 from ..fsdp.dtensor import is_dtensor, local_shard
 from ..fsdp.fully_shard import (
     drop_gathered_gradients,
@@ -30,10 +34,113 @@ from ..fsdp.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from ..fsdp.guard import Guard
-from .parking import Parking, Storage, wait_for
+from ..fsdp.guard import Guard, WriteWatch
 
 logger = logging.getLogger(__name__)
+
+Storage = torch.UntypedStorage
+
+
+class _Place(NamedTuple):
+    storage: Storage
+    nbytes: int
+    offset: int  # in the region
+
+
+class Parking:
+    """Host memory for storages that leave a device, kept from one time to the next."""
+
+    def __init__(self, no_room: str, limit_bytes: int | None = None) -> None:
+        """``no_room``: what a MemoryError says, with ``{nbytes}`` filled in. ``limit_bytes``: as a policy has it."""
+        self.region: Region | None = None
+        self.places: list[_Place] = []  # that are parked, or were the last to be
+        self.link: DeviceLink  # of their device
+        self.told: set[str] = set()  # tensors that stay, which somebody has been told of
+        self._no_room, self._limit_bytes = no_room, limit_bytes
+
+    def make_room(self, storages: Sequence[Storage]) -> None:
+        """Choose what is parked next, one or more, and take memory for it, or raise a MemoryError."""
+        device = storages[0].device
+        self.link = device_link(device)
+        self.places, offset = [], 0
+        for storage in storages:
+            self.places.append(_Place(storage, storage.nbytes(), offset))
+            offset += aligned(storage.nbytes())
+        if self.region is not None and self.region.nbytes >= offset:
+            return
+        self.region = None  # before the next is taken: there may not be room for both
+        try:
+            check_host_memory(offset, self._limit_bytes)
+        except MemoryError as error:
+            raise MemoryError(self._no_room.format(nbytes=offset)) from error
+        breaks = range(BREAK_BYTES, offset, BREAK_BYTES)
+        self.region = Region(offset, device=device, pin=device.type != "cpu", breaks=breaks)
+
+    def store(self) -> Mark:
+        """Start copying them to the region, after what the current stream does now."""
+        lanes = self._lanes
+        lanes.store.wait(lanes.compute.mark())
+        lanes.store.copy(list(self._pieces()))
+        return lanes.store.mark()
+
+    def free(self) -> None:
+        """Give back the device's memory, in the order of the current stream."""
+        for place in self.places:
+            place.storage.resize_(0)
+
+    def load(self) -> Mark:
+        """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
+        lanes = self._lanes
+        try:
+            for place in self.places:
+                place.storage.resize_(place.nbytes)
+            # What the current stream gets may still be in use by what was issued to it before; so may the region, by
+            # the copies that came before.
+            lanes.load.wait(lanes.compute.mark())
+            lanes.load.copy([(own, host) for host, own in self._pieces()])
+        except BaseException:  # most likely, somebody else still has the memory
+            self.link.synchronize()
+            self.free()
+            raise
+        self.places = []
+        return lanes.load.mark()
+
+    def wait(self, end: Mark) -> None:
+        """Let the current stream wait for copies: it is about to free the source, or to use the target."""
+        self._lanes.compute.wait(end)
+
+    @property
+    def _lanes(self) -> Lanes:
+        return self.link.lanes(serial=False)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
+        assert self.region is not None
+        for storage, nbytes, begin in self.places:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            end = begin + nbytes
+            first_break = (begin // BREAK_BYTES + 1) * BREAK_BYTES
+            for start, stop in pairwise([begin, *range(first_break, end, BREAK_BYTES), end]):
+                yield self.region.bytes[start:stop], whole[start - begin : stop - begin]
+
+
+# A model --------------------------------------------------------------------------------------------------------------
+
+# Gradients, too: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
+_ASLEEP = Guard(
+    "Asleep",
+    "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
+    lets_gradients=False,
+)
+_NO_ROOM_FOR_MODEL = (
+    "offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not enough. "
+    "Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
+)
+
+_SLEEP = "_fsdp_offload_sleep"
+"""A model's attribute while it is asleep: what allows its use. In no table: its tensors may refer to the model."""
+
+_parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 
 
 def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
@@ -45,11 +152,10 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     ``optimizer.step()``, ``zero_grad()``, clipping) raise ``RuntimeError``. Not caught are views of them that the
     caller made, backwards of graphs made before, and CUDA graphs: do not use them meanwhile.
 
-    When it returns, the device's memory is free: torch's allocator has it. For another process or another allocator
-    call ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one region
-    of exactly the bytes to be kept, page-locked where there is an accelerator; later calls use it again, and replace
-    it where they need more. Called again while the model is asleep, this does nothing. A model on the CPU is treated
-    in the same way; what a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
+    When it returns, torch's allocator has the device's memory. For another process or another allocator call
+    ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one page-locked
+    region of exactly the bytes to be kept, which later calls use again. Called again while the model is asleep, this
+    does nothing. What a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
 
     The addresses of the tensors change: capture CUDA graphs again; close CUDA IPC handles in other processes before,
     and send new ones after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy, in
@@ -63,7 +169,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         Bytes that have left the device.
 
     Raises:
-        ValueError: ``gradients`` is something else.
+        ValueError: ``gradients`` is something else, or the model is on several accelerators.
         MemoryError: there is not enough host memory. Nothing has been changed.
         RuntimeError: the driver refuses to page-lock the memory. Nothing has been changed.
     """
@@ -76,19 +182,19 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         module.reshard()
     wait_for_updates(model)
     # A part of the model, or another model with which it shares parameters, may be asleep already.
-    awake = {name: param for name, param in model.named_parameters() if not _GUARD.guards(param)}
+    awake = {name: param for name, param in model.named_parameters() if not _ASLEEP.guards(param)}
     found = [*model.named_parameters(), *model.named_buffers()]
     if gradients == "offload":
         found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
         found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
-    storages = _storages_of(model, found)
-    moved_bytes, parking = sum(storage.nbytes() for storage in storages), _parkings.setdefault(model, Parking(_NO_ROOM))
-    parking.make_room(storages)
-    for device in dict.fromkeys(storage.device for storage in storages):
+    parking = _parkings.setdefault(model, Parking(_NO_ROOM_FOR_MODEL))
+    storages = _storages_of(model, found, parking.told)
+    moved_bytes = sum(storage.nbytes() for storage in storages)
+    if storages:
+        parking.make_room(storages)
         # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-        device_link(device).synchronize()
-    for _, end in parking.store():
-        end.synchronize()
+        parking.link.synchronize()
+        parking.store().synchronize()
     if gradients == "drop":
         for param in awake.values():
             param.grad = None
@@ -96,11 +202,10 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     if storages:
         tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
         away = {storage._cdata for storage in storages}
-        asleep = [layer for tensor in tensors if _lives_in(tensor, away) for layer in _layers(tensor)]
+        dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
+        asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
         parking.free()
-        modules: list[Any] = [model, *fsdp_modules(model)]
-        refuse = partial(_refuse_use, asleep, modules)
-        model.__dict__[_SLEEP] = refuse, refuse()
+        model.__dict__[_SLEEP] = _refuse_use(asleep, [model, *fsdp_modules(model)])  # type: ignore[list-item]
     return moved_bytes
 
 
@@ -120,24 +225,20 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
             asleep, and it can be called again.
     """
     if _SLEEP in model.__dict__:
-        refuse, allow = model.__dict__.pop(_SLEEP)
-        allow()
-        try:
-            wait_for(_parkings[model].load())
-        except BaseException:
-            model.__dict__[_SLEEP] = refuse, refuse()
-            raise
-    if free_host_memory:
-        _parkings.pop(model, None)  # a region waits for the device before it lets go of its pages
+        parking = _parkings[model]
+        parking.wait(parking.load())
+        model.__dict__.pop(_SLEEP)()
+    if free_host_memory and model in _parkings:
+        _parkings[model].region = None  # which waits for the device before it lets go of its pages
 
 
 def _refuse_use(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> Callable[[], None]:
     """Refuse to compute with tensors, to save them, and to call modules; returns what ends it.
 
-    torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process on the CPU
-    and makes a CUDA context unusable, and ``torch.save`` writes a file that lacks the bytes.
+    torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
+    CUDA context, and ``torch.save`` writes a file that lacks the bytes.
     """
-    take_off = _GUARD.put_on(tensors)
+    take_off = _ASLEEP.put_on(tensors)
     # Before fully_shard's own hook, which would be left half way by an error within it.
     hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in dict.fromkeys(modules)]
 
@@ -150,37 +251,11 @@ def _refuse_use(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> Call
 
 
 def _refuse_call(module: nn.Module, args: object) -> None:
-    _GUARD.refuse(f"{type(module).__name__}.forward()")
-
-
-# Gradients are refused as well: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
-_GUARD = Guard(
-    "Asleep",
-    "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
-    lets_gradients=False,
-)
-
-
-_NO_ROOM = (
-    "offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not enough. "
-    "Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
-)
-
-_SLEEP = "_fsdp_offload_sleep"
-"""A model's attribute while it is asleep. Not a table: what its tensors refer to may refer to the model."""
-
-_parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
-_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
-
-
-# What a model consists of -------------------------------------------------------------------------------------------
+    _ASLEEP.refuse(f"{type(module).__name__}.forward()")
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors inside a DTensor or a wrapper; none for a tensor with memory of its own.
-
-    Not ``layout.leaves_of``: that drops what Transformer Engine's tensors cache, and here it is to come back.
-    """
+    """The tensors inside; not ``layout.leaves_of``, which drops what Transformer Engine's cache, to come back here."""
     if is_dtensor(tensor):
         return [local_shard(tensor)]
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -199,11 +274,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     return (layer for layer in _layers(tensor) if not _parts(layer))
 
 
-def _lives_in(tensor: Tensor, away: set[int]) -> bool:
-    return any(leaf.layout == torch.strided and leaf.untyped_storage()._cdata in away for leaf in _leaves(tensor))
-
-
-def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
+def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]], told: set[str]) -> list[Storage]:
     """The storages to move, each once; a warning names others, once: a loop sleeps thousands of times."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
     at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
@@ -227,7 +298,8 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
         if any(_overlap(storage, other) for other in fixed):
             left[name] = "it shares memory that is not torch's to free"
             del movable[key]
-    told = _told.setdefault(model, set())
+    if len(devices := {str(storage.device) for _, storage in movable.values()}) > 1:
+        raise ValueError(f"offload_model: this model is on several devices: {', '.join(sorted(devices))}.")
     if new := left.keys() - told:
         told |= new
         shown = "; ".join([f"{name}: {why}" for name, why in left.items() if name in new][:4])
@@ -238,3 +310,125 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
 def _overlap(one: Storage, other: Storage) -> bool:
     begin, end = one.data_ptr(), one.data_ptr() + one.nbytes()
     return one.device == other.device and begin < other.data_ptr() + other.nbytes() and other.data_ptr() < end
+
+
+# What an optimizer alone uses ----------------------------------------------------------------------------------------
+
+
+class _Where(enum.Enum):
+    """Where parked parameters are."""
+
+    HERE = "on the device; the region is kept for the next time"
+    LEAVING = "on the device, where they may be used, and on the host once a copy has ended"
+    AWAY = "on the host alone"
+    COMING = "on the host and, once a copy has ended, on the device"
+
+
+_LEAVING = WriteWatch("Leaving", "", lets_gradients=True)
+
+_AWAY = Guard(
+    "Parked",
+    "{what}: release_states() has freed the device memory of this fp32 master, which is on the host since "
+    "offload_states(). Call reload_states() on its optimizer, and synchronize() to read it before the next step.",
+    lets_gradients=True,
+)
+
+_NO_ROOM_FOR_MASTERS = (
+    "offload_states() needs {nbytes} bytes of host memory for the fp32 masters that are the optimizer's parameters, "
+    "and there is not enough. They stay where they are."
+)
+
+
+class ParkedParameters:
+    """Parameters that only the optimizer's step uses: fp32 masters that a framework copies into its model afterwards.
+
+    They leave and come back with the phases of the optimizer that has them, and may be used until they are released:
+    Megatron copies masters into the buffers of MXFP8 parameters between the two calls. Afterwards gradients may be set;
+    whatever else is done with the tensors themselves raises.
+    """
+
+    def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
+        """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
+        self.params = list(params)
+        self._parking = Parking(_NO_ROOM_FOR_MASTERS, limit_bytes)
+        self._copied: Mark | None = None
+        self._copied_versions: list[int] = []
+        self._take_off_guard: Callable[[], None] = lambda: None
+        self._where = _Where.HERE
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken for them."""
+        region = self._parking.region
+        return 0 if region is None else region.nbytes
+
+    def offload(self) -> None:
+        """Start copying them to the host, after what the current stream does now, or raise a MemoryError."""
+        self.settle()
+        if self._where is not _Where.HERE:
+            return
+        # Looked up each time: `param.data = ...` gives a parameter another storage.
+        storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
+        if storages := [storage for storage in storages if storage.nbytes()]:
+            self._parking.make_room(storages)
+            self._store()
+            self._guard(_LEAVING)
+            self._where = _Where.LEAVING
+
+    def release(self) -> None:
+        """Free the device's memory, in the order of the current stream."""
+        if self._where is not _Where.LEAVING:
+            return
+        if self._versions() != self._copied_versions:
+            self._store()
+        self._wait()
+        self._guard(_AWAY)
+        self._parking.free()
+        self._where = _Where.AWAY
+
+    def reload(self) -> None:
+        """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
+        if self._where is _Where.AWAY:
+            self._copied = self._parking.load()
+        if self._where in (_Where.AWAY, _Where.LEAVING):  # in the latter case the device still has them
+            self._where = _Where.COMING
+
+    def settle(self) -> None:
+        """The current stream is about to use them: what has been reloaded is there, and may be used."""
+        if self._where is _Where.COMING:
+            self._wait()
+            self._take_off_guard()
+            self._where = _Where.HERE
+
+    def bring_back(self) -> None:
+        """Have them on the device, wherever they are."""
+        self.reload()
+        self.settle()
+
+    def free_host_memory(self) -> None:
+        """Give back the region; the host waits for copies from it. Nothing if they are away."""
+        if self._where in (_Where.HERE, _Where.COMING):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._parking.region = None
+
+    def _store(self) -> None:
+        self._copied, self._copied_versions = self._parking.store(), self._versions()
+
+    def _wait(self) -> None:
+        assert self._copied is not None, "they have been copied"
+        self._parking.wait(self._copied)
+
+    def _versions(self) -> list[int]:
+        return [local_shard(param)._version for param in self.params]
+
+    def _guard(self, guard: Guard) -> None:
+        self._take_off_guard()
+        self._take_off_guard = guard.put_on(layer for param in self.params for layer in (param, local_shard(param)))
+
+
+def owns_its_storage(tensor: Tensor) -> bool:
+    """Return whether the memory of ``tensor`` is all of a storage that torch can free."""
+    local = local_shard(tensor)
+    storage = local.untyped_storage()
+    return local.is_contiguous() and storage.nbytes() == local.nbytes and (storage.nbytes() == 0 or storage.resizable())

@@ -60,7 +60,8 @@ def main(
     if as_json:
         typer.echo(json.dumps(made.as_dict(overlap), indent=1))
     else:
-        _show(made, Console(), overlap)
+        # A terminal wraps what it has no room for; rich would cut it.
+        _show(made, Console(width=160, highlight=False, markup=False, soft_wrap=True), overlap)
     if made.best(overlap) is None:
         raise typer.Exit(1)
 
@@ -85,10 +86,7 @@ LEGEND = {
 
 
 def _show(made: Plan, console: Console, overlap: OverlapKind | None) -> None:
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    training, best = made.training, made.best(overlap)
+    say, training, best = console.print, made.training, made.best(overlap)
     say(
         f"{made.model.name}, {made.model.numel / 1e9:.2f} G parameters, on {training.ranks} × {made.machine.name}: "
         f"{training.sequences} × {training.sequence_length:,} tokens on each, {training.micro_batches} "
@@ -111,7 +109,8 @@ def _show(made: Plan, console: Console, overlap: OverlapKind | None) -> None:
     for line in (*(f"{word}: {LEGEND[word]}" for word in LEGEND if word in words), *notes):
         say(line)
     if best is None:
-        say(f"Nothing fits. {made.what_would_fit(overlap)}")
+        with Console(stderr=True).status("looking for what would fit"):
+            say(f"Nothing fits. {made.what_would_fit(overlap)}")
         return
     terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
     say(f"Best: {best.name}, with {(made.machine.device_bytes - best.needed_bytes) / 1e9:.1f} GB to spare.")

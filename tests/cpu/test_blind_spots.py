@@ -1,6 +1,5 @@
 """Optimizers whose state has an unusual structure give the bits of plain training; and what is around a step."""
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,18 +88,6 @@ def test_the_same_bits(update: Update, early: bool) -> None:
     pair.train(2, without_some_gradients)
 
 
-def test_a_profiler_sees_the_name_of_the_users_class() -> None:
-    pair = make_pair(Zoo, torch.optim.AdamW)
-    pair.train(1)
-    pair.offloaded.loss(1).backward()
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], acc_events=True) as profile:  # or torch 2.11 warns
-        pair.offloaded.optimizer.step()
-    names = {event.key for event in profile.key_averages()}
-    assert "Optimizer.step#AdamW.step" in names
-    assert not any("Offloaded" in name for name in names)
-
-
 def test_a_pre_hook_may_replace_the_arguments_of_a_step() -> None:
     model = Zoo()
     optimizer = attach(torch.optim.AdamW(model.parameters()))
@@ -113,13 +100,12 @@ def test_a_pre_hook_may_replace_the_arguments_of_a_step() -> None:
     handle.remove()
 
 
-def test_a_compiled_step_says_that_it_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    model = Zoo()
-    optimizer = attach(torch.optim.AdamW(model.parameters()))
-    model(batch(0, torch.device("cpu"), torch.float32)).backward()
-    torch.compile(optimizer.step)()
-    assert len(re.findall("runs as it is", caplog.text)) == 1
-    caplog.clear()
-    other = attach(torch.optim.AdamW(model.parameters()))
-    other.step()
-    assert not caplog.text
+def test_a_compiled_step_runs_as_it_is() -> None:
+    pair = make_pair(Zoo, torch.optim.AdamW)
+    compiled = torch.compile(pair.offloaded.optimizer.step)
+
+    def step(run: Run, number: int) -> None:
+        run.loss(number).backward()
+        compiled() if run is pair.offloaded else run.optimizer.step()
+
+    pair.train(2, step)

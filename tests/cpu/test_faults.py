@@ -92,14 +92,6 @@ def test_attaching_is_refused_and_leaves_the_optimizer_as_it_was(
     assert looked_at() == before
 
 
-def test_a_step_without_any_gradient_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = pair_of().offloaded.optimizer
-    optimizer.zero_grad()
-    for _ in range(2):
-        optimizer.step()
-    assert caplog.text.count("step() found no gradient in any parameter; nothing was updated or moved") == 1
-
-
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(Net, torch.optim.AdamW, policy=None)
     last, real = pair.offloaded.model.last, torch.Tensor.device.__get__

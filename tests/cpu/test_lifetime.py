@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.api import checks
 
 POLICY = OffloadPolicy(bucket_bytes=2048)
 
@@ -142,17 +141,6 @@ def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:
     assert exp_avg.isfinite().all()
     del exp_avg
     assert_gone(memory)
-
-
-def test_nobody_watches_for_parameters_that_are_gone() -> None:
-    before = len(checks._watches)
-    for _ in range(3):
-        offloaded(model())
-    kept = model()
-    optimizer = offloaded(kept)
-    assert len(checks._watches) <= before + 1
-    train(kept, optimizer, steps=1)
-    assert len(checks._watches) <= before
 
 
 def test_several_that_are_left_behind_are_told_of() -> None:

@@ -29,10 +29,10 @@ from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.items import Item
 from fsdp_offload.engine.engine import Engine, engine_of
-from fsdp_offload.fsdp import sharded_parameter
+from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
+from fsdp_offload.fsdp.gradients import note_freed, spend
 from fsdp_offload.fsdp.optim import foreach_supports
-from fsdp_offload.fsdp.spent_gradient import note_freed, spend
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
 from tests.overlapping import (
@@ -294,7 +294,7 @@ def test_refusals(mesh: DeviceMesh) -> None:
 
 
 def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_parameter, "_READ", (*sharded_parameter._READ, "_gone"))
+    monkeypatch.setattr(homed, "_READ", (*homed._READ, "_gone"))
     with pytest.raises(NotImplementedError, match=r"no \['_gone'\].*leave out OffloadPolicy\(parameters=True\)"):
         Loop(mesh, adamw, on_host({}))
 

@@ -116,7 +116,7 @@ def test_a_step_moves_only_what_has_gradients() -> None:
 def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
     """Muon keeps matrices whole."""
     matrix = nn.Parameter(torch.ones(64, 64))
-    with pytest.warns(UserWarning, match="The largest bucket that cannot be cut needs 16384 bytes of the device"):
+    with pytest.warns(UserWarning, match="One update needs 16384 bytes of the device, more than device_bytes=8192"):
         offload_optimizer(torch.optim.Muon([matrix]), policy=replace(POLICY, device_bytes=8192))
 
 
@@ -126,7 +126,7 @@ def test_an_offload_that_moves_nothing_says_so() -> None:
     assert "NOTHING IS OFFLOADED" in str(step(optimizer)).splitlines()[1]
 
 
-def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
+def test_state_that_was_put_on_the_device_by_hand_is_counted() -> None:
     """As verl loads it before each step; there it would be beside its home until that step."""
     optimizer = offloaded()
     counters_bytes = step(optimizer).memory.other_state_bytes
@@ -135,10 +135,7 @@ def test_state_that_was_put_on_the_device_by_hand_is_told() -> None:
             state[name] = value.clone()
     report = optimizer.offload_report()
     assert report.memory.other_state_bytes == counters_bytes + STATE_BYTES
-    assert any(f"holds {STATE_BYTES} bytes" in note for note in report.notes)
-    after = step(optimizer)
-    assert after.memory.other_state_bytes == counters_bytes
-    assert not any("by itself" in note for note in after.notes)
+    assert step(optimizer).memory.other_state_bytes == counters_bytes
 
 
 # Iterations ----------------------------------------------------------------------------------------------------------
@@ -169,7 +166,7 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
         assert 0 <= last.stalled_ms <= last.iteration_ms
         assert last.bound_ms > 0
         assert last.iteration_ms - last.stalled_ms <= last.bound_ms <= last.iteration_ms
-        assert last.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes > 0
+        assert min(report.step.loaded_bytes, report.step.stored_bytes) > 0
     copies_ms = report.step.loaded_bytes / report.step.load_gb_per_s / 1e6
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
 
@@ -216,7 +213,7 @@ REPORT = OffloadReport(
         load_gb_per_s=47.23,
         host_waited_ms=3.0,
     ),
-    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, moved_bytes=16 * GB, bound_ms=428.16),
+    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, bound_ms=428.16),
     notes=("First.", "Second."),
 )
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
-from fsdp_offload.model import parking
 from tests.forks import address_space_bytes, resident_bytes
 from tests.overlapping import SIZES, Loop, adamw
 from tests.parity import local, same_bits
@@ -178,19 +177,19 @@ def test_inference_mode_changes_nothing() -> None:
 
 def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that is larger than the distance of breaks, and lies across several, is copied in pieces."""
-    monkeypatch.setattr(parking, "BREAK_BYTES", 4096)
+    monkeypatch.setattr(room, "BREAK_BYTES", 4096)
     model = nn.ParameterList([torch.randn(1000), torch.randn(50, 100), torch.randn(1024), torch.randn(7)])
     before = snapshot(model)
     copied: list[tuple[int, int]] = []
-    pieces = parking.Parking._pieces
+    pieces = room.Parking._pieces
 
-    def noting(self: Any, places: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        for host, device in pieces(self, places):
+    def noting(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for host, device in pieces(self):
             begin = host.data_ptr() - self.region.bytes.data_ptr()
             copied.append((begin, begin + host.numel()))
             yield host, device
 
-    monkeypatch.setattr(parking.Parking, "_pieces", noting)
+    monkeypatch.setattr(room.Parking, "_pieces", noting)
     assert offload_model(model) == sum(end - begin for begin, end in copied) == 4 * (1000 + 5000 + 1024 + 7)
     assert all(begin // 4096 == (end - 1) // 4096 for begin, end in copied)
     with torch.no_grad():

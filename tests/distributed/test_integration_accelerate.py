@@ -155,9 +155,12 @@ def run_misuse(rank: int, world_size: int) -> None:
     for given in (False, True):  # attached too early
         model = Net()
         optimizer = attach(optim.AdamW(model.parameters()), model=model if given else None)
-        match = r"exchanged after offload_optimizer\(\).*Attach afterwards: .*fsdp_offload\.integrations"
+        match = r"exchanged .*after offload_optimizer\(\).*Attach afterwards: .*fsdp_offload\.integrations"
+        model, _ = accelerator.prepare(model, optimizer)
+        if not given:  # else at the first forward
+            model(batch(0, rank)).backward()
         with pytest.raises(RuntimeError, match=match):
-            accelerator.prepare(model, optimizer)
+            model(batch(0, rank)) if given else optimizer.step()
 
 
 def test_a_policy_in_the_wrong_place_and_attaching_too_early(tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def test_annotated_parameters_train_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> None:
     optimizer = attach(torch.optim.AdamW([nn.Parameter(torch.randn(4))]))
     pair = nn.Parameter(Gathered(torch.randn(4), torch.randn(4)))
-    with pytest.raises(ValueError, match=r"is a Gathered, .*Add the group first, then attach"):
+    with pytest.raises(
+        ValueError, match=r"is a Gathered, made of other tensors: add the first such group, then attach"
+    ):
         optimizer.add_param_group({"params": [pair]})
     assert len(optimizer.param_groups) == 1
 
@@ -134,6 +136,6 @@ def test_a_group_of_pairs_cannot_be_added_to_an_optimizer_of_plain_tensors() -> 
 def test_lists_of_pairs_and_others_are_refused(options: dict[str, Any]) -> None:
     """The dispatch of a pair runs a list twice, and plain tensors in it are updated twice: more or less of a list."""
     pair, plain = nn.Parameter(Gathered(torch.randn(4), torch.randn(4))), nn.Parameter(torch.randn(4))
-    with pytest.raises(ValueError, match=r"several tensors, beside others.*foreach=False"):
+    with pytest.raises(ValueError, match=r"several tensors: kernels over lists .*foreach=False"):
         attach(torch.optim.AdamW([pair, plain], **options))
     attach(torch.optim.AdamW([{"params": [pair]}, {"params": [plain]}], **options))

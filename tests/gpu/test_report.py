@@ -47,7 +47,6 @@ def test_an_iteration_is_measured_from_the_second_step_on(mesh: DeviceMesh, fiel
         report = report_of(loop.train(1, first=number))
         assert report.step is not None
         assert report.iteration is not None
-        assert report.iteration.moved_bytes == report.step.loaded_bytes + report.step.stored_bytes
     assert min(report.step.load_gb_per_s or 0, report.step.store_gb_per_s or 0) > 0
     assert report.memory.device_peak_bytes == torch.cuda.max_memory_allocated()
     assert report.memory.pinned

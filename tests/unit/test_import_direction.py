@@ -61,7 +61,7 @@ WITHOUT_LINE = {"__init__", "__main__"}
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
 MAY_USE_PRIVATE_TORCH = {
     *("fsdp/__init__.py", "fsdp/dtensor.py", "fsdp/fully_shard.py", "fsdp/optim.py"),
-    *("fsdp/guard.py", "fsdp/homed.py", "fsdp/sharded_parameter.py"),
+    *("fsdp/guard.py", "fsdp/homed.py"),
     "fsdp/checkpoint.py",
 }
 

@@ -22,7 +22,7 @@ def test_values_as_yaml_and_command_lines_give_them() -> None:
     values = {"bucket_bytes": "1048576", "overlap": "forward", "host_fraction": "0.25", "pin_memory": "none"}
     expected = OffloadPolicy(bucket_bytes=1 << 20, overlap="forward", host_fraction=0.25, pin_memory=None)
     assert policy_from(values) == expected
-    assert policy_from({**values, "bucket_bytes": 1 << 20, "parameters": "no"}) == expected
+    assert policy_from({**values, "bucket_bytes": 1 << 20, "parameters": "false"}) == expected
     text = {"overlap": "iteration", "device_bytes": "auto", "parameters": "False", "serial": 0}
     assert policy_from(text) == OffloadPolicy(overlap="iteration")
 

@@ -1,0 +1,273 @@
+"""Gradients between the backward and ``step()``: watched ones, and those that an update has used and let go of.
+
+**Watched** tensors (parameters, too) tell what is done with them. What only looks at one runs as ever. What may write
+it is announced first, and so is whatever hands out its memory (views, ``.data``, ``DTensor.to_local()``): what becomes
+of that is not seen, and not all of it counts a version (no collective does, nor NumPy, nor ``torch._foreach_mul_`` on
+DTensors).
+
+**Spent** ones have a stand-in in ``param.grad``, as clipping, scaling or logging them would come too late::
+
+    used ──its step has ended, and nobody has kept it──▶ freed ──zero_()──▶ zeroed: zeros without memory
+"""
+
+import enum
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
+
+from .dtensor import LOCAL, local_shard
+from .guard import Guard
+
+
+class Watcher(Protocol):
+    """Whoever wants to know what is done with tensors."""
+
+    def reads(self, tensors: Sequence[Tensor]) -> None:
+        """These are about to be looked at."""
+
+    def writes(self, tensors: Sequence[Tensor]) -> None:
+        """These are about to be written."""
+
+    def shares(self, tensors: Sequence[Tensor]) -> None:
+        """Their memory is given to somebody who may write it at any time, and nobody is told."""
+
+
+_READS = frozenset(
+    {
+        *("_foreach_norm", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_abs"),
+        *("isnan", "isinf", "isfinite", "abs", "square", "sum", "mean", "std", "var", "max", "min", "amax", "amin"),
+        *("any", "all", "count_nonzero", "item", "tolist", "equal", "dot", "clone", "__repr__"),
+    }
+)
+"""Names of functions whose results share no memory with what they are given."""
+
+_WATCHER = "_fsdp_offload_watcher"
+
+
+class _Watch(Guard):
+    """Lets tensors be used, and tells their watchers first."""
+
+    methods = Guard.methods - {"untyped_storage"}  # whoever has it has the values
+
+    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Tell the watchers of all tensors that ``func`` is given, then run it."""
+        found = list(dict.fromkeys(filter(is_watched, tree_leaves((args, kwargs)))))
+        name = getattr(func, "__name__", "")
+        if name in _READS and "out" not in kwargs:
+            _tell("reads", found)
+        else:
+            _tell("writes" if _is_in_place(name) else "shares", found)
+        with bare(found):
+            return func(*args, **kwargs)
+
+    def on_method(self, tensor: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As :meth:`on_use`. ``full_tensor`` only looks, unless this rank has everything."""
+        _tell("reads" if name == "full_tensor" else "shares", [tensor])
+        with bare([tensor]):
+            result: Tensor = getattr(tensor, name)(*args, **kwargs)
+        if name == "full_tensor" and _address(result) == _address(local_shard(tensor)):
+            _tell("shares", [tensor])
+        return result
+
+    def derive(self, cls: Any) -> type[Tensor]:
+        """As for other guards; torch's choice between implementations does not see the class."""
+        made = super().derive(cls)
+        if issubclass(cls, DTensor):
+            setattr(made, LOCAL.__name__, property(_give_local, _put_local))
+        supported: list[Any] = _foreach_utils._foreach_supported_types
+        if cls in supported:  # by which clip_grad_norm_ chooses between kernels that round differently
+            supported.append(made)
+        return made
+
+
+# Without a name, the derived classes have that of the class they are derived from.
+_WATCH = _Watch(
+    "", "", lets_gradients=True, attributes=("grad", "_version", "device", "dtype", "requires_grad", "shape")
+)
+
+
+def watch(tensor: Tensor, watcher: Watcher) -> None:
+    """Tell ``watcher``, which is not kept alive, what is done with ``tensor`` from now on."""
+    _WATCH.put_on([tensor])
+    if is_watched(tensor):  # else its class has slots, or is written in C; its versions are all that there is
+        vars(tensor)[_WATCHER] = weakref.ref(watcher)
+
+
+def unwatch(tensor: Tensor) -> None:
+    """Undo :func:`watch`; nothing where it is not watched."""
+    vars(tensor).pop(_WATCHER, None)
+    _WATCH.take_off([tensor])
+
+
+is_watched: Callable[[object], bool] = _WATCH.guards
+
+
+@contextmanager
+def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, tensors have the class that they had, and nobody is told."""
+    watched = [tensor for tensor in tensors if is_watched(tensor)]
+    _WATCH.take_off(watched)
+    try:
+        yield
+    finally:
+        _WATCH.put_on(tensor for tensor in watched if _WATCHER in vars(tensor))
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether there is no result, or what is changed is the result."""
+    if name.endswith("__"):
+        return name.startswith("__i") or name in ("__set__", "__setitem__")
+    return name.endswith("_") and name != "set_"
+
+
+def _tell(what: str, tensors: Iterable[Tensor]) -> None:
+    """Call that method of each watcher, once, with the tensors that it watches."""
+    watched: dict[Watcher, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        reference = vars(tensor).get(_WATCHER)  # gone where an earlier watcher has let go of it
+        if reference is not None and (watcher := reference()) is not None:
+            watched[watcher].append(tensor)
+    for watcher, its_own in watched.items():
+        getattr(watcher, what)(its_own)
+
+
+def _give_local(tensor: Tensor) -> Tensor:
+    _tell("shares", [tensor])
+    return local_shard(tensor)
+
+
+def _put_local(tensor: Tensor, local: Tensor) -> None:
+    _tell("shares", [tensor])
+    LOCAL.__set__(tensor, local)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# Spent gradients ------------------------------------------------------------------------------------------------------
+
+USED_UP = (
+    "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
+    "before step() comes too late. A loop that clips has to call fsdp_offload.clip_grad_norm_(optimizer, max_norm) "
+    "from the first step on, and needs room for all gradients, so that updates can be taken back. A loop that does "
+    "anything else with gradients has to use overlap='forward'."
+)
+_FREED_UP = (
+    "this gradient was used in the backward and freed (OffloadPolicy(parameters=True, overlap='iteration')). Call "
+    "zero_grad() after each step(); a loop that looks at gradients, or goes on adding to them, has to use "
+    "overlap='forward'."
+)
+
+
+class _Stage(enum.Enum):
+    """The life of a spent gradient, each with the error of whoever uses it."""
+
+    USED = USED_UP
+    FREED = _FREED_UP
+    ZEROED = f"{_FREED_UP} It was zeroed since."
+
+
+class SpentGradient(Tensor):
+    """Has the shape, dtype and device of a gradient, and no memory: refuses all but metadata, and zeroes once freed."""
+
+    stage = _Stage.USED
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> "SpentGradient":
+        """Make one like a parameter, whose gradient it may then be."""
+        made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        return made
+
+    def __init__(self, like: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let ``func`` have metadata, or refuse."""
+        if _WATCH.lets(func):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        grad = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, SpentGradient))
+        if func is not Tensor.zero_ or grad.stage is _Stage.USED:
+            raise RuntimeError(grad.stage.value)
+        grad.stage = _Stage.ZEROED
+        return grad
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse."""
+        raise RuntimeError(USED_UP)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SpentGradient({self.stage.name.lower()}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say why there is none: what a DTensor has beside a tensor, ``to_local()`` for one."""
+        raise AttributeError(f"SpentGradient has no attribute {name!r}: {self.stage.value}")
+
+
+def _stage_of(param: Tensor) -> _Stage | None:
+    grad = param.grad
+    return grad.stage if isinstance(grad, SpentGradient) else None
+
+
+def spend(param: Tensor) -> None:
+    """Exchange the gradient of ``param``; whoever calls this keeps it."""
+    param.grad = SpentGradient(param)
+
+
+def note_freed(param: Tensor) -> None:
+    """The step that used the gradient has ended, and nobody has kept it."""
+    grad = param.grad
+    if isinstance(grad, SpentGradient) and grad.stage is _Stage.USED:
+        grad.stage = _Stage.FREED
+
+
+def zero_spent(param: Tensor) -> None:
+    """Zero a gradient that is gone. Whoever clears or exchanges it then need not tell anybody."""
+    if isinstance(param.grad, SpentGradient):
+        param.grad.stage = _Stage.ZEROED
+
+
+def is_spent(param: Tensor) -> bool:
+    """Return whether the gradient is gone, and nobody has zeroed, cleared or exchanged it."""
+    return _stage_of(param) in (_Stage.USED, _Stage.FREED)
+
+
+def is_freed(param: Tensor) -> bool:
+    """Return whether :func:`note_freed` has been called, and nobody has zeroed, cleared or exchanged it since."""
+    return _stage_of(param) is _Stage.FREED
+
+
+def is_zeroed(param: Tensor) -> bool:
+    """Return whether a gradient that was gone has been zeroed, and nobody has cleared or exchanged it since."""
+    return _stage_of(param) is _Stage.ZEROED
+
+
+def refuse_freed(params: Iterable[Tensor]) -> None:
+    """Raise an error if a backward is about to add to gradients that are gone."""
+    if any(map(is_freed, params)):
+        raise RuntimeError(_FREED_UP)
+
+
+@contextmanager
+def zeroed_lifted(params: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, zeroed gradients are none: a reduction would add to them. They are back where no others have come."""
+    zeroed = [(param, param.grad) for param in params if is_zeroed(param)]
+    for param, _ in zeroed:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zeroed:
+            if param.grad is None:
+                param.grad = grad
