@@ -2,7 +2,7 @@
 
 import sys
 
-from .core.errors import NEED_EXTRA
+from .core.text import NEED_EXTRA
 
 try:
     import typer

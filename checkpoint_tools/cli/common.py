@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from ..core.errors import NEED_EXTRA, CheckpointError
-from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, NEED_EXTRA, CheckpointError, parse_bytes, printable, thread_bytes
 
 if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
-    from ..core.tables import Table
+    from ..core.text import Table
 
 Folder = Annotated[
     str,
@@ -100,17 +99,6 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
     with rich.progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
         task = shown.add_task(what, total=total_bytes)
         yield lambda done: shown.advance(task, done)
-
-
-@contextmanager
-def write_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show progress of writing, and say so if it is interrupted; see :func:`progress`."""
-    try:
-        with progress(what, total_bytes) as advance:
-            yield advance
-    except KeyboardInterrupt:
-        say("interrupted: nothing is left of what was written", err=True)
-        raise
 
 
 Options = ParamSpec("Options")

@@ -4,35 +4,32 @@ Errors come from where they are found; tables and last lines from ``checkpoint_t
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.errors import CheckpointError
-from ..core.text import counted, parse_bytes
+from ..core.text import CheckpointError, counted, parse_bytes
 from ..fuse.preset_files import preset_names, preset_subject
 from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
     Destination,
     DryRun,
-    Json,
     MaxMemory,
     Source,
     Values,
     WriteThreads,
     parse_memory,
     parse_values,
+    progress,
     say,
-    say_json,
     say_notes,
     say_table,
-    write_progress,
 )
 
 if TYPE_CHECKING:  # imported when a command runs: torch takes longer than help and wrong options do
-    from ..core.tables import Table
+    from ..core.text import Table
     from ..fuse.rules import Way
     from ..rewrite.rewrite_plan import Rewrite
 
@@ -65,7 +62,6 @@ def split_fused(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
 
@@ -91,7 +87,6 @@ def merge_parts(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
 
@@ -115,10 +110,9 @@ def _exchange(
     threads: int,
     max_memory: str,
     dry_run: bool,
-    as_json: bool,
     yes: bool = False,
 ) -> None:
-    run = _Run(destination, threads, max_memory, dry_run, as_json)
+    run = _Run(destination, threads, max_memory)
     numbers = parse_values(values)
     from ..fuse.request import Request, check_used, complete, not_known
     from ..fuse.rules import load_rules, preset
@@ -138,7 +132,7 @@ def _exchange(
     planned = rewrite.plan(checkpoint, sidecars, way, asked)
     check_used(request, planned.exchange)
     if dry_run:
-        run.show(planned, rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned))
+        run.show(planned, rewrite.as_table(planned))
         return
     if not asked.is_known:
         raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
@@ -148,21 +142,14 @@ def _exchange(
 class _Run:
     """One command that writes, from its options to its last line."""
 
-    def __init__(
-        self, destination: str, threads: int, max_memory: str, dry_run: bool = False, as_json: bool = False
-    ) -> None:
+    def __init__(self, destination: str, threads: int, max_memory: str) -> None:
         self._begin_s = time.monotonic()
         self._destination = destination
         self._threads = threads
         self.memory_bytes = parse_memory(max_memory, threads, 4)
-        if as_json and not dry_run:
-            raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
 
-    def show(self, new: "Rewrite", plan: "Mapping[str, Any] | Table") -> None:
-        """Print what would be written: as JSON if that is what the plan is, or else as a table and a line."""
-        if isinstance(plan, Mapping):
-            say_json({**plan, "notes": list(new.notes)})
-            return
+    def show(self, new: "Rewrite", plan: "Table") -> None:
+        """Print what would be written."""
         say_table(plan)
         say_notes(new.notes)
         say(f"to be written: {new.headline}")
@@ -171,7 +158,7 @@ class _Run:
         """Write it, and say so."""
         from ..rewrite.rewrite import write
 
-        with write_progress(what, new.nbytes) as advance:
+        with progress(what, new.nbytes) as advance:
             write(new, self._destination, self._threads, self.memory_bytes, advance)
         self.say_written(new.headline, new.notes)
 
@@ -212,7 +199,6 @@ def convert_checkpoint(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
 
@@ -222,7 +208,7 @@ def convert_checkpoint(
     in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
     kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    run, shard_bytes = _Run(destination, threads, max_memory, dry_run, as_json), parse_bytes(shard_size)
+    run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     if dtype is not None and dtype not in CASTABLE:
@@ -250,9 +236,9 @@ def convert_checkpoint(
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = convert.Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     rewrite.check_destination(source, destination)
-    new, prefix = convert.plan(source, wanted, to=to, threads=threads)
+    new = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
-        run.show(new, convert.as_json(new, prefix) if as_json else convert.as_table(new))
+        run.show(new, convert.as_table(new))
     else:
         run.write("convert", new)
 
@@ -293,6 +279,6 @@ def rename_weights(
         excluded or [],
         threads=threads,
         max_memory_bytes=run.memory_bytes,
-        progress=write_progress,
+        progress=progress,
     )
     run.say_written(f"{counted(keys, 'key')} as {to_framework} has them", notes)

@@ -15,12 +15,20 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..core.errors import CheckpointError
 from ..core.regions import Comb, TensorRegion, stretches, whole_of
-from ..core.tables import Table
-from ..core.text import check_excluded, counted, dtype_name, human_bytes, is_excluded, natural_order
+from ..core.text import (
+    CheckpointError,
+    Table,
+    check_excluded,
+    counted,
+    dtype_name,
+    human_bytes,
+    is_excluded,
+    natural_order,
+)
 from ..fuse.names import sorted_out
 from ..fuse.plan import Fusion
+from ..look.verify import check_whole
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import Index, Piece, Rewrite, gathered, given, in_files
 from ..stored.checkpoint import Checkpoint, StoredTensor
@@ -59,11 +67,8 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> tuple[Rewrite, str]:
-    """Open a checkpoint, find it whole, and plan its conversion to the other format.
-
-    Also returns what keys of the model begin with in DCP, and not in safetensors.
-    """
+def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Rewrite:
+    """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors or dcp, not {to}")
     expected = "dcp" if is_safetensors(source) else "safetensors"
@@ -73,12 +78,7 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     new, prefix = (_to_safetensors if expected == "safetensors" else _to_dcp)(source, wanted, threads)
     size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
     begins = f"; keys of the model begin with {prefix!r} in DCP" if prefix else ""
-    return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}"), prefix
-
-
-def as_json(new: Rewrite, key_prefix: str) -> dict[str, Any]:
-    """Return the plan for JSON, with sizes in bytes."""
-    return {"key_prefix": key_prefix, "keys": new.keys, "files": new.file_bytes(), "nbytes": new.nbytes}
+    return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}")
 
 
 def as_table(new: Rewrite) -> Table:
@@ -179,10 +179,8 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     reader = ItemReader(checkpoint)
     for key in sorted(parts.objects, key=natural_order):
         item = checkpoint.objects[key]
-        if item.transforms:
-            raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
         try:
-            reader.check_data(item)
+            reader.check(item, data=True)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
         stored[key] = base64.b64encode(reader.view(item)).decode()
@@ -201,7 +199,7 @@ def _by_line(values: Mapping[str, Any]) -> str:
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     folders = open_safetensors(source, wanted.key_prefix)
     checkpoint = folders.checkpoint
-    rewrite.check_whole(checkpoint, threads)
+    check_whole(checkpoint, threads)
     is_file = PurePath(source).suffix == SUFFIX
     sidecars = rewrite.Sidecars((), ()) if is_file else rewrite.sidecars_of(checkpoint, folders.own_files)
     keys = [

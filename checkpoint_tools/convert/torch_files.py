@@ -21,17 +21,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..core.errors import CheckpointError
 from ..core.regions import whole_of
-from ..core.text import check_excluded, counted, human_bytes, is_excluded, shortened
+from ..core.text import CheckpointError, check_excluded, counted, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
 from ..integrity.seal import seal
-from ..look.verify import notes_on_checksums
-from ..rewrite.rewrite import check_destination, check_whole
+from ..look.verify import check_whole, notes_on_checksums
+from ..rewrite.rewrite import check_destination
 from ..rewrite.save import appearing
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, NotPlainError, plain_load
-from ..stored.reading import open_checkpoint
+from ..stored.safetensors_folder import open_checkpoint
 from ..stored.storage import Folder
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter

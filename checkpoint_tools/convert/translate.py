@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..core.text import is_excluded
+from ..core.text import CheckpointError, is_excluded
 from ..fuse.files import read_groups, relisted
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed

@@ -4,7 +4,6 @@ Keys and names of files may contain anything: escapes that move the cursor or se
 turn the direction of what follows, halves of letters. :func:`printable` escapes them.
 """
 
-import codecs
 import fnmatch
 import functools
 import re
@@ -12,7 +11,22 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import CheckpointError
+NEED_EXTRA = (
+    "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
+    "'fsspec>=2025.5' 'isal>=1.7'"
+)
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint, or about what was asked for, is wrong.
+
+    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it. Rules
+    and plans, which serve state dicts in memory too, raise ValueError; commands make this error of that.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
 
 MAX_ITEM_BYTES = 16
 """Size of the largest element of any dtype: complex128."""
@@ -128,9 +142,6 @@ def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
 # Control characters but the line's end; marks of direction; halves of letters, which no encoding has.
 _UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
-_PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*"}
-"""ASCII replacements of the tools' own signs."""
-
 
 def printable(text: str) -> str:
     """Escape the characters that must not reach a terminal."""
@@ -140,18 +151,38 @@ def printable(text: str) -> str:
 
 
 def be_printable(*streams: Any) -> None:
-    """Have streams write something for what their encoding has not, instead of failing."""
-    codecs.register_error(_ERRORS, _replaced)
+    """Have streams escape what their encoding has not, instead of failing."""
     for stream in streams:
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=_ERRORS)
+            stream.reconfigure(errors="backslashreplace")
 
 
-_ERRORS = "checkpoint_tools.plain"
+class Table:
+    """Rows of texts, which are to the left, and of numbers, to the right. Nothing is cut off."""
+
+    def __init__(self, *texts: str, numbers: Sequence[str] = ()) -> None:
+        self._texts = len(texts)
+        self._rows: list[tuple[str, ...]] = [(*texts, *numbers)]
+
+    def add_row(self, *cells: str) -> None:
+        """Add a cell for each column, with foreign text made printable."""
+        assert len(cells) == len(self._rows[0])
+        self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
+
+    def lines(self) -> list[str]:
+        """Return the lines, of which the first is the header; the terminal wraps those that are too long."""
+        widths = [max(map(_width, column)) for column in zip(*self._rows, strict=True)]
+        lines = []
+        for row in self._rows:
+            rooms = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
+            both = enumerate(zip(row, rooms, strict=True))
+            lines.append("  ".join(cell + room if n < self._texts else room + cell for n, (cell, room) in both))
+        return [line.rstrip() for line in lines]
 
 
-def _replaced(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = "".join(_PLAIN.get(letter, letter) for letter in error.object[error.start : error.end])
-    return letters.encode("ascii", "backslashreplace").decode(), error.end
+def _width(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..core.regions import Shape
-from ..core.text import is_excluded
+from ..core.regions import Shape, whole_of
+from ..core.text import CheckpointError, is_excluded
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import ItemReader
 from .names import GroupName, sorted_out
@@ -53,7 +52,7 @@ class _Files(Source):
         tensor = self._checkpoint.tensors[key]
         if tensor.shape != ():
             raise CheckpointError(f"{key} has shape {tensor.shape}, and other parts have a number there")
-        return self._reader.read_chunk(tensor.chunks[0], tensor.dtype)
+        return self._reader.read_region(tensor, whole_of(()))
 
     def check_state(self, key: str, shape: Shape, fused: str) -> None:
         found = self._checkpoint.tensors[key].shape

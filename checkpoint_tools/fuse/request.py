@@ -24,8 +24,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_INT64, idle_patterns, is_excluded, shortened
+from ..core.text import MAX_INT64, CheckpointError, idle_patterns, is_excluded, shortened
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, plain_pickle
 from ..stored.storage import read_small
@@ -239,7 +238,7 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
         common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
     common, own = common.get(_ARGS) if isinstance(common, dict) else None, None
     stored = checkpoint.objects.get(_ARGS)
-    if stored is not None and not stored.transforms and stored.content is None:
+    if stored is not None and stored.content is None:
         own = _unpickled(checkpoint, *stored.place)
     for where, args in ((COMMON_FILE, common), (f"the object {_ARGS}", own)):
         if isinstance(args, PickledObject) and isinstance(args.state, dict):

@@ -10,14 +10,22 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
-from ..core.tables import Table
-from ..core.text import MAX_ITEM_BYTES, counted, dtype_name, human_shape, natural_order, short_repr, thread_bytes
+from ..core.text import (
+    MAX_ITEM_BYTES,
+    CheckpointError,
+    Table,
+    counted,
+    dtype_name,
+    human_shape,
+    natural_order,
+    short_repr,
+    thread_bytes,
+)
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
@@ -81,48 +89,27 @@ def diff(
         return [found for part in pool.map(compare, parts) for found in part]
 
 
-def aligned(
-    first: Checkpoint, second: Checkpoint, key_prefix: str | None = None
-) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Both, with the same keys for the model also where those of one begin with a prefix, and what was done.
-
-    Without a prefix, it is found out where no key is in both.
-    """
-    if key_prefix is None and first.tensors.keys() == second.tensors.keys():
-        return first, second, []
-    models = [_model_keys(checkpoint) for checkpoint in (first, second)]
-    if key_prefix is None:
-        key_prefix = None if models[0] & models[1] else _prefix_of(*models) or _prefix_of(*reversed(models))
-        if key_prefix is None:
-            return first, second, []
-    elif key_prefix == "":
-        return first, second, []
-    in_a, in_b = (sum(f"{key_prefix}{key}" in others for key in keys) for others, keys in (models, reversed(models)))
-    if not in_a and not in_b:
+def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
+    """Return both, the model's keys of one side without what they begin with there, and not on the other side."""
+    sides = [first, second]
+    models = [_model_keys(checkpoint) for checkpoint in sides]
+    counts = [sum(f"{key_prefix}{key}" in models[n] for key in models[1 - n]) for n in range(2)]
+    if not any(counts):
         raise CheckpointError(
             f"--key-prefix {key_prefix}: no key of one side is that and a key of the other; see the command inspect"
         )
-    note = f"keys of the model begin with {key_prefix!r} in {'A' if in_a > in_b else 'B'} alone, compared without"
-    one, model = (first, models[0]) if in_a > in_b else (second, models[1])
-    new = {key: key.removeprefix(key_prefix) if key in model else key for key in one.tensors}
-    if len(set(new.values())) < len(new):
-        raise CheckpointError(f"{one.path} would have two values of one name without {key_prefix!r}")
-    changed = dataclasses.replace(one, tensors={new[key]: tensor for key, tensor in one.tensors.items()})
-    return (changed, second, [note]) if in_a > in_b else (first, changed, [note])
+    at = int(counts[1] > counts[0])
+    names = [key.removeprefix(key_prefix) if key in models[at] else key for key in sides[at].tensors]
+    if len({*names}) < len(names):
+        raise CheckpointError(f"{sides[at].path} would have two values of one name without {key_prefix!r}")
+    tensors = dict(zip(names, sides[at].tensors.values(), strict=True))
+    sides[at] = dataclasses.replace(sides[at], tensors=tensors)
+    return sides[0], sides[1]
 
 
 def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     return frozenset(key for key in names.others if key in checkpoint.tensors)
-
-
-def _prefix_of(keys: Set[str], others: Set[str]) -> str | None:
-    """Find the prefix of most of ``others``, if it alone tells them from ``keys``."""
-    sample = min(keys, default=None)
-    found = [key.removesuffix(sample) for key in others if sample is not None and key.endswith(f".{sample}")]
-    counts = {prefix: sum(f"{prefix}{key}" in others for key in keys) for prefix in found}
-    best = max(counts, key=lambda prefix: counts[prefix], default=None)
-    return best if best is not None and 2 * counts[best] >= len(keys) else None
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:

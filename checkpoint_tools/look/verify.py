@@ -4,7 +4,7 @@
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
-               ──check_data───────▶ data that are not those that were written
+               ──check_items──────▶ data that are not those that were written
 
 Files are looked at in parallel.
 """
@@ -21,12 +21,11 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, CheckpointError, counted, thread_bytes
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE
-from ..stored.reading import open_checkpoint
+from ..stored.safetensors_folder import open_checkpoint
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
@@ -60,8 +59,19 @@ def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4)
     checkpoint = open_checkpoint(path)
     problems, files = check_structure(checkpoint, threads)
     if data:
-        problems += check_data(checkpoint, files.sound, threads)
+        problems += check_items(checkpoint, files.sound, threads, data=True)
     return list(dict.fromkeys(problems))
+
+
+def check_whole(checkpoint: Checkpoint, threads: int) -> None:
+    """Check that nothing of the checkpoint is missing or inconsistent."""
+    problems, _ = check_structure(checkpoint, threads)
+    if problems:
+        first, more = problems[0], len(problems) - 1
+        also = f", and {more:,} more problems" if more else ""
+        raise CheckpointError(
+            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
+        )
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
@@ -155,12 +165,20 @@ def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointPro
             )
 
 
-def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[CheckpointProblem]:
-    """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
+def check_items(
+    checkpoint: Checkpoint,
+    files: Sequence[str],
+    threads: int = 4,
+    *,
+    data: bool = False,
+    advance: Advance = lambda done: None,
+) -> list[CheckpointProblem]:
+    """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
     reader = ItemReader(checkpoint)
 
     def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
-        layout = reader.check(item)
+        advance(item.length_bytes)
+        layout = reader.check(item, data=data)
         if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
             expected = checkpoint.tensors[key].dtype
             yield CheckpointProblem(key, f"is stored as {layout.dtype} in {item.file}, and not as {expected}")
@@ -216,43 +234,25 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
-    whys = [
-        "safetensors have no checksums",
-        "they were written through an extension of DCP",
-        "torch.serialization.set_crc32_options(False) was in force",
+    items = [item for _, item in checkpoint.items()]
+    bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
+    without = sum(
+        opened is not None and not opened.has_crcs for opened in (checkpoint.opened.get(item.place) for item in items)
+    )
+    return [
+        f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
+        for count, why in (
+            (bare, "safetensors have no checksums"),
+            (without, "torch.serialization.set_crc32_options(False) was in force"),
+        )
+        if count
     ]
-    counts = [0, 0, 0]
-    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
-        opened = checkpoint.opened.get(item.place)
-        if isinstance(item, StoredChunk) and item.bare_dtype is not None:
-            counts[0] += 1
-        elif item.transforms:
-            counts[1] += 1
-        elif opened is not None and not opened.has_crcs:
-            counts[2] += 1
-    what = "cannot be compared with checksums"
-    found = zip(counts, whys, strict=True)
-    return [f"the data of {counted(count, 'item')} {what}: {why}" for count, why in found if count]
 
 
 def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
-    """Return the bytes that :func:`check_data` reads."""
+    """Return the bytes that :func:`check_items` reads with its data."""
     by_file = checkpoint.items_by_file()
     return sum(item.length_bytes for file in files for _, item in by_file[file])
-
-
-def check_data(
-    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, advance: Advance = lambda done: None
-) -> list[CheckpointProblem]:
-    """Compare all data in these files with their CRC-32."""
-    reader = ItemReader(checkpoint)
-
-    def check(_key: str, item: Stored) -> Iterable[CheckpointProblem]:
-        advance(item.length_bytes)
-        reader.check_data(item)
-        return ()
-
-    return _in_parallel(checkpoint, check, files, threads)
 
 
 def finite_bytes(checkpoint: Checkpoint) -> int:

@@ -19,18 +19,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..core.tables import Table
-from ..core.text import counted, dtype_name, human_bytes, human_shape
+from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape
 from ..fuse.files import find_exchange
 from ..fuse.request import RECORD_FILE, Request, Split, read_record, record_bytes
 from ..fuse.rules import Way
 from ..integrity.seal import seal
-from ..look.verify import check_structure, notes_on_checksums
+from ..look.verify import check_whole, notes_on_checksums
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, is_zip_end
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE, open_dcp
@@ -72,17 +70,6 @@ def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
     checkpoint = open_dcp(source)
     check_whole(checkpoint, threads)
     return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
-
-
-def check_whole(checkpoint: Checkpoint, threads: int) -> None:
-    """Check that nothing of the checkpoint is missing or inconsistent."""
-    problems, _ = check_structure(checkpoint, threads)
-    if problems:
-        first, more = problems[0], len(problems) - 1
-        also = f", and {more:,} more problems" if more else ""
-        raise CheckpointError(
-            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
-        )
 
 
 def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
@@ -191,31 +178,6 @@ def write(
             raise CheckpointError(
                 f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
             )
-
-
-def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
-    """Return the plan for JSON, with sizes in bytes."""
-    counts = _chunk_counts(rewrite)
-    fusions = [
-        {
-            "fused": fusion.fused,
-            "shape": fusion.shape,
-            "dtype": dtype_name(fusion.dtype),
-            "dim": fusion.dim,
-            "chunks": counts.get(fusion.fused),
-            "parts": [{"key": key, "shape": shape, "chunks": counts.get(key)} for key, shape in fusion.part_shapes()],
-        }
-        for fusion in rewrite.exchange.fusions
-    ]
-    return {
-        "way": way,
-        "fusions": fusions,
-        "copies": {key: list(new) for key, new in rewrite.exchange.copies.items()},
-        "rewritten": sorted(rewrite.exchange.objects),
-        "files": rewrite.file_bytes(),
-        "nbytes": rewrite.nbytes,
-        "fused_bytes": _fused_bytes(rewrite),
-    }
 
 
 def as_table(rewrite: Rewrite) -> Table:

@@ -27,7 +27,6 @@ from torch import Tensor
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.errors import CheckpointError
 from ..core.regions import (
     Placed,
     TensorRegion,
@@ -39,6 +38,7 @@ from ..core.regions import (
     replaced,
     stretches,
 )
+from ..core.text import CheckpointError
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
@@ -120,11 +120,6 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
             content = exchange.objects.get(key)
-            if item.transforms and content is None and exchange.copies.get(key) != ():
-                raise CheckpointError(
-                    f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load "
-                    "the checkpoint with DCP and save it without"
-                )
             if content is not None:
                 new.add(file, Piece(key, None, len(content), given(content)))
             elif key not in fused and key not in merged:
@@ -284,7 +279,7 @@ def given(content: bytes | Tensor) -> Read:
 
 
 def _object(item: StoredObject, reader: ItemReader) -> memoryview:
-    reader.check_data(item)
+    reader.check(item, data=True)
     return reader.view(item)
 
 

@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..core.errors import CheckpointError
-from ..core.text import human_bytes
+from ..core.text import CheckpointError, human_bytes
 from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE

@@ -26,8 +26,6 @@ class StoredChunk(NamedTuple):
     file: str
     offset_bytes: int
     length_bytes: int
-    transforms: tuple[str, ...] = ()
-    """Transforms of the byte range (``stream.zstd/1``), if any."""
     bare_dtype: torch.dtype | None = None
 
     @property
@@ -66,7 +64,6 @@ class StoredObject(NamedTuple):
     file: str
     offset_bytes: int
     length_bytes: int
-    transforms: tuple[str, ...] = ()
     content: bytes | None = None
 
     @property

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -295,25 +294,20 @@ class ItemReader:
                 f"{self._file(item)} cannot be read: {text}; fetch it again, or use another checkpoint"
             ) from error
 
-    def check(self, item: Stored) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``; large contents are not read, objects not looked into.
+    def check(self, item: Stored, *, data: bool = False) -> Layout | None:
+        """Check that an item is a whole file of ``torch.save``, with ``data`` that large contents have their CRC-32.
 
         Returns the layout of a tensor; ``None`` where only ``torch.load`` knows.
         """
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             return Layout(item.bare_dtype, item.sizes, 0)
-        return None if item.transforms else self._opened(item, self.view(item)).layout
-
-    def check_data(self, item: Stored) -> None:
-        """Check an item as :meth:`check` does, and compare its large contents with their CRC-32."""
-        if not item.transforms and getattr(item, "bare_dtype", None) is None:
-            self._compared_layout(item, self.view(item))
+        view = self.view(item)
+        return self._compared_layout(item, view) if data else self._opened(item, view).layout
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
         numel, itemsize, view = chunk.numel, dtype.itemsize, self.view(chunk)
-        is_zip = chunk.bare_dtype is None and not chunk.transforms
-        layout = self._known_layout(chunk, dtype, view) if is_zip else self.check(chunk)
+        layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
@@ -336,10 +330,6 @@ class ItemReader:
         if met is not None:
             found = self.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize)
             bits[_inside(met, region)].copy_(found[_inside(met, chunk)])
-
-    def read_chunk(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Read a whole chunk."""
-        return typed(self.bits(chunk, dtype).clone().view(*chunk.sizes, dtype.itemsize), dtype)
 
     def read_object(self, stored: StoredObject) -> Any:
         """Read an object that ``torch.load(weights_only=True)`` accepts."""
@@ -402,11 +392,6 @@ class ItemReader:
         return tensor.detach().resolve_conj().resolve_neg()
 
     def _load(self, item: Stored) -> Any:
-        if item.transforms:
-            raise CheckpointError(
-                f"an item in {self._file(item)} was written through {', '.join(item.transforms)}, which these tools do "
-                "not undo; load the checkpoint with DCP and save it without"
-            )
         view = self.view(item)
         try:
             return plain_load(Archive(view), cast(Any, _View(view)))

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -122,7 +121,7 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     folder, was_enabled = open_folder(path), gc.isenabled()
     gc.disable()  # it would visit millions of new objects that all stay
     try:
-        checkpoint = _Reading(_unpickled(folder)).checkpoint(folder)
+        checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     finally:
@@ -194,14 +193,15 @@ def _damage(folder: Folder, what: str) -> CheckpointError:
 _Where = tuple[str, tuple[int, ...] | None]
 """The key of an item, and the offsets of a chunk."""
 
-_Place = tuple[str, int, int, tuple[str, ...]]
-"""File, offset, length, transforms."""
+_Place = tuple[str, int, int]
+"""File, offset, length."""
 
 
 class _Reading:
     """Reads the records, noting what does not fit."""
 
-    def __init__(self, metadata: PickledObject) -> None:
+    def __init__(self, path: str, metadata: PickledObject) -> None:
+        self.path = path
         self.metadata = metadata
         self.problems: list[CheckpointProblem] = []
         self.places: dict[_Where, _Place] = {}
@@ -247,9 +247,13 @@ class _Reading:
         self.problems.append(CheckpointProblem(key, text))
 
     def _place_item(self, index: dict[str, Any], info: dict[str, Any]) -> None:
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{self.path} was written through an extension of DCP (such as stream.zstd), which these tools do not "
+                "undo; load it with DCP, and save it without"
+            )
         offset, file = index.get("offset"), _text(info.get("relative_path"))
-        transforms = tuple(map(_text, _few(info.get("transform_descriptors") or ())))
-        place = file, _count(info.get("offset")), _count(info.get("length")), transforms
+        place = file, _count(info.get("offset")), _count(info.get("length"))
         where = _text(index.get("fqn")), None if offset is None else _counts(offset)
         is_outside = leaves_the_folder(file)
         if is_outside or not is_name(file):

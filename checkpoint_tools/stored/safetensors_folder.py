@@ -14,20 +14,18 @@ import base64
 import json
 import math
 import os
-import re
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
-from .metadata import is_name, leaves_the_folder
+from .metadata import is_name, leaves_the_folder, open_dcp
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -105,7 +103,7 @@ def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
             raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
         shape = [*shape[:-1], shape[-1] // 2]
     begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
-    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, (), dtype)
+    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, dtype)
 
 
 def with_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, list[str]]:
@@ -140,7 +138,10 @@ OBJECTS_FILE = f"{OPTIMIZER}.json"
 OBJECTS_FORMAT = "checkpoint_tools 2"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
-_SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
+_NOTE_ON_PARTS = (
+    "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last ones "
+    "are missing, nobody can tell"
+)
 
 
 class Folders(NamedTuple):
@@ -177,6 +178,14 @@ def open_safetensors(
     return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
 
 
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the metadata of DCP, or the headers of safetensors, in a local folder or at an fsspec URL.
+
+    Safetensors have their own keys here, or those of the checkpoint of which convert has made them.
+    """
+    return open_safetensors(path, default_prefix="").checkpoint if is_safetensors(path) else open_dcp(path)
+
+
 class _Opening:
     def __init__(self, path: str) -> None:
         name = path.rpartition("/")[2]
@@ -211,7 +220,7 @@ class _Opening:
             **{key: path_of(key, key_prefix) for key in model_keys},
             **{key: path for key, path in paths.items() if key in tensors or key in objects},
         }
-        notes = tuple(_notes_on_parts(self._headers)) if self._is_sharded else ()
+        notes = (_NOTE_ON_PARTS,) if self._is_sharded else ()
         checkpoint = Checkpoint(self._path, self._folder, tensors, objects, paths, (), None, notes)
         return Folders(checkpoint, model_keys, key_prefix, tuple(self._json_files))
 
@@ -332,7 +341,7 @@ class _Opening:
         try:
             stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
             keys = sorted(stored, key=natural_order)
-            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
+            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
@@ -342,28 +351,6 @@ class _Opening:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT64
-
-
-def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
-    """Note what the per-rank files of torch leave open: each has the offsets of its parts, and nothing of the whole.
-
-    A rank without anything to write has no file, and those that a mapping names (``-of-00004``) may be of other keys.
-    """
-    yield (
-        "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "
-        "ones are missing, nobody can tell"
-    )
-    found = [match for file in files if (match := _SHARD_FILE.fullmatch(file)) is not None]
-    ranks = {int(match[1]) for match in found}
-    numbers = {int(match[2]) for match in found}
-    for what, there, count in (
-        ("shard-{:05}-*", ranks, max(ranks, default=0)),
-        ("*-model-{:05}-of-*", numbers, max((int(match[3]) for match in found), default=0)),
-    ):
-        gone = [what.format(number) for number in range(1, count + 1) if number not in there]
-        if gone:
-            more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
-            yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
 
 
 def _path(found: Any) -> Path:

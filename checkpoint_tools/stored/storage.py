@@ -11,8 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ..core.errors import CheckpointError
-from ..core.text import human_bytes
+from ..core.text import CheckpointError, human_bytes
 
 _SMALL_BYTES = 64 << 10  # are read rather than mapped
 _OPEN_FILES = 8

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint_tools import preset, preset_names, seal
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
 from tests.checkpoint_tools.saves import WITH_FUSED, Opaque, Trap, rule, save
 

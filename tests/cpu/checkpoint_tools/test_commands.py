@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_tools import preset, preset_names, split_state_dict
-from checkpoint_tools.core.errors import NEED_EXTRA, CheckpointError
+from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
 from checkpoint_tools.rewrite import rewrite
 from checkpoint_tools.rewrite.save import held
 from tests.checkpoint_tools import saves, tool
@@ -399,7 +399,7 @@ def test_ctrl_c_while_modules_are_imported(saved: Path, tmp_path: Path, module: 
 
 
 def test_what_should_not_happen_is_a_line_too(saved: Path) -> None:
-    code = "import sys, checkpoint_tools.stored.reading as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
+    code = "import sys, checkpoint_tools.stored.safetensors_folder as o; o.open_checkpoint = None; import runpy; sys.argv[0] = 'x'"
     command = ("-c", f"{code}; runpy.run_module('checkpoint_tools', None, '__main__')", "inspect", saved)
     tool.assert_one_line(tool.python(*command), "error: unexpected TypeError")
     assert "Traceback" in tool.python(*command, CHECKPOINT_TOOLS_TRACEBACK="1").stderr

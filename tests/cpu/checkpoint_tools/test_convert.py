@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
 from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, rule, same_bits, save, tiled, without_checksums
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from checkpoint_tools import verify
 from checkpoint_tools.cli import look_commands
-from checkpoint_tools.core.errors import CheckpointError
-from checkpoint_tools.core.text import human_bytes, natural_order, parse_bytes
+from checkpoint_tools.core.text import CheckpointError, human_bytes, natural_order, parse_bytes
 from tests.checkpoint_tools.saves import PLAIN, WEIGHT, changed, chunks_in, save, save_on_two_ranks, without_checksums
 from tests.checkpoint_tools.tool import as_json, assert_one_line, load, metadata_of, run, shown
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, changed, rule, same_bits, save, tiled
 from tests.checkpoint_tools.tool import assert_same, chunks_of, made, metadata_of, names, values_of

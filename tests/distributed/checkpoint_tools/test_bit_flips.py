@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools import seal, verify
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from checkpoint_tools.look.verify import check_structure
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, rule, save, without_checksums
