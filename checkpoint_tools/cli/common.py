@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from ..core.text import MAX_ITEM_BYTES, NEED_EXTRA, CheckpointError, parse_bytes, printable, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, NEED_EXTRA, CheckpointError, parse_bytes, printable
 
 if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
     from ..core.text import Table
@@ -39,8 +39,12 @@ MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all
 
 def parse_memory(text: str, threads: int, least_items: int) -> int:
     """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype."""
-    limit_bytes = parse_bytes(text)
-    thread_bytes(limit_bytes, threads, least_items * MAX_ITEM_BYTES)
+    limit_bytes, least_bytes = parse_bytes(text), least_items * MAX_ITEM_BYTES
+    if limit_bytes // threads < least_bytes:
+        raise CheckpointError(
+            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {limit_bytes}; give "
+            f"more, or fewer --threads: each needs {least_bytes} bytes"
+        )
     return limit_bytes
 
 

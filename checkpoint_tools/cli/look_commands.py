@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, idle_patterns, is_excluded
+from ..core.text import CheckpointError, check_patterns, counted, dtype_name, human_bytes, human_shape, is_excluded
 from .common import (
     Folder,
     Json,
@@ -51,9 +51,7 @@ def inspect_checkpoint(
             say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")
             say_table(inspect.chunk_table(tensor))
         return
-    idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
-    if idle:
-        raise CheckpointError(f"no key of {path} is like {' or '.join(idle)}; without a pattern, all are listed")
+    check_patterns("PATTERN", patterns or (), [*checkpoint.tensors, *checkpoint.objects])
     summary = inspect.summarize(checkpoint, patterns or ())
     if as_json:
         say_json(summary)
@@ -147,12 +145,10 @@ def compare_checkpoints(
         first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
     all_keys = diff.all_keys(first, second)
-    idle = idle_patterns(patterns or (), all_keys)
-    if idle:
-        raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
+    check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
-        differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
+        differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, advance)
     if as_json:
         found = [difference._asdict() for difference in differences]
         say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.text import CheckpointError, counted, parse_bytes
+from ..core.text import CheckpointError, check_patterns, counted, parse_bytes
 from ..fuse.preset_files import preset_names, preset_subject
 from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
@@ -30,6 +30,7 @@ from .common import (
 
 if TYPE_CHECKING:  # imported when a command runs: torch takes longer than help and wrong options do
     from ..core.text import Table
+    from ..fuse.files import Request
     from ..fuse.rules import Way
     from ..rewrite.rewrite_plan import Rewrite
 
@@ -70,7 +71,8 @@ def split_fused(
     DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _exchange("split", **locals())
+    run = _Run(destination, threads, max_memory)
+    _exchange("split", source, run, _request(presets, rule_files, values, excluded, only), dry_run)
 
 
 def merge_parts(
@@ -95,42 +97,41 @@ def merge_parts(
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _exchange("merge", **locals())
+    run = _Run(destination, threads, max_memory)
+    _exchange("merge", source, run, _request(presets, rule_files, values, excluded, only, is_sure=yes), dry_run)
 
 
-def _exchange(
-    way: "Way",
-    source: str,
-    destination: str,
+def _request(
     presets: Sequence[str] | None,
     rule_files: Sequence[Path] | None,
     values: Sequence[str] | None,
     excluded: Sequence[str] | None,
     only: Sequence[str] | None,
-    threads: int,
-    max_memory: str,
-    dry_run: bool,
-    yes: bool = False,
-) -> None:
-    run = _Run(destination, threads, max_memory)
+    *,
+    is_sure: bool = False,
+) -> "Request":
     numbers = parse_values(values)
-    from ..fuse.request import Request, check_used, complete, not_known
+    from ..fuse.files import Request
     from ..fuse.rules import load_rules, preset
-    from ..rewrite import rewrite
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    except IsADirectoryError as error:
-        raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
-    request = Request(rules, numbers, excluded or [], only or [], yes)
-    rewrite.check_destination(source, destination)
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
+    return Request(rules, numbers, excluded or [], only or [], is_sure)
+
+
+def _exchange(way: "Way", source: str, run: "_Run", request: "Request", dry_run: bool) -> None:
+    from ..fuse.files import complete, not_known
+    from ..rewrite import rewrite
+
+    rewrite.check_destination(source, run.destination)
+    checkpoint, sidecars = rewrite.open_whole(source, run.threads)
     asked = complete(checkpoint, way, request)
     planned = rewrite.plan(checkpoint, sidecars, way, asked)
-    check_used(request, planned.exchange)
+    parts = (part for fusion in planned.exchange.fusions for part in fusion.parts)
+    check_patterns("--only", request.only, [*planned.exchange.matched, *parts])
     if dry_run:
         run.show(planned, rewrite.as_table(planned))
         return
@@ -144,8 +145,8 @@ class _Run:
 
     def __init__(self, destination: str, threads: int, max_memory: str) -> None:
         self._begin_s = time.monotonic()
-        self._destination = destination
-        self._threads = threads
+        self.destination = destination
+        self.threads = threads
         self.memory_bytes = parse_memory(max_memory, threads, 4)
 
     def show(self, new: "Rewrite", plan: "Table") -> None:
@@ -159,13 +160,13 @@ class _Run:
         from ..rewrite.rewrite import write
 
         with progress(what, new.nbytes) as advance:
-            write(new, self._destination, self._threads, self.memory_bytes, advance)
+            write(new, self.destination, self.threads, self.memory_bytes, advance)
         self.say_written(new.headline, new.notes)
 
     def say_written(self, headline: str, notes: Iterable[str]) -> None:
         """Print the notes, and the line that says what was written."""
         say_notes(notes)
-        say(f"{self._destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
+        say(f"{self.destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
 
 
 def convert_checkpoint(
@@ -214,12 +215,16 @@ def convert_checkpoint(
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if to == "torch" or (is_torch_file(source) and not dry_run):
-        if to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run:
-            raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
-        if "://" in source or "://" in destination:
-            raise CheckpointError("files of torch.save are read and written on this machine alone")
-        if excluded and to != "torch":
-            raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
+        for is_wrong, text in (
+            (
+                to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run,
+                "between torch.save and DCP all is taken as it is; convert the result once more",
+            ),
+            ("://" in source + destination, "files of torch.save are read and written on this machine alone"),
+            (excluded and to != "torch", "--exclude is not for files of torch.save; leave keys out afterwards"),
+        ):
+            if is_wrong:
+                raise CheckpointError(text)
         from ..convert import torch_files
 
         if to == "torch":

@@ -7,19 +7,20 @@
 """
 
 import base64
+import functools
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..core.regions import Comb, TensorRegion, stretches, whole_of
+from ..core.regions import TensorRegion, stretches, whole_of
 from ..core.text import (
     CheckpointError,
     Table,
-    check_excluded,
+    check_patterns,
     counted,
     dtype_name,
     human_bytes,
@@ -27,10 +28,9 @@ from ..core.text import (
     natural_order,
 )
 from ..fuse.names import sorted_out
-from ..fuse.plan import Fusion
 from ..look.verify import check_whole
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import Index, Piece, Rewrite, gathered, given, in_files
+from ..rewrite.rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
 from ..stored.safetensors_folder import (
@@ -93,7 +93,7 @@ def as_table(new: Rewrite) -> Table:
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     checkpoint, sidecars = rewrite.open_whole(source, threads)
     parts = _Parts(checkpoint, wanted)
-    new = _NewFiles(checkpoint, frozenset(parts.model), wanted.dtype)
+    new = _NewFiles(checkpoint, parts.model, wanted)
     beside: dict[str, bytes] = {}
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
@@ -101,17 +101,12 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
             dtype = checkpoint.tensors[key].dtype
             for is_wrong, text in (
                 (dtype not in NAMES, f"is {dtype_name(dtype)}, which safetensors do not have"),
-                (
-                    "float4" in str(dtype) and not checkpoint.tensors[key].shape,
-                    "is a float4 without dimensions, which safetensors do not have",
-                ),
                 (name in (METADATA_KEY, ""), f"would be named {name!r}, which safetensors do not allow"),
             ):
                 if is_wrong:
                     raise CheckpointError(f"{key} {text}; {_LEAVE_OUT}")
         if names:
-            weight_map = new.add_safetensors(part, names, wanted.shard_bytes)
-            nbytes = sum(new.nbytes_of(checkpoint.tensors[key]) for key in names)
+            weight_map, nbytes = new.add_safetensors(part, names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             beside[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
@@ -160,7 +155,7 @@ class _Parts:
 
 def _wanted_keys(checkpoint: Checkpoint, wanted: Wanted) -> list[str]:
     everything = [*checkpoint.tensors, *checkpoint.objects]
-    check_excluded(wanted.excluded, everything)
+    check_patterns("--exclude", wanted.excluded, everything)
     return [key for key in everything if not is_excluded(key, wanted.excluded)]
 
 
@@ -209,8 +204,8 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     ]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    new = _NewFiles(checkpoint, folders.model_keys, wanted.dtype)
-    new.add_dcp(keys, wanted.shard_bytes)
+    new = _NewFiles(checkpoint, folders.model_keys, wanted)
+    new.add_dcp(keys)
     objects = tuple(key for key in keys if key in checkpoint.objects)
     made = Rewrite(checkpoint, new.tensors, objects, new.files, {key: checkpoint.paths[key] for key in keys})
     notes = tuple(rewrite.notes_on(checkpoint, sidecars))
@@ -218,59 +213,63 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
 
 
 class _NewFiles:
-    """Files of pieces, each with how it is put together."""
+    """Files of pieces of the old tensors, some of which get another dtype."""
 
-    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_keys: Collection[str], wanted: Wanted) -> None:
         self._checkpoint = checkpoint
-        self._model_keys = model_keys
-        self._dtype = dtype
+        self._shard_bytes = wanted.shard_bytes
         self.files: dict[str, list[Piece]] = {}
         self.heads: dict[str, bytes] = {}
         self.tensors: dict[str, StoredTensor] = {}
+        dtype, of_model = wanted.dtype, frozenset(model_keys)
+        self._new = {
+            key: old._replace(
+                chunks=(), dtype=dtype if dtype and key in of_model and old.dtype in _CASTABLE else old.dtype
+            )
+            for key, old in checkpoint.tensors.items()
+        }
 
-    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
-        """Return the dtype that the new tensor has."""
-        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
-        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
-
-    def nbytes_of(self, tensor: StoredTensor) -> int:
-        """Return the size of the new tensor in bytes."""
-        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
-
-    def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
-        """Whole tensors; the names are those in the files. Returns name → file."""
+    def add_safetensors(self, part: str, names: Mapping[str, str]) -> tuple[dict[str, str], int]:
+        """Add whole tensors; the names are those in the files. Returns name → file, and the bytes of all."""
         weight_map = {}
-        wholes = (self._checkpoint.tensors[key] for key in names)
-        shards = in_files((Piece(each.key, None, self.nbytes_of(each), given(b"")) for each in wholes), shard_bytes)
+        wholes = [Piece(key, None, self._new[key].nbytes, given(b"")) for key in names]
+        shards = in_files(wholes, self._shard_bytes)
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
-            by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
-            self.heads[file], placed = with_header(
-                (name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
-            )
-            tensors = [by_name[name] for name in placed]
-            self.files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
-            weight_map.update(dict.fromkeys(by_name, file))
-        return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+            keys = {names[piece.key]: piece.key for piece in shard}
+            self.heads[file], placed = with_header((name, self._new[key]) for name, key in keys.items())
+            self.files[file] = [
+                piece
+                for key in (keys[name] for name in placed)
+                for piece in self._pieces(key, [whole_of(self._new[key].shape)])
+            ]
+            weight_map.update(dict.fromkeys(keys, file))
+        by_name = dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+        return by_name, sum(piece.nbytes for piece in wholes)
 
-    def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
-        """Chunks as they are stored, and rows of those that are larger than a file may be."""
+    def add_dcp(self, keys: Sequence[str]) -> None:
+        """Add chunks as they are stored, and rows of those that are larger than a file may be."""
         pieces: list[Piece] = []
-        for tensor in (self._checkpoint.tensors[key] for key in keys if key in self._checkpoint.tensors):
-            numel = max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
-            for chunk in tensor.chunks:
-                pieces += self._pieces(tensor, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
-        shards = in_files(pieces, shard_bytes) or [[]]
+        for key in (key for key in keys if key in self._new):
+            numel = max(self._shard_bytes // self._new[key].dtype.itemsize, 1)
+            for chunk in self._checkpoint.tensors[key].chunks:
+                pieces += self._pieces(key, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
+        shards = in_files(pieces, self._shard_bytes) or [[]]
         for key in (key for key in keys if key in self._checkpoint.objects):
             content = self._checkpoint.objects[key].content
             assert content is not None
             shards[-1].append(Piece(key, None, len(content), given(content)))
         self.files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
 
-    def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> list[Piece]:
-        dtype, shape = self.dtype_of(tensor), tensor.shape
-        self.tensors[tensor.key] = StoredTensor(tensor.key, shape, dtype, ())
-        whole = Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)  # its own only part
-        fusion = Fusion(tensor.key, (tensor.key,), shape, tensor.dtype, 0, (whole,))
-        sources = (Index(tensor.chunks),)
-        return [piece for region in regions for piece in gathered(fusion, region, sources, dtype)]
+    def _pieces(self, key: str, regions: Iterable[TensorRegion]) -> list[Piece]:
+        old, new = self._checkpoint.tensors[key], self._new[key]
+        self.tensors[key] = new
+        return [
+            Piece(key, small, small.numel * new.dtype.itemsize, functools.partial(_cast, old, small, new.dtype))
+            for region in regions
+            for small in stretches(region, LARGEST_PIECE_BYTES // old.dtype.itemsize)
+        ]
+
+
+def _cast(tensor: StoredTensor, region: TensorRegion, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    return reader.read_region(tensor, region).to(dtype)

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.text import CheckpointError, is_excluded
-from ..fuse.files import read_groups, relisted
+from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, relisted, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
-from ..fuse.request import COMMON_FILE, FORMAT_FILE, Request, complete, with_told
 from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import plan_rewrite

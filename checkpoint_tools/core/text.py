@@ -9,7 +9,6 @@ import functools
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 NEED_EXTRA = (
     "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
@@ -78,17 +77,6 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
-    """Return each thread's share of the memory for data."""
-    share = max_memory_bytes // threads
-    if share < least_bytes:
-        raise CheckpointError(
-            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {max_memory_bytes}; "
-            f"give more, or fewer --threads: each needs {least_bytes} bytes"
-        )
-    return share
-
-
 def counted(count: int, noun: str) -> str:
     """Format a count: ``1 file``, ``2 files``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -106,16 +94,10 @@ def dtype_name(dtype: object) -> str:
 
 @functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key in which digits count as numbers."""
-    return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
-
-
-@functools.lru_cache(1 << 14)  # the keys of a model consist of few words and numbers
-def _part_order(part: str) -> tuple[bool, int, str]:
-    if not part.isdecimal():
-        return True, 0, part
-    digits = part.lstrip("0")  # a number may have more digits than Python makes an int of
-    return False, len(digits), digits
+    """Return a sort key in which digits count as numbers, of which some have more than Python makes an int of."""
+    parts = ((part.isdecimal(), part) for part in _DIGITS.split(key) if part)
+    digits = ((is_number, part.lstrip("0") if is_number else part) for is_number, part in parts)
+    return tuple([(not is_number, len(part) * is_number, part) for is_number, part in digits])
 
 
 def is_excluded(key: str, patterns: Sequence[str]) -> bool:
@@ -123,18 +105,13 @@ def is_excluded(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """List the patterns that match no key: typing errors, which would silently choose nothing."""
+def check_patterns(option: str, patterns: Iterable[str], keys: Iterable[str]) -> None:
+    """Check that each pattern matches a key: typing errors would silently choose nothing."""
     known = list(keys)
-    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
-
-
-def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
-    """Check that each pattern of keys to leave out matches a key."""
-    idle = idle_patterns(excluded, keys)
+    idle = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
     if idle:
         raise CheckpointError(
-            f"--exclude that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
+            f"{option} that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
             "out what is not there"
         )
 
@@ -148,13 +125,6 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
         return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
-
-
-def be_printable(*streams: Any) -> None:
-    """Have streams escape what their encoding has not, instead of failing."""
-    for stream in streams:
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 class Table:

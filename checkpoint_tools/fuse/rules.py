@@ -159,16 +159,7 @@ DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 
 
 class MissingValueError(ValueError):
-    """A rule needs a value of the model's config, of that name, which was not given."""
-
-    def __init__(self, where: str, size: str, name: str, values: Iterable[str]) -> None:
-        self._what = f"{where}: the size {size!r} needs the config value {name!r}"
-        self.name = name
-        super().__init__(self.told(f"values={{{name!r}: ...}}", values))
-
-    def told(self, how: str, values: Iterable[str]) -> str:
-        """Format the message for an interface that takes values as ``how``; ``values`` are those given."""
-        return f"{self._what}; give it with {how}. Given are: {', '.join(sorted(values)) or 'none'}"
+    """A rule needs a value of the model's config that was not given."""
 
 
 class Match(NamedTuple):
@@ -422,7 +413,11 @@ def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     try:
         result = _value(ast.parse(size, mode="eval").body, values)
     except KeyError as error:
-        raise MissingValueError(where, size, error.args[0], values) from None
+        name, given = error.args[0], ", ".join(sorted(values)) or "none"
+        raise MissingValueError(
+            f"{where}: the size {size!r} needs the config value {name!r}; give it with --value {name}=NUMBER, or "
+            f"values={{{name!r}: ...}}. Given are: {given}"
+        ) from None
     except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
         raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not math.isfinite(result) or result != int(result):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ..core.regions import stretches, whole_of
 from ..core.text import (
-    MAX_ITEM_BYTES,
     CheckpointError,
     Table,
     counted,
@@ -24,7 +23,6 @@ from ..core.text import (
     human_shape,
     natural_order,
     short_repr,
-    thread_bytes,
 )
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
@@ -50,30 +48,22 @@ class Difference(NamedTuple):
     max_abs_diff: float | None = None
 
 
-class Tolerance(NamedTuple):
-    """Values are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are.
-
-    That is for tensors. Objects are always compared as :func:`~checkpoint_tools.core.values.same_values` does.
-    """
-
-    rtol: float = 0.0
-    atol: float = 0.0
-
-
-EXACT = Tolerance()
-
-
 def diff(
     first: Checkpoint,
     second: Checkpoint,
     keys: Sequence[str],
-    tolerance: Tolerance = EXACT,
+    rtol: float = 0.0,
+    atol: float = 0.0,
     max_memory_bytes: int = 2 << 30,
     threads: int = 4,
     advance: Callable[[int], object] = lambda done: None,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order."""
-    sides = _Sides(first, second, tolerance, thread_bytes(max_memory_bytes, threads, 16 * MAX_ITEM_BYTES))
+    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
+
+    Values of tensors are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are. Objects are compared
+    as :func:`~checkpoint_tools.core.values.same_values` does.
+    """
+    sides = _Sides(first, second, (rtol, atol), max_memory_bytes // threads)
 
     def compare(some: Sequence[str]) -> list[Difference]:
         found = []
@@ -129,7 +119,9 @@ def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
 class _Sides:
     """Both checkpoints, whose keys are compared one by one; ``memory_bytes`` are for one key."""
 
-    def __init__(self, first: Checkpoint, second: Checkpoint, tolerance: Tolerance, memory_bytes: int) -> None:
+    def __init__(
+        self, first: Checkpoint, second: Checkpoint, tolerance: tuple[float, float], memory_bytes: int
+    ) -> None:
         self._both = first, second
         self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in self._both)
         self._tolerance = tolerance

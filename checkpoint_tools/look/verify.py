@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
-from ..core.text import MAX_ITEM_BYTES, CheckpointError, counted, thread_bytes
+from ..core.text import CheckpointError, counted
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE
@@ -268,7 +268,7 @@ def check_finite(
     advance: Advance = lambda done: None,
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
-    memory_bytes = thread_bytes(max_memory_bytes, threads, 2 * MAX_ITEM_BYTES)
+    memory_bytes = max_memory_bytes // threads
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
 

@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..core.text import CheckpointError, human_bytes
+from ..core.text import CheckpointError
 from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
@@ -62,9 +63,7 @@ class _Planner:
             for number, each in enumerate(same_key)
         }
         self._entries = {
-            key: TensorStorageMetadata(
-                dataclasses.replace(tensor.properties, dtype=tensor.dtype), torch.Size(tensor.shape), []
-            )
+            key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
             for key, tensor in rewrite.tensors.items()
         }
         self.stop = threading.Event()
@@ -143,36 +142,27 @@ def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, t
 
 def _in_threads(run: Callable[[Any], Any], things: Sequence[Any], threads: int, stop: threading.Event) -> list[Any]:
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        futures = [pool.submit(run, thing) for thing in things]
         try:
-            return [future.result() for future in futures]
+            return [*pool.map(run, things)]
         except BaseException:
             stop.set()
-            pool.shutdown(cancel_futures=True)
             raise
 
 
-def partial_of(destination: Path) -> Path:
-    """Return the partial folder of a destination."""
-    return destination.with_name(f"{destination.name}.partial")
-
-
 @contextlib.contextmanager
-def appearing(destination: str, nbytes: int) -> Iterator[Path]:
+def appearing(destination: str) -> Iterator[Path]:
     """Give an empty folder that becomes ``destination`` at the end, and is gone after an error.
 
     Behind a URL, that is a temporary one, whose files are sent at the end, the metadata last.
     """
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
-            check_room(Path(spool), nbytes)
             yield Path(spool)
             _send(Path(spool), destination)
         return
-    path, folder = Path(destination), partial_of(Path(destination))
+    path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
     with held(folder) as mark:
         try:
-            check_room(folder, nbytes)
             yield folder
             _sync(folder)
             if os.path.lexists(path):
@@ -183,16 +173,6 @@ def appearing(destination: str, nbytes: int) -> Iterator[Path]:
             raise
         _sync(path.parent)
         (path / mark.name).unlink()
-
-
-def check_room(folder: Path, nbytes: int) -> None:
-    """Check that a disk has room, so that a full one is found now and not in an hour."""
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise CheckpointError(
-            f"the new checkpoint cannot be written: {human_bytes(nbytes)} are needed, and {human_bytes(free)} are "
-            "free; make room, or choose another disk"
-        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ..core.text import natural_order
 from .storage import Folder
@@ -40,13 +39,12 @@ class StoredChunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor; its chunks are in the order of their offsets. ``properties``: as DCP's metadata have them."""
+    """A tensor; its chunks are in the order of their offsets."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
-    properties: TensorProperties = TensorProperties()
 
     @property
     def nbytes(self) -> int:

@@ -36,7 +36,6 @@ crc32: Callable[..., int] = _crc32
 """The CRC-32 of bytes, after that of those before: as ``zlib.crc32``."""
 
 _SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
-_MAX_INFLATED_BYTES = 256 << 20  # of an item; torch.save does not compress
 _PICKLE = "data.pkl"
 _KNOWN_HEADS = 1024
 
@@ -77,7 +76,6 @@ class _Record(NamedTuple):
     info: zipfile.ZipInfo
     start: int
     stop: int
-    is_stored: bool
 
 
 class Archive:
@@ -88,8 +86,8 @@ class Archive:
         if not is_zip_end(view):
             raise DamagedError("its end is not that of a zip file")
         try:
-            self._zip = zipfile.ZipFile(cast(Any, _View(view)))
-            infos = sorted(self._zip.infolist(), key=lambda info: info.header_offset)
+            infos = zipfile.ZipFile(cast(Any, _View(view))).infolist()
+            infos.sort(key=lambda info: info.header_offset)
             if not infos or infos[0].header_offset:
                 raise DamagedError("its records are not where its directory says")
             prefix = infos[0].orig_filename.partition("/")[0] + "/"
@@ -100,9 +98,6 @@ class Archive:
             raise DamagedError(f"it is no zip file: {shortened(str(error))}") from error
         if len(self.records) < len(infos) or _PICKLE not in self.records:
             raise DamagedError(f"it has two records of one name, or no {_PICKLE}")
-        inflated = sum(record.info.file_size for record in self.records.values() if not record.is_stored)
-        if inflated > _MAX_INFLATED_BYTES:
-            raise DamagedError(f"it would be inflated to {inflated:,} bytes; torch.save compresses nothing")
         # torch.serialization.set_crc32_options(False) leaves zeros.
         self.has_crcs = any(record.info.CRC for record in self.records.values())
 
@@ -114,19 +109,16 @@ class Archive:
         if not name.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != name.encode():
             raise DamagedError(f"the header of its record {name} and its directory say two things")
         start = at + 30 + name_bytes + extra_bytes
-        stop, is_stored = start + info.compress_size, info.compress_type == zipfile.ZIP_STORED
-        if not (is_stored or info.compress_type == zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
-            raise DamagedError(f"its record {name} is compressed or encrypted in an unknown way")
-        if stop > len(self._view) or (is_stored and stop - start != info.file_size):
+        stop = start + info.file_size
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise DamagedError(f"its record {name} is compressed or encrypted, and torch.save does neither")
+        if stop > len(self._view) or info.compress_size != info.file_size:
             raise DamagedError(f"its record {name} is cut short")
-        return _Record(name.removeprefix(prefix), info, start, stop, is_stored)
+        return _Record(name.removeprefix(prefix), info, start, stop)
 
-    def read(self, record: _Record) -> bytes | memoryview:
+    def read(self, record: _Record) -> memoryview:
         """Return a record's content, compared with its CRC-32."""
-        try:
-            content = self._view[record.start : record.stop] if record.is_stored else self._zip.read(record.info)
-        except Exception as error:  # what cannot be inflated can raise anything
-            raise DamagedError(f"its record {record.name} cannot be inflated: {error}") from error
+        content = self._view[record.start : record.stop]
         if self.has_crcs and crc32(content) != record.info.CRC:
             text = f"the content of its record {record.name} has another CRC-32: its bytes have changed"
             raise DamagedError(text)
@@ -249,7 +241,7 @@ def _layout_in(archive: Archive) -> Layout | None:
         raise DamagedError(f"its record {record.name} has {sizes}")
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
-    if not tensor.is_row_major or not record.is_stored or not is_ours:
+    if not tensor.is_row_major or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
     first = tensor.offset * tensor.dtype.itemsize
     if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
@@ -261,7 +253,7 @@ def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
     archive = Archive(view)
     contents, at, around = [], 0, 0
     for record in archive.records.values():  # in the order of their bytes
-        if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
+        if archive.has_crcs and record.info.file_size > _SMALL_BYTES:
             contents.append((record.start, record.stop, record.info.CRC))
             around, at = crc32(view[at : record.start], around), record.stop
         else:
@@ -319,6 +311,11 @@ class ItemReader:
 
     def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
         """Read the elements of a rectangle from all chunks that it meets."""
+        if len(tensor.chunks) == 1 and tensor.chunks[0][:2] == (region.offsets, region.sizes):
+            return typed(
+                self.bits(tensor.chunks[0], tensor.dtype).clone().view(*region.sizes, tensor.dtype.itemsize),
+                tensor.dtype,
+            )
         bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
         for chunk in tensor.chunks:
             self.paste(chunk, tensor.dtype, region, bits)

@@ -17,7 +17,7 @@ import os
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
-from .metadata import is_name, leaves_the_folder, open_dcp
+from .metadata import misnamed, open_dcp
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -48,7 +48,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -64,10 +63,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
-    """Read a file's header, which the safetensors package has checked: tensors in the order of their bytes, and texts.
-
-    Shapes are torch's: float4 is two numbers for each element, which the header counts one by one.
-    """
+    """Read a file's header, which the safetensors package checks: tensors in the order of their bytes, and texts."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -97,27 +93,23 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
 def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
     dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
     if dtype is None or len(shape) > MAX_DIMS:
-        raise ValueError(f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which torch does not have")
-    if dtype == torch.float4_e2m1fn_x2:
-        if not shape or shape[-1] % 2:
-            raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
-        shape = [*shape[:-1], shape[-1] // 2]
+        raise ValueError(
+            f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which these tools do not know"
+        )
     begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
     return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, dtype)
 
 
-def with_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, list[str]]:
+def with_header(tensors: Iterable[tuple[str, StoredTensor]]) -> tuple[bytes, list[str]]:
     """Place tensors in a file, large elements first, so that all are aligned.
 
     Returns all that comes before the data, and the keys in the order of the data.
     """
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     at = 0
-    for key, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
-        end, listed = at + math.prod(shape) * dtype.itemsize, [*shape]
-        if dtype == torch.float4_e2m1fn_x2:
-            listed[-1] *= 2
-        entries[key] = {"dtype": NAMES[dtype], "shape": listed, "data_offsets": [at, end]}
+    for key, tensor in sorted(tensors, key=lambda each: -each[1].dtype.itemsize):
+        end = at + tensor.nbytes
+        entries[key] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -257,12 +249,8 @@ class _Opening:
             keys.setdefault(file, set()).add(key)
         files = sorted(keys, key=natural_order)
         for file in files:
-            if leaves_the_folder(file) or not is_name(file):
+            if misnamed(file):
                 raise CheckpointError(f"{where} names {file!r}, which is outside of the folder")
-            if file not in there and not self._folder.has(file):
-                raise CheckpointError(
-                    f"{where} names {file}, which is not there ({len(keys[file]):,} keys); fetch it as well"
-                )
         for file in files:
             lost = keys[file] - self._header(file)[0].keys()
             if lost:

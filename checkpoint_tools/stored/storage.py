@@ -51,13 +51,6 @@ class Folder:
             raise OSError(errno.EINVAL, "it is no regular file", file)
         return found.st_size
 
-    def has(self, file: str) -> bool:
-        """Tell whether there is such a file."""
-        try:
-            return self.size_bytes(file) >= 0
-        except OSError:
-            return False
-
     def files(self) -> list[str]:
         """List what lies directly in the folder, sorted; folders end in ``/``."""
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))

@@ -283,7 +283,7 @@ def test_a_flip_before_the_seal(copies: dict[str, Path]) -> None:
     item = place_of(folder, f"model.{FUSED}")
     around, inside = (Flip(item.relative_path, item.offset + at, 3) for at in (0, item.length // 2))
     around.apply(folder)
-    with pytest.raises(CheckpointError, match=r"is not sealed, as it has 1 problem: .*torch.save"):
+    with pytest.raises(CheckpointError, match=r"is not whole: .*torch.save"):
         seal(folder)
     assert not (folder / MANIFEST).exists()
     around.apply(folder)
@@ -320,7 +320,10 @@ def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypa
         next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
 
     extended = changed(folder, "extended", through_an_extension)
-    assert_one_line(run("seal", extended), "was written through an extension of DCP, and has no checksums")
+    for command in (("seal", extended), ("convert", extended, tmp_path / "new")):
+        assert_one_line(
+            run(*command), "was written through an extension of DCP", "load it with DCP, and save it without"
+        )
     assert_one_line(run("seal", folder.parent), "is not a checkpoint itself")
     assert shown("seal", folder).startswith(f"{folder}: sealed (")
     assert names(folder) == [MANIFEST, METADATA, "__0_0.distcp"]
