@@ -26,6 +26,7 @@ Destination = Annotated[
 Patterns = Annotated[
     list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
 ]
+LeftOut = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")]
 Values = Annotated[
     list[str] | None,
     typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
@@ -79,10 +80,8 @@ def say_json(value: Any) -> None:
 
 
 def say_table(table: "Table") -> None:
-    """Print a table, its header in bold on a terminal."""
-    head, *rows = table.lines()
-    head = typer.style(head, bold=True) if sys.stdout.isatty() else head
-    sys.stdout.write("\n".join((head, *rows, "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
+    """Print a table."""
+    sys.stdout.write("\n".join((*table.lines(), "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
     sys.stdout.flush()
 
 

@@ -92,12 +92,10 @@ def verify_checkpoint(
     checked = ["structure", "files"]
     notes = [*found.notes]
     if finite:
-        with progress("finite values", verify.finite_bytes(checkpoint)) as advance:
-            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
+        problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, progress)
         checked.append("finite values")
     if data:
-        with progress("data", verify.data_bytes(checkpoint, found.sound)) as advance:
-            problems += verify.check_items(checkpoint, found.sound, threads, data=True, advance=advance)
+        problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
         checked.append("data")
         notes += verify.notes_on_checksums(checkpoint)
     problems = list(dict.fromkeys(problems))
@@ -147,8 +145,7 @@ def compare_checkpoints(
     all_keys = diff.all_keys(first, second)
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
-    with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
-        differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, advance)
+    differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
     if as_json:
         found = [difference._asdict() for difference in differences]
         say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})

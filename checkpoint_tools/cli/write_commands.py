@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.text import CheckpointError, check_patterns, counted, parse_bytes
-from ..fuse.preset_files import preset_names, preset_subject
+from ..fuse.preset_files import preset_names
 from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
     Destination,
     DryRun,
+    LeftOut,
     MaxMemory,
     Source,
     Values,
@@ -39,7 +40,7 @@ Presets = Annotated[
     list[str] | None,
     typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
 ]
-PRESETS_EPILOG = "\b\nPresets:\n" + "\n".join(f"  {name}: {preset_subject(name)}" for name in preset_names())
+PRESETS_EPILOG = "\b\nPresets:\n" + "\n".join(f"  {name}" for name in preset_names())
 RuleFiles = Annotated[
     list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
 ]
@@ -193,10 +194,7 @@ def convert_checkpoint(
         typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
-    excluded: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these (in DCP)."),
-    ] = None,
+    excluded: LeftOut = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
@@ -257,9 +255,7 @@ def rename_weights(
     from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,
-    excluded: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")
-    ] = None,
+    excluded: LeftOut = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
@@ -275,15 +271,8 @@ def rename_weights(
     numbers = parse_values(values)
     from ..convert.translate import translate
 
+    frameworks = from_framework, to_framework
     keys, notes = translate(
-        source,
-        destination,
-        family,
-        (from_framework, to_framework),
-        numbers,
-        excluded or [],
-        threads=threads,
-        max_memory_bytes=run.memory_bytes,
-        progress=progress,
+        source, destination, family, frameworks, numbers, excluded or [], threads, run.memory_bytes, progress
     )
     run.say_written(f"{counted(keys, 'key')} as {to_framework} has them", notes)

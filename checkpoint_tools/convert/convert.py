@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,17 +94,14 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
     checkpoint, sidecars = rewrite.open_whole(source, threads)
     parts = _Parts(checkpoint, wanted)
     new = _NewFiles(checkpoint, parts.model, wanted)
-    beside: dict[str, bytes] = {}
+    beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
-            dtype = checkpoint.tensors[key].dtype
-            for is_wrong, text in (
-                (dtype not in NAMES, f"is {dtype_name(dtype)}, which safetensors do not have"),
-                (name in (METADATA_KEY, ""), f"would be named {name!r}, which safetensors do not allow"),
-            ):
-                if is_wrong:
-                    raise CheckpointError(f"{key} {text}; {_LEAVE_OUT}")
+            if (dtype := checkpoint.tensors[key].dtype) not in NAMES:
+                raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
+            if name in (METADATA_KEY, ""):
+                raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
         if names:
             weight_map, nbytes = new.add_safetensors(part, names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
@@ -113,8 +110,8 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         beside[OBJECTS_FILE] = _objects_file(checkpoint, parts)
     notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
-    made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes)
-    return made._replace(sidecars=sidecars.files, beside=beside), parts.prefix
+    made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes, beside=beside)
+    return made, parts.prefix
 
 
 class _Parts:
@@ -138,9 +135,7 @@ class _Parts:
         if wanted.what == "model":
             for key in self.objects:
                 if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
-                    raise CheckpointError(
-                        f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}"
-                    )
+                    raise CheckpointError(f"{key} is an object of the model, and no tensor; {_LEAVE_OUT}")
             if left:
                 self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
             self.others, self.objects = [], []
@@ -174,21 +169,13 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     reader = ItemReader(checkpoint)
     for key in sorted(parts.objects, key=natural_order):
         item = checkpoint.objects[key]
-        try:
-            reader.check(item, data=True)
-        except CheckpointError as error:
-            raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+        reader.check(item, data=True)
         stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
-    head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
-    return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
-
-
-def _by_line(values: Mapping[str, Any]) -> str:
-    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
-    return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
+    found = {"format": OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": paths}
+    return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
@@ -207,9 +194,9 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     new = _NewFiles(checkpoint, folders.model_keys, wanted)
     new.add_dcp(keys)
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    made = Rewrite(checkpoint, new.tensors, objects, new.files, {key: checkpoint.paths[key] for key in keys})
-    notes = tuple(rewrite.notes_on(checkpoint, sidecars))
-    return made._replace(notes=notes, sidecars=sidecars.files), folders.key_prefix
+    paths, notes = {key: checkpoint.paths[key] for key in keys}, tuple(rewrite.notes_on(checkpoint, sidecars))
+    beside = dict.fromkeys(sidecars.files)
+    return Rewrite(checkpoint, new.tensors, objects, new.files, paths, notes=notes, beside=beside), folders.key_prefix
 
 
 class _NewFiles:

@@ -24,7 +24,7 @@ from ..core.text import check_patterns, is_excluded, short_repr
 from ..core.values import same_values, values_in
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
-from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothing_matches
+from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of
 
 
 class Fusion(NamedTuple):
@@ -181,9 +181,8 @@ class _Planner:
         self.of_state = self._roles_of_state(fqns, Owners(model))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
-            raise ValueError(
-                nothing_matches(self.way, self.rules, idle, [*self.shapes, *(fqn for _, fqn in self.fqns)])
-            )
+            nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))
+            raise ValueError(f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there")
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))

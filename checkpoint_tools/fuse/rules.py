@@ -272,16 +272,6 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
                 )
 
 
-def nothing_matches(way: Way, rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str]) -> str:
-    """Format the error for rules that match nothing, with the presets that would match some of the keys."""
-    known = list(keys)
-    others = [name for name in preset_names() if not set(preset(name)) <= set(rules)]
-    fit = [name for name in others if any(match_of(way, rule, key) for rule in preset(name) for key in known)]
-    hint = f"; presets that match some of them: {', '.join(fit)}" if fit else ""
-    nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in rules))
-    return f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there{hint}"
-
-
 # Files and presets ---------------------------------------------------------------------------------------------------
 
 

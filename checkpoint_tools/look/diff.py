@@ -10,7 +10,7 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
-from .verify import check_coverage
+from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
@@ -56,7 +56,7 @@ def diff(
     atol: float = 0.0,
     max_memory_bytes: int = 2 << 30,
     threads: int = 4,
-    advance: Callable[[int], object] = lambda done: None,
+    progress: Progress = UNSEEN,
 ) -> list[Difference]:
     """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
 
@@ -64,25 +64,27 @@ def diff(
     as :func:`~checkpoint_tools.core.values.same_values` does.
     """
     sides = _Sides(first, second, (rtol, atol), max_memory_bytes // threads)
+    nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
     def compare(some: Sequence[str]) -> list[Difference]:
         found = []
         for key in some:
             found.append(sides.difference(key))
-            advance(_bytes_of(first, key) + _bytes_of(second, key))
+            advance(nbytes[key])
         return [each for each in found if each is not None]
 
     # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
     size = max(1, min(512, len(keys) // (4 * threads)))
     parts = [keys[start : start + size] for start in range(0, len(keys), size)]
-    with ThreadPoolExecutor(max_workers=threads) as pool:
+    with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
         return [found for part in pool.map(compare, parts) for found in part]
 
 
 def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
     """Return both, the model's keys of one side without what they begin with there, and not on the other side."""
     sides = [first, second]
-    models = [_model_keys(checkpoint) for checkpoint in sides]
+    others = [sorted_out([*each.tensors, *each.objects], each.paths).others for each in sides]
+    models = [frozenset(each.tensors.keys() & found) for each, found in zip(sides, others, strict=True)]
     counts = [sum(f"{key_prefix}{key}" in models[n] for key in models[1 - n]) for n in range(2)]
     if not any(counts):
         raise CheckpointError(
@@ -97,23 +99,9 @@ def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tu
     return sides[0], sides[1]
 
 
-def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
-    names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
-    return frozenset(key for key in names.others if key in checkpoint.tensors)
-
-
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
     """List the keys of either, in natural order."""
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
-
-
-def bytes_to_compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str]) -> int:
-    """Return the total of bytes that ``advance`` will be told."""
-    return sum(_bytes_of(first, key) + _bytes_of(second, key) for key in keys)
-
-
-def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
-    return checkpoint.tensors[key].nbytes if key in checkpoint.tensors else 0
 
 
 class _Sides:
@@ -141,9 +129,6 @@ class _Sides:
             return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
         if a.dtype != b.dtype:
             return Difference(key, "dtype", f"{dtype_name(a.dtype)} in A, {dtype_name(b.dtype)} in B")
-        return self._of_tensors(key, a, b)
-
-    def _of_tensors(self, key: str, a: StoredTensor, b: StoredTensor) -> Difference | None:
         readers = self._readers
         if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
             if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):

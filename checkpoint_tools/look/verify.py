@@ -9,11 +9,13 @@
 Files are looked at in parallel.
 """
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,11 @@ from ..stored.safetensors_folder import open_checkpoint
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Called with what is done and its size in bytes; gives a context whose function is told of what is done."""
+
+UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None)  # noqa: E731
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
@@ -171,10 +178,10 @@ def check_items(
     threads: int = 4,
     *,
     data: bool = False,
-    advance: Advance = lambda done: None,
+    progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
-    reader = ItemReader(checkpoint)
+    reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
     def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
         advance(item.length_bytes)
@@ -183,17 +190,17 @@ def check_items(
             expected = checkpoint.tensors[key].dtype
             yield CheckpointProblem(key, f"is stored as {layout.dtype} in {item.file}, and not as {expected}")
 
-    return _in_parallel(checkpoint, check, files, threads)
+    with progress("data", sum(item.length_bytes for file in files for _, item in by_file[file])) as advance:
+        return _in_parallel(by_file, check, files, threads)
 
 
 def _in_parallel(
-    checkpoint: Checkpoint,
+    by_file: Mapping[str, Sequence[Entry]],
     check: Callable[[str, Stored], Iterable[CheckpointProblem]],
     files: Sequence[str],
     threads: int,
 ) -> list[CheckpointProblem]:
     """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
-    by_file = checkpoint.items_by_file()
 
     def check_file(file: str) -> list[CheckpointProblem]:
         problems: list[CheckpointProblem] = []
@@ -249,23 +256,12 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
-    """Return the bytes that :func:`check_items` reads with its data."""
-    by_file = checkpoint.items_by_file()
-    return sum(item.length_bytes for file in files for _, item in by_file[file])
-
-
-def finite_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes that :func:`check_finite` reads."""
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
-
-
 def check_finite(
     checkpoint: Checkpoint,
     files: Sequence[str],
     threads: int = 4,
     max_memory_bytes: int = 2 << 30,
-    advance: Advance = lambda done: None,
+    progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
     memory_bytes = max_memory_bytes // threads
@@ -274,26 +270,26 @@ def check_finite(
 
     def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
         dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else torch.bool
-        if not isinstance(item, StoredChunk) or not may_be_infinite(dtype) or not item.numel:
+        if not isinstance(item, StoredChunk) or not _may_be_infinite(dtype) or not item.numel:
             return
         bad = 0
         for block in reader.bits(item, dtype).split(block_bytes // dtype.itemsize):
-            bad += count_not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
+            bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
         if bad:
             at = f"in its chunk at {item.offsets} in {item.file}"
             yield CheckpointProblem(key, f"{bad:,} of {item.numel:,} values are not finite, {at}")
 
-    return _in_parallel(checkpoint, check, files, threads)
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if _may_be_infinite(tensor.dtype))
+    with progress("finite values", total) as advance:
+        return _in_parallel(checkpoint.items_by_file(), check, files, threads)
 
 
-def may_be_infinite(dtype: torch.dtype) -> bool:
-    """Tell whether the dtype has infinities or NaN."""
+def _may_be_infinite(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
 
 
-def count_not_finite(values: Tensor) -> int:
-    """Count the values of a 1-D tensor that are infinite or NaN."""
+def _not_finite(values: Tensor) -> int:
     if values.numel() and values.itemsize > 1:
         # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
         extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape
 from ..fuse.files import RECORD_FILE, Request, Split, find_exchange, read_record, record_bytes
 from ..fuse.rules import Way
@@ -80,10 +78,11 @@ def plan(checkpoint: Checkpoint, sidecars: Sidecars, way: Way, asked: Request) -
     new = plan_rewrite(checkpoint, exchange)
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
-    size = f"{human_bytes(_fused_bytes(new))} of {human_bytes(new.nbytes)}"
+    nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
+    size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     return new._replace(
         notes=(*asked.notes, *notes_on(checkpoint, sidecars)),
-        sidecars=sidecars.files,
+        beside=dict.fromkeys(sidecars.files),
         headline=f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}",
     )
 
@@ -95,8 +94,8 @@ def with_record(rewrite: Rewrite, way: Way, asked: Request) -> Rewrite:
         splits.append(Split(tuple(asked.rules), asked.values, matched))
     else:
         splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
-    copied = tuple(file for file in rewrite.sidecars if file != RECORD_FILE)
-    return rewrite._replace(sidecars=copied, beside={RECORD_FILE: record_bytes(splits)} if splits else {})
+    beside = {file: content for file, content in rewrite.beside.items() if file != RECORD_FILE}
+    return rewrite._replace(beside={**beside, RECORD_FILE: record_bytes(splits)} if splits else beside)
 
 
 def check_destination(source: str, destination: str) -> None:
@@ -148,11 +147,8 @@ def write(
     with appearing(destination) as folder:
         try:
             save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
-            for file in rewrite.sidecars:
-                if file not in rewrite.beside:
-                    write_file(folder / file, read_sidecar(checkpoint.folder, file))
             for file, content in rewrite.beside.items():
-                write_file(folder / file, content)
+                write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         except (OSError, RuntimeError) as error:
             raise written(error) from error
         if not rewrite.heads and (folder / METADATA_FILE).exists():
@@ -172,10 +168,6 @@ def as_table(rewrite: Rewrite) -> Table:
         for key, shape in fusion.part_shapes():
             table.add_row("", key, human_shape(shape), dtype)
     return table
-
-
-def _fused_bytes(rewrite: Rewrite) -> int:
-    return sum(torch.Size(fusion.shape).numel() * fusion.dtype.itemsize for fusion in rewrite.exchange.fusions)
 
 
 # Files beside the data ----------------------------------------------------------------------------------------------

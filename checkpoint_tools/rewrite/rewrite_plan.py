@@ -70,8 +70,7 @@ class Rewrite(NamedTuple):
         exchange: the plan that this one follows, if any.
         heads: bytes at the start of files, for those of safetensors.
         notes: what people should know.
-        sidecars: files beside the data that are copied, by name.
-        beside: new files beside the data.
+        beside: files beside the data, with their new content; None, to copy the old one.
         headline: says in a line what is written.
     """
 
@@ -83,8 +82,7 @@ class Rewrite(NamedTuple):
     exchange: Exchange = Exchange()
     heads: Mapping[str, bytes] = {}
     notes: tuple[str, ...] = ()
-    sidecars: tuple[str, ...] = ()
-    beside: Mapping[str, bytes] = {}
+    beside: Mapping[str, bytes | None] = {}
     headline: str = ""
 
     @property

@@ -8,7 +8,6 @@ DST is there as a whole or not at all. What a killed process has left in DST.par
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import io
@@ -24,13 +23,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -43,6 +41,7 @@ from ..stored.metadata import METADATA_FILE
 from ..stored.storage import RemoteFolder
 from .rewrite_plan import Piece, Rewrite
 
+_SLICE_BYTES = 1 << 20
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
 
@@ -66,6 +65,7 @@ class _Planner:
             key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
             for key, tensor in rewrite.tensors.items()
         }
+        self._written = threading.local()
         self.stop = threading.Event()
 
     def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
@@ -90,9 +90,18 @@ class _Planner:
         return Metadata(state_dict_metadata={**objects, **self._entries}, planner_data=dict(self._rewrite.paths))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read the piece of an item of a plan."""
+        """Read the piece of an item of a plan.
+
+        Torch's writer keeps the last tensor of each key until its file is closed: each is emptied before the next one.
+        """
+        storage: torch.UntypedStorage | None = vars(self._written).pop("storage", None)
+        if storage is not None and storage.resizable():  # and no view of a mapped file
+            storage.resize_(0)
         found = self.read(self._pieces[write_item.index])
-        return found if isinstance(found, Tensor) else io.BytesIO(found)
+        if not isinstance(found, Tensor):
+            return io.BytesIO(found)
+        self._written.storage = found.untyped_storage()
+        return found
 
     def read(self, piece: Piece) -> Tensor | bytes | memoryview:
         """Read a piece."""
@@ -103,15 +112,32 @@ class _Planner:
         return found
 
 
+class _Stream(io.BufferedWriter):
+    """Writes a tensor of 128 MiB in slices that fit into caches: at once it takes three times as long."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        return sum(
+            [super(_Stream, self).write(view[at : at + _SLICE_BYTES]) for at in range(0, len(view), _SLICE_BYTES)]
+        )
+
+
+class _Files(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with _Stream(io.FileIO(path, mode)) as stream:
+            yield stream
+
+
 class _Writer(FileSystemWriter):
     """Torch's writer, into a folder that is going to have another name."""
 
     destination = ""
 
-    def storage_meta(self) -> StorageMeta | None:
+    @property
+    def checkpoint_id(self) -> str:
         """See :class:`FileSystemWriter`."""
-        found = super().storage_meta()
-        return None if found is None else dataclasses.replace(found, checkpoint_id=self.destination)
+        return self.destination
 
 
 def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
@@ -132,7 +158,7 @@ def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, t
         _in_threads(write_safetensors, [*rewrite.files], threads, planner.stop)
         return
     writer = _Writer(folder, per_thread_copy_ahead=0)
-    writer.destination = destination
+    writer.destination, writer.fs = destination, _Files()
     writer.set_up_storage_writer(True)
     plans = [writer.prepare_local_plan(planner.plan_of(pieces)) for pieces in rewrite.files.values()]
     plans = writer.prepare_global_plan(plans)

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint_tools import preset, preset_names, split_state_dict
+from checkpoint_tools import preset_names
 from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
 from checkpoint_tools.rewrite import rewrite
-from checkpoint_tools.rewrite.save import held
+from checkpoint_tools.rewrite.save import _Planner, held
 from tests.checkpoint_tools import saves, tool
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
 
@@ -39,25 +39,15 @@ def fused(tmp_path: Path) -> Path:
 
 
 def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
-    bad = save(tmp_path / "bad", {"x": torch.tensor([torch.nan]), "y": torch.zeros(3)})
-    save_file({"a.weight": torch.tensor([1.0, torch.nan])}, tmp_path / "model.safetensors")
-    cut = shutil.copytree(saved, tmp_path / "cut")
-    os.truncate(cut / "__0_0.distcp", 100)
+    save_file({"a.weight": torch.tensor([1.0, torch.nan])}, file := tmp_path / "model.safetensors")
     a = save(tmp_path / "a", {"x": torch.zeros(4), "y": torch.ones(2), "lr": 0.1})
     b = save(tmp_path / "b", {"x": torch.tensor([0.0, 0.25, 0, 0]), "y": torch.ones(2), "z": torch.ones(1), "lr": 0.1})
-    file = tmp_path / "model.safetensors"
+    whole = "whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"
     for command, code, texts in (
         (("inspect", saved), 0, ("layers.10.weight", "4 × 5", "optim exp_avg", "7 tensors, 2 objects in 1 file")),
-        (("inspect", f"file://{saved}", "model.*"), 0, ("model.layers.10.weight",)),
         (("inspect", file), 0, ("a.weight  2",)),
-        (
-            ("verify", saved, "--finite"),
-            0,
-            ("whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"),
-        ),
-        (("verify", bad, "--finite", "--threads", 1), 1, ("x: 1 of 1 values are not finite", "1 problem (")),
-        (("verify", file, "--finite"), 1, ("a.weight: 1 of 2 values are not finite",)),
-        (("verify", cut), 1, ("__0_0.distcp: has 100 bytes of",)),
+        (("verify", saved, "--finite"), 0, whole),
+        (("verify", file, "--finite"), 1, ("a.weight: 1 of 2 values are not finite", "1 problem (")),
         (("diff", a, b), 1, ("1 of 4 differ", "0.25", "only in B", "different: 2 of 4 keys\n")),
         (("diff", a, b, "y", "lr"), 0, ("the same: 2 keys, bit by bit\n",)),
         (("diff", a, b, "x", "--atol", 0.25), 0, ("the same: 1 key, within the tolerance\n",)),
@@ -284,6 +274,23 @@ def test_a_source_that_is_written_to_meanwhile(fused: Path, tmp_path: Path, monk
     assert tool.names(tmp_path) == ["fused", "rules.toml"]
 
 
+def test_what_is_written_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's writer keeps a tensor of each key until the file is closed: of a large file, half of all bytes."""
+    source = save(tmp_path / "source", {f"{n}.gate_up.weight": torch.ones(8, 2) for n in range(9)})
+    storages: list[torch.UntypedStorage] = []
+    kept, read = [], _Planner.read
+
+    def noted(planner: _Planner, piece: Any) -> Any:
+        kept.append(sum(each.nbytes() for each in storages))
+        found = read(planner, piece)
+        storages.append(found.untyped_storage())
+        return found
+
+    monkeypatch.setattr(_Planner, "read", noted)
+    tool.made("split", source, tmp_path / "new", rule(), threads=1)
+    assert kept == [0] * 18
+
+
 # Other places --------------------------------------------------------------------------------------------------------
 
 
@@ -334,15 +341,9 @@ def test_help_is_for_people(tmp_path: Path) -> None:
         text = tool.shown(command, "--help")
         assert expected in " ".join(text.split())
         if command in ("split", "merge"):
-            listed = [line.strip().partition(": ")[0] for line in text.splitlines() if ": " in line]
-            assert [name for name in listed if name in preset_names()] == list(preset_names())
+            assert [line for line in map(str.strip, text.splitlines()) if line in preset_names()] == [*preset_names()]
     none = tool.run()
     assert "Usage" in none.stdout + none.stderr
-    state = {"mlp.linear_fc1.weight": torch.ones(8, 4), "mlp.linear_fc2.weight": torch.ones(4, 4)}
-    source, hint = save(tmp_path / "source", state), "presets that match some of them: megatron-swiglu"
-    tool.assert_one_line(tool.run("split", source, tmp_path / "new", "--preset", "hf-gate-up"), hint)
-    with pytest.raises(ValueError, match=f"{hint}$"):
-        split_state_dict(state, None, preset("hf-gate-up"))
 
 
 WITHOUT_TORCH = """
