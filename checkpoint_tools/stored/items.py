@@ -3,7 +3,7 @@
 The zip file that ``torch.save`` makes has a small pickle that says what the tensor is, and the memory of the tensor,
 uncompressed. Mostly that memory is the elements in row-major order: those are looked at where they are, in the mapped
 file, and compared with their CRC-32 before anybody gets them. Items begin wherever the last one ended, so elements are
-not aligned, and are handled as bytes. What is stored otherwise (strided, compressed, of another byte order) is read by
+not aligned, and are handled as bytes. What is stored otherwise (strided, of another byte order) is read by
 ``torch.load``.
 """
 
