@@ -73,11 +73,12 @@ def diff(
             advance(nbytes[key])
         return [each for each in found if each is not None]
 
-    # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
-    size = max(1, min(512, len(keys) // (4 * threads)))
-    parts = [keys[start : start + size] for start in range(0, len(keys), size)]
+    # All small tensors in one thread: several would mostly wait for each other. Large ones in whichever thread is free.
+    small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
+    parts = [small, *([key] for key in keys if nbytes[key] > _SMALL_BYTES)]
     with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
-        return [found for part in pool.map(compare, parts) for found in part]
+        found = {each.key: each for part in pool.map(compare, parts) for each in part}
+    return [found[key] for key in keys if key in found]
 
 
 def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
