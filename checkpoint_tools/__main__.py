@@ -2,7 +2,7 @@
 
 import sys
 
-from .core.errors import NEED_EXTRA
+from .core.text import NEED_EXTRA
 
 try:
     import typer
@@ -13,8 +13,6 @@ except ImportError as error:
         raise
     sys.stderr.write(f"{NEED_EXTRA}\n")
     sys.exit(2)
-except KeyboardInterrupt:
-    sys.exit(130)
 
 app: typer.Typer = cli.app
 

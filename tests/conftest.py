@@ -1,7 +1,6 @@
 """For all tests."""
 
 import gc
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -69,11 +68,3 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture
-def interrupts_reach_children() -> Iterator[None]:
-    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

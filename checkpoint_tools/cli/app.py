@@ -1,12 +1,10 @@
 """The commands, under the names that users type, and what is common to all of them."""
 
-import sys
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from ..core.text import be_printable
 from .common import with_error_lines
 from .look_commands import compare_checkpoints, inspect_checkpoint, seal_checkpoint, verify_checkpoint
 from .write_commands import PRESETS_EPILOG, convert_checkpoint, merge_parts, rename_weights, split_fused
@@ -37,7 +35,7 @@ def _before_any_command(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    be_printable(sys.stdout, sys.stderr)
+    pass
 
 
 for _name, _run, _epilog in (

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from ..core.errors import NEED_EXTRA, CheckpointError
-from ..core.text import MAX_ITEM_BYTES, parse_bytes, printable, thread_bytes
+from ..core.text import MAX_ITEM_BYTES, NEED_EXTRA, CheckpointError, parse_bytes, printable
 
 if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
-    from ..core.tables import Table
+    from ..core.text import Table
 
 Folder = Annotated[
     str,
@@ -27,6 +26,7 @@ Destination = Annotated[
 Patterns = Annotated[
     list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
 ]
+LeftOut = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")]
 Values = Annotated[
     list[str] | None,
     typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
@@ -40,8 +40,12 @@ MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all
 
 def parse_memory(text: str, threads: int, least_items: int) -> int:
     """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype."""
-    limit_bytes = parse_bytes(text)
-    thread_bytes(limit_bytes, threads, least_items * MAX_ITEM_BYTES)
+    limit_bytes, least_bytes = parse_bytes(text), least_items * MAX_ITEM_BYTES
+    if limit_bytes // threads < least_bytes:
+        raise CheckpointError(
+            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {limit_bytes}; give "
+            f"more, or fewer --threads: each needs {least_bytes} bytes"
+        )
     return limit_bytes
 
 
@@ -76,10 +80,8 @@ def say_json(value: Any) -> None:
 
 
 def say_table(table: "Table") -> None:
-    """Print a table, its header in bold on a terminal."""
-    head, *rows = table.lines()
-    head = typer.style(head, bold=True) if sys.stdout.isatty() else head
-    sys.stdout.write("\n".join((head, *rows, "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
+    """Print a table."""
+    sys.stdout.write("\n".join((*table.lines(), "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
     sys.stdout.flush()
 
 
@@ -100,17 +102,6 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
     with rich.progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
         task = shown.add_task(what, total=total_bytes)
         yield lambda done: shown.advance(task, done)
-
-
-@contextmanager
-def write_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show progress of writing, and say so if it is interrupted; see :func:`progress`."""
-    try:
-        with progress(what, total_bytes) as advance:
-            yield advance
-    except KeyboardInterrupt:
-        say("interrupted: nothing is left of what was written", err=True)
-        raise
 
 
 Options = ParamSpec("Options")

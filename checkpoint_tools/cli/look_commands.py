@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.errors import CheckpointError
-from ..core.text import counted, dtype_name, human_bytes, human_shape, idle_patterns, is_excluded
+from ..core.text import CheckpointError, check_patterns, counted, dtype_name, human_bytes, human_shape, is_excluded
 from .common import (
     Folder,
     Json,
@@ -28,8 +27,6 @@ from .common import (
 def inspect_checkpoint(
     path: Folder,
     patterns: Patterns = None,
-    groups: Annotated[bool, typer.Option("--groups", help="Only the totals by group, without each key.")] = False,
-    files: Annotated[bool, typer.Option("--files", help="Also the files, and which rank wrote each of them.")] = False,
     tiling_key: Annotated[
         str | None, typer.Option("--tiling", metavar="KEY", help="List which file has which part of this tensor.")
     ] = None,
@@ -37,7 +34,7 @@ def inspect_checkpoint(
 ) -> None:
     """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
     from ..look import inspect
-    from ..stored.reading import open_checkpoint
+    from ..stored.safetensors_folder import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
@@ -54,19 +51,17 @@ def inspect_checkpoint(
             say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")
             say_table(inspect.chunk_table(tensor))
         return
-    idle = idle_patterns(patterns or (), [*checkpoint.tensors, *checkpoint.objects])
-    if idle:
-        raise CheckpointError(f"no key of {path} is like {' or '.join(idle)}; without a pattern, all are listed")
+    check_patterns("PATTERN", patterns or (), [*checkpoint.tensors, *checkpoint.objects])
     summary = inspect.summarize(checkpoint, patterns or ())
     if as_json:
-        say_json(inspect.as_json(summary))
+        say_json(summary)
         return
     say(inspect.headline(summary))
-    for table in inspect.as_tables(summary, keys=not groups, files=files):
+    for table in inspect.as_tables(summary):
         say_table(table)
-    say_notes(summary.notes)
-    if summary.problems:
-        say(f"The metadata contradict themselves ({summary.problems} times): see the command verify.")
+    say_notes(summary["notes"])
+    if summary["problems"]:
+        say(f"The metadata contradict themselves ({summary['problems']} times): see the command verify.")
 
 
 def verify_checkpoint(
@@ -90,19 +85,17 @@ def verify_checkpoint(
     """
     memory_bytes = parse_memory(max_memory, threads, 2)
     from ..look import verify
-    from ..stored.reading import open_checkpoint
+    from ..stored.safetensors_folder import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     problems, found = verify.check_structure(checkpoint, threads)
     checked = ["structure", "files"]
     notes = [*found.notes]
     if finite:
-        with progress("finite values", verify.finite_bytes(checkpoint)) as advance:
-            problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, advance)
+        problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, progress)
         checked.append("finite values")
     if data:
-        with progress("data", verify.data_bytes(checkpoint, found.sound)) as advance:
-            problems += verify.check_data(checkpoint, found.sound, threads, advance)
+        problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
         checked.append("data")
         notes += verify.notes_on_checksums(checkpoint)
     problems = list(dict.fromkeys(problems))
@@ -130,11 +123,7 @@ def compare_checkpoints(
     atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
     key_prefix: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="What the model's keys begin with on one side alone; '' for nothing. Without it, that is found out "
-            "where no key is on both sides.",
-        ),
+        typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
     max_memory: MaxMemory = "2GiB",
@@ -147,24 +136,22 @@ def compare_checkpoints(
     """
     memory_bytes = parse_memory(max_memory, threads, 16)
     from ..look import diff
-    from ..stored.reading import open_checkpoint
+    from ..stored.safetensors_folder import open_checkpoint
 
-    first, second, notes = diff.aligned(open_checkpoint(path_a), open_checkpoint(path_b), key_prefix)
+    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    if key_prefix:
+        first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
     all_keys = diff.all_keys(first, second)
-    idle = idle_patterns(patterns or (), all_keys)
-    if idle:
-        raise CheckpointError(f"no key of either is like {' or '.join(idle)}; see the command inspect")
+    check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
-    with progress("values", diff.bytes_to_compare(first, second, keys)) as advance:
-        differences = diff.diff(first, second, keys, diff.Tolerance(rtol, atol), memory_bytes, threads, advance)
+    differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
     if as_json:
         found = [difference._asdict() for difference in differences]
-        say_json({"a": path_a, "b": path_b, "keys": len(keys), "notes": notes, "differences": found})
+        say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})
     else:
         if differences:
             say_table(diff.as_table(differences))
-        say_notes(notes)
         say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 

@@ -4,35 +4,34 @@ Errors come from where they are found; tables and last lines from ``checkpoint_t
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.errors import CheckpointError
-from ..core.text import counted, parse_bytes
-from ..fuse.preset_files import preset_names, preset_subject
+from ..core.text import CheckpointError, check_patterns, counted, parse_bytes
+from ..fuse.preset_files import preset_names
 from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
     Destination,
     DryRun,
-    Json,
+    LeftOut,
     MaxMemory,
     Source,
     Values,
     WriteThreads,
     parse_memory,
     parse_values,
+    progress,
     say,
-    say_json,
     say_notes,
     say_table,
-    write_progress,
 )
 
 if TYPE_CHECKING:  # imported when a command runs: torch takes longer than help and wrong options do
-    from ..core.tables import Table
+    from ..core.text import Table
+    from ..fuse.files import Request
     from ..fuse.rules import Way
     from ..rewrite.rewrite_plan import Rewrite
 
@@ -41,7 +40,7 @@ Presets = Annotated[
     list[str] | None,
     typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
 ]
-PRESETS_EPILOG = "\b\nPresets:\n" + "\n".join(f"  {name}: {preset_subject(name)}" for name in preset_names())
+PRESETS_EPILOG = "\b\nPresets:\n" + "\n".join(f"  {name}" for name in preset_names())
 RuleFiles = Annotated[
     list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
 ]
@@ -65,7 +64,6 @@ def split_fused(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
 
@@ -74,7 +72,8 @@ def split_fused(
     DST says in split_record.json what was taken apart, so that merge can undo it.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _exchange("split", **locals())
+    run = _Run(destination, threads, max_memory)
+    _exchange("split", source, run, _request(presets, rule_files, values, excluded, only), dry_run)
 
 
 def merge_parts(
@@ -91,7 +90,6 @@ def merge_parts(
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
 
@@ -100,45 +98,43 @@ def merge_parts(
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    _exchange("merge", **locals())
+    run = _Run(destination, threads, max_memory)
+    _exchange("merge", source, run, _request(presets, rule_files, values, excluded, only, is_sure=yes), dry_run)
 
 
-def _exchange(
-    way: "Way",
-    source: str,
-    destination: str,
+def _request(
     presets: Sequence[str] | None,
     rule_files: Sequence[Path] | None,
     values: Sequence[str] | None,
     excluded: Sequence[str] | None,
     only: Sequence[str] | None,
-    threads: int,
-    max_memory: str,
-    dry_run: bool,
-    as_json: bool,
-    yes: bool = False,
-) -> None:
-    run = _Run(destination, threads, max_memory, dry_run, as_json)
+    *,
+    is_sure: bool = False,
+) -> "Request":
     numbers = parse_values(values)
-    from ..fuse.request import Request, check_used, complete, not_known
+    from ..fuse.files import Request
     from ..fuse.rules import load_rules, preset
-    from ..rewrite import rewrite
 
     try:
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    except IsADirectoryError as error:
-        raise CheckpointError(f"{error.filename} is a folder; --rules takes a TOML or JSON file") from error
-    request = Request(rules, numbers, excluded or [], only or [], yes)
-    rewrite.check_destination(source, destination)
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
+    return Request(rules, numbers, excluded or [], only or [], is_sure)
+
+
+def _exchange(way: "Way", source: str, run: "_Run", request: "Request", dry_run: bool) -> None:
+    from ..fuse.files import complete, not_known
+    from ..rewrite import rewrite
+
+    rewrite.check_destination(source, run.destination)
+    checkpoint, sidecars = rewrite.open_whole(source, run.threads)
     asked = complete(checkpoint, way, request)
     planned = rewrite.plan(checkpoint, sidecars, way, asked)
-    check_used(request, planned.exchange)
+    parts = (part for fusion in planned.exchange.fusions for part in fusion.parts)
+    check_patterns("--only", request.only, [*planned.exchange.matched, *parts])
     if dry_run:
-        run.show(planned, rewrite.as_json(planned, way) if as_json else rewrite.as_table(planned))
+        run.show(planned, rewrite.as_table(planned))
         return
     if not asked.is_known:
         raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
@@ -148,21 +144,14 @@ def _exchange(
 class _Run:
     """One command that writes, from its options to its last line."""
 
-    def __init__(
-        self, destination: str, threads: int, max_memory: str, dry_run: bool = False, as_json: bool = False
-    ) -> None:
+    def __init__(self, destination: str, threads: int, max_memory: str) -> None:
         self._begin_s = time.monotonic()
-        self._destination = destination
-        self._threads = threads
+        self.destination = destination
+        self.threads = threads
         self.memory_bytes = parse_memory(max_memory, threads, 4)
-        if as_json and not dry_run:
-            raise CheckpointError("--json is for --dry-run; without it there is nothing to print but one line")
 
-    def show(self, new: "Rewrite", plan: "Mapping[str, Any] | Table") -> None:
-        """Print what would be written: as JSON if that is what the plan is, or else as a table and a line."""
-        if isinstance(plan, Mapping):
-            say_json({**plan, "notes": list(new.notes)})
-            return
+    def show(self, new: "Rewrite", plan: "Table") -> None:
+        """Print what would be written."""
         say_table(plan)
         say_notes(new.notes)
         say(f"to be written: {new.headline}")
@@ -171,14 +160,14 @@ class _Run:
         """Write it, and say so."""
         from ..rewrite.rewrite import write
 
-        with write_progress(what, new.nbytes) as advance:
-            write(new, self._destination, self._threads, self.memory_bytes, advance)
+        with progress(what, new.nbytes) as advance:
+            write(new, self.destination, self.threads, self.memory_bytes, advance)
         self.say_written(new.headline, new.notes)
 
     def say_written(self, headline: str, notes: Iterable[str]) -> None:
         """Print the notes, and the line that says what was written."""
         say_notes(notes)
-        say(f"{self._destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
+        say(f"{self.destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
 
 
 def convert_checkpoint(
@@ -205,14 +194,10 @@ def convert_checkpoint(
         typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
-    excluded: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these (in DCP)."),
-    ] = None,
+    excluded: LeftOut = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
-    as_json: Json = False,
 ) -> None:
     """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
 
@@ -222,18 +207,22 @@ def convert_checkpoint(
     in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
     kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    run, shard_bytes = _Run(destination, threads, max_memory, dry_run, as_json), parse_bytes(shard_size)
+    run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
     if what not in ("model", "optimizer", "all"):
         raise CheckpointError(f"--what is model, optimizer or all, not {what}")
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"--dtype is {', '.join(CASTABLE)}, not {dtype}")
     if to == "torch" or (is_torch_file(source) and not dry_run):
-        if to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run:
-            raise CheckpointError("between torch.save and DCP all is taken as it is; convert the result once more")
-        if "://" in source or "://" in destination:
-            raise CheckpointError("files of torch.save are read and written on this machine alone")
-        if excluded and to != "torch":
-            raise CheckpointError("--exclude is not for files of torch.save; convert all, and leave out afterwards")
+        for is_wrong, text in (
+            (
+                to == "safetensors" or dtype is not None or key_prefix is not None or what != "all" or dry_run,
+                "between torch.save and DCP all is taken as it is; convert the result once more",
+            ),
+            ("://" in source + destination, "files of torch.save are read and written on this machine alone"),
+            (excluded and to != "torch", "--exclude is not for files of torch.save; leave keys out afterwards"),
+        ):
+            if is_wrong:
+                raise CheckpointError(text)
         from ..convert import torch_files
 
         if to == "torch":
@@ -250,9 +239,9 @@ def convert_checkpoint(
     cast_to = None if dtype is None else getattr(torch, CASTABLE[dtype])
     wanted = convert.Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)  # type: ignore[arg-type]
     rewrite.check_destination(source, destination)
-    new, prefix = convert.plan(source, wanted, to=to, threads=threads)
+    new = convert.plan(source, wanted, to=to, threads=threads)
     if dry_run:
-        run.show(new, convert.as_json(new, prefix) if as_json else convert.as_table(new))
+        run.show(new, convert.as_table(new))
     else:
         run.write("convert", new)
 
@@ -266,9 +255,7 @@ def rename_weights(
     from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,
-    excluded: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")
-    ] = None,
+    excluded: LeftOut = None,
     threads: WriteThreads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
@@ -284,15 +271,8 @@ def rename_weights(
     numbers = parse_values(values)
     from ..convert.translate import translate
 
+    frameworks = from_framework, to_framework
     keys, notes = translate(
-        source,
-        destination,
-        family,
-        (from_framework, to_framework),
-        numbers,
-        excluded or [],
-        threads=threads,
-        max_memory_bytes=run.memory_bytes,
-        progress=write_progress,
+        source, destination, family, frameworks, numbers, excluded or [], threads, run.memory_bytes, progress
     )
     run.say_written(f"{counted(keys, 'key')} as {to_framework} has them", notes)

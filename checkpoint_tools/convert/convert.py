@@ -7,22 +7,30 @@
 """
 
 import base64
+import functools
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..core.errors import CheckpointError
-from ..core.regions import Comb, TensorRegion, stretches, whole_of
-from ..core.tables import Table
-from ..core.text import check_excluded, counted, dtype_name, human_bytes, is_excluded, natural_order
+from ..core.regions import TensorRegion, stretches, whole_of
+from ..core.text import (
+    CheckpointError,
+    Table,
+    check_patterns,
+    counted,
+    dtype_name,
+    human_bytes,
+    is_excluded,
+    natural_order,
+)
 from ..fuse.names import sorted_out
-from ..fuse.plan import Fusion
+from ..look.verify import check_whole
 from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import Index, Piece, Rewrite, gathered, given, in_files
+from ..rewrite.rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
 from ..stored.safetensors_folder import (
@@ -59,11 +67,8 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> tuple[Rewrite, str]:
-    """Open a checkpoint, find it whole, and plan its conversion to the other format.
-
-    Also returns what keys of the model begin with in DCP, and not in safetensors.
-    """
+def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Rewrite:
+    """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors or dcp, not {to}")
     expected = "dcp" if is_safetensors(source) else "safetensors"
@@ -73,12 +78,7 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     new, prefix = (_to_safetensors if expected == "safetensors" else _to_dcp)(source, wanted, threads)
     size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
     begins = f"; keys of the model begin with {prefix!r} in DCP" if prefix else ""
-    return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}"), prefix
-
-
-def as_json(new: Rewrite, key_prefix: str) -> dict[str, Any]:
-    """Return the plan for JSON, with sizes in bytes."""
-    return {"key_prefix": key_prefix, "keys": new.keys, "files": new.file_bytes(), "nbytes": new.nbytes}
+    return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}")
 
 
 def as_table(new: Rewrite) -> Table:
@@ -93,33 +93,25 @@ def as_table(new: Rewrite) -> Table:
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     checkpoint, sidecars = rewrite.open_whole(source, threads)
     parts = _Parts(checkpoint, wanted)
-    new = _NewFiles(checkpoint, frozenset(parts.model), wanted.dtype)
-    beside: dict[str, bytes] = {}
+    new = _NewFiles(checkpoint, parts.model, wanted)
+    beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
-            dtype = checkpoint.tensors[key].dtype
-            for is_wrong, text in (
-                (dtype not in NAMES, f"is {dtype_name(dtype)}, which safetensors do not have"),
-                (
-                    "float4" in str(dtype) and not checkpoint.tensors[key].shape,
-                    "is a float4 without dimensions, which safetensors do not have",
-                ),
-                (name in (METADATA_KEY, ""), f"would be named {name!r}, which safetensors do not allow"),
-            ):
-                if is_wrong:
-                    raise CheckpointError(f"{key} {text}; {_LEAVE_OUT}")
+            if (dtype := checkpoint.tensors[key].dtype) not in NAMES:
+                raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
+            if name in (METADATA_KEY, ""):
+                raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
         if names:
-            weight_map = new.add_safetensors(part, names, wanted.shard_bytes)
-            nbytes = sum(new.nbytes_of(checkpoint.tensors[key]) for key in names)
+            weight_map, nbytes = new.add_safetensors(part, names)
             metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
             content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
             beside[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         beside[OBJECTS_FILE] = _objects_file(checkpoint, parts)
     notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
-    made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes)
-    return made._replace(sidecars=sidecars.files, beside=beside), parts.prefix
+    made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes, beside=beside)
+    return made, parts.prefix
 
 
 class _Parts:
@@ -143,9 +135,7 @@ class _Parts:
         if wanted.what == "model":
             for key in self.objects:
                 if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
-                    raise CheckpointError(
-                        f"{key} is an object of the model, and safetensors have tensors; {_LEAVE_OUT}"
-                    )
+                    raise CheckpointError(f"{key} is an object of the model, and no tensor; {_LEAVE_OUT}")
             if left:
                 self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
             self.others, self.objects = [], []
@@ -160,7 +150,7 @@ class _Parts:
 
 def _wanted_keys(checkpoint: Checkpoint, wanted: Wanted) -> list[str]:
     everything = [*checkpoint.tensors, *checkpoint.objects]
-    check_excluded(wanted.excluded, everything)
+    check_patterns("--exclude", wanted.excluded, everything)
     return [key for key in everything if not is_excluded(key, wanted.excluded)]
 
 
@@ -179,29 +169,19 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     reader = ItemReader(checkpoint)
     for key in sorted(parts.objects, key=natural_order):
         item = checkpoint.objects[key]
-        if item.transforms:
-            raise CheckpointError(f"{key} was written through {', '.join(item.transforms)}; {_LEAVE_OUT}")
-        try:
-            reader.check_data(item)
-        except CheckpointError as error:
-            raise CheckpointError(f"{key}: {error}; {_LEAVE_OUT}") from error
+        reader.check(item, data=True)
         stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
     kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=natural_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
-    head = f'{{"format": {json.dumps(OBJECTS_FORMAT)},\n"key_prefix": {json.dumps(parts.prefix)},\n'
-    return f'{head}"stored": {_by_line(stored)},\n"paths": {_by_line(paths)}}}\n'.encode()
-
-
-def _by_line(values: Mapping[str, Any]) -> str:
-    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items())
-    return "{" + ",".join(f"\n  {line}" for line in lines) + "}"
+    found = {"format": OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": paths}
+    return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     folders = open_safetensors(source, wanted.key_prefix)
     checkpoint = folders.checkpoint
-    rewrite.check_whole(checkpoint, threads)
+    check_whole(checkpoint, threads)
     is_file = PurePath(source).suffix == SUFFIX
     sidecars = rewrite.Sidecars((), ()) if is_file else rewrite.sidecars_of(checkpoint, folders.own_files)
     keys = [
@@ -211,68 +191,72 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     ]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    new = _NewFiles(checkpoint, folders.model_keys, wanted.dtype)
-    new.add_dcp(keys, wanted.shard_bytes)
+    new = _NewFiles(checkpoint, folders.model_keys, wanted)
+    new.add_dcp(keys)
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    made = Rewrite(checkpoint, new.tensors, objects, new.files, {key: checkpoint.paths[key] for key in keys})
-    notes = tuple(rewrite.notes_on(checkpoint, sidecars))
-    return made._replace(notes=notes, sidecars=sidecars.files), folders.key_prefix
+    paths, notes = {key: checkpoint.paths[key] for key in keys}, tuple(rewrite.notes_on(checkpoint, sidecars))
+    beside = dict.fromkeys(sidecars.files)
+    return Rewrite(checkpoint, new.tensors, objects, new.files, paths, notes=notes, beside=beside), folders.key_prefix
 
 
 class _NewFiles:
-    """Files of pieces, each with how it is put together."""
+    """Files of pieces of the old tensors, some of which get another dtype."""
 
-    def __init__(self, checkpoint: Checkpoint, model_keys: Set[str], dtype: torch.dtype | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_keys: Collection[str], wanted: Wanted) -> None:
         self._checkpoint = checkpoint
-        self._model_keys = model_keys
-        self._dtype = dtype
+        self._shard_bytes = wanted.shard_bytes
         self.files: dict[str, list[Piece]] = {}
         self.heads: dict[str, bytes] = {}
         self.tensors: dict[str, StoredTensor] = {}
+        dtype, of_model = wanted.dtype, frozenset(model_keys)
+        self._new = {
+            key: old._replace(
+                chunks=(), dtype=dtype if dtype and key in of_model and old.dtype in _CASTABLE else old.dtype
+            )
+            for key, old in checkpoint.tensors.items()
+        }
 
-    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
-        """Return the dtype that the new tensor has."""
-        is_cast = self._dtype is not None and tensor.key in self._model_keys and tensor.dtype in _CASTABLE
-        return self._dtype if is_cast and self._dtype is not None else tensor.dtype
-
-    def nbytes_of(self, tensor: StoredTensor) -> int:
-        """Return the size of the new tensor in bytes."""
-        return math.prod(tensor.shape) * self.dtype_of(tensor).itemsize
-
-    def add_safetensors(self, part: str, names: Mapping[str, str], shard_bytes: int) -> dict[str, str]:
-        """Whole tensors; the names are those in the files. Returns name → file."""
+    def add_safetensors(self, part: str, names: Mapping[str, str]) -> tuple[dict[str, str], int]:
+        """Add whole tensors; the names are those in the files. Returns name → file, and the bytes of all."""
         weight_map = {}
-        wholes = (self._checkpoint.tensors[key] for key in names)
-        shards = in_files((Piece(each.key, None, self.nbytes_of(each), given(b"")) for each in wholes), shard_bytes)
+        wholes = [Piece(key, None, self._new[key].nbytes, given(b"")) for key in names]
+        shards = in_files(wholes, self._shard_bytes)
         for number, shard in enumerate(shards, start=1):
             file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
-            by_name = {names[piece.key]: self._checkpoint.tensors[piece.key] for piece in shard}
-            self.heads[file], placed = with_header(
-                (name, tensor.shape, self.dtype_of(tensor)) for name, tensor in by_name.items()
-            )
-            tensors = [by_name[name] for name in placed]
-            self.files[file] = [piece for each in tensors for piece in self._pieces(each, [whole_of(each.shape)])]
-            weight_map.update(dict.fromkeys(by_name, file))
-        return dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+            keys = {names[piece.key]: piece.key for piece in shard}
+            self.heads[file], placed = with_header((name, self._new[key]) for name, key in keys.items())
+            self.files[file] = [
+                piece
+                for key in (keys[name] for name in placed)
+                for piece in self._pieces(key, [whole_of(self._new[key].shape)])
+            ]
+            weight_map.update(dict.fromkeys(keys, file))
+        by_name = dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+        return by_name, sum(piece.nbytes for piece in wholes)
 
-    def add_dcp(self, keys: Sequence[str], shard_bytes: int) -> None:
-        """Chunks as they are stored, and rows of those that are larger than a file may be."""
+    def add_dcp(self, keys: Sequence[str]) -> None:
+        """Add chunks as they are stored, and rows of those that are larger than a file may be."""
         pieces: list[Piece] = []
-        for tensor in (self._checkpoint.tensors[key] for key in keys if key in self._checkpoint.tensors):
-            numel = max(shard_bytes // self.dtype_of(tensor).itemsize, 1)
-            for chunk in tensor.chunks:
-                pieces += self._pieces(tensor, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
-        shards = in_files(pieces, shard_bytes) or [[]]
+        for key in (key for key in keys if key in self._new):
+            numel = max(self._shard_bytes // self._new[key].dtype.itemsize, 1)
+            for chunk in self._checkpoint.tensors[key].chunks:
+                pieces += self._pieces(key, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
+        shards = in_files(pieces, self._shard_bytes) or [[]]
         for key in (key for key in keys if key in self._checkpoint.objects):
             content = self._checkpoint.objects[key].content
             assert content is not None
             shards[-1].append(Piece(key, None, len(content), given(content)))
         self.files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
 
-    def _pieces(self, tensor: StoredTensor, regions: Iterable[TensorRegion]) -> list[Piece]:
-        dtype, shape = self.dtype_of(tensor), tensor.shape
-        self.tensors[tensor.key] = StoredTensor(tensor.key, shape, dtype, ())
-        whole = Comb(0, shape[0], shape[0], 1) if shape else Comb(0, 1, 1, 1, is_dropped=True)  # its own only part
-        fusion = Fusion(tensor.key, (tensor.key,), shape, tensor.dtype, 0, (whole,))
-        sources = (Index(tensor.chunks),)
-        return [piece for region in regions for piece in gathered(fusion, region, sources, dtype)]
+    def _pieces(self, key: str, regions: Iterable[TensorRegion]) -> list[Piece]:
+        old, new = self._checkpoint.tensors[key], self._new[key]
+        self.tensors[key] = new
+        return [
+            Piece(key, small, small.numel * new.dtype.itemsize, functools.partial(_cast, old, small, new.dtype))
+            for region in regions
+            for small in stretches(region, LARGEST_PIECE_BYTES // old.dtype.itemsize)
+        ]
+
+
+def _cast(tensor: StoredTensor, region: TensorRegion, dtype: torch.dtype, reader: ItemReader) -> Tensor:
+    return reader.read_region(tensor, region).to(dtype)

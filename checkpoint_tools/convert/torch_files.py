@@ -21,17 +21,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..core.errors import CheckpointError
 from ..core.regions import whole_of
-from ..core.text import check_excluded, counted, human_bytes, is_excluded, shortened
+from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
 from ..integrity.seal import seal
-from ..look.verify import notes_on_checksums
-from ..rewrite.rewrite import check_destination, check_whole
+from ..look.verify import check_whole, notes_on_checksums
+from ..rewrite.rewrite import check_destination
 from ..rewrite.save import appearing
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, NotPlainError, plain_load
-from ..stored.reading import open_checkpoint
+from ..stored.safetensors_folder import open_checkpoint
 from ..stored.storage import Folder
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
@@ -56,7 +55,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, l
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
     _check_values(source, state, max_memory_bytes)
-    with appearing(destination, 0) as made:
+    with appearing(destination) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
                 save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
@@ -88,7 +87,7 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
     check_destination(source, destination)
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, 1)
-    check_excluded(excluded, [*checkpoint.tensors, *checkpoint.objects])
+    check_patterns("--exclude", excluded, [*checkpoint.tensors, *checkpoint.objects])
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not is_excluded(key, excluded)}
     objects = {key: item for key, item in checkpoint.objects.items() if not is_excluded(key, excluded)}
     nbytes = sum(tensor.nbytes for tensor in tensors.values()) + sum(item.length_bytes for item in objects.values())

@@ -10,21 +10,19 @@ import json
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..core.text import is_excluded
-from ..fuse.files import read_groups, relisted
+from ..core.text import CheckpointError, is_excluded
+from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, relisted, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
-from ..fuse.request import COMMON_FILE, FORMAT_FILE, Request, complete, with_told
 from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
+from ..look.verify import Progress
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import plan_rewrite
 from ..rewrite.save import held
@@ -181,21 +179,16 @@ def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
     return ""
 
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Called with a step's name and size in bytes; gives a context whose function is told of bytes that are done."""
-
-
 def translate(
     source: str,
     destination: str,
     family: str,
     frameworks: tuple[str, str],
     given: Mapping[str, float],
-    excluded: Sequence[str] = (),
-    *,
+    excluded: Sequence[str],
     threads: int,
     max_memory_bytes: int,
-    progress: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None),
+    progress: Progress,
 ) -> tuple[int, list[str]]:
     """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
     rewrite.check_destination(source, destination)
@@ -227,12 +220,12 @@ def translate(
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(checkpoint, sidecars, step.way, complete(checkpoint, step.way, request))
-            is_last, beside = number + 1 == len(work), {}
+            is_last = number + 1 == len(work)
+            beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
-                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode()}
-                beside = {name: made for name, made in beside.items() if name not in sidecars.files}
-            new = new._replace(sidecars=sidecars.files, beside=beside)  # what is in between has no record of a split
+                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}
+            new = new._replace(beside=beside)
             with progress(f"rename, {number + 1} of {len(work)}", new.nbytes) as advance:
                 rewrite.write(new, destination if is_last else f"{room}/{number}", threads, max_memory_bytes, advance)
             shutil.rmtree(room / f"{number - 1}", ignore_errors=True)

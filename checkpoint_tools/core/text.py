@@ -4,15 +4,28 @@ Keys and names of files may contain anything: escapes that move the cursor or se
 turn the direction of what follows, halves of letters. :func:`printable` escapes them.
 """
 
-import codecs
 import fnmatch
 import functools
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from .errors import CheckpointError
+NEED_EXTRA = (
+    "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
+    "'fsspec>=2025.5' 'isal>=1.7'"
+)
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint, or about what was asked for, is wrong.
+
+    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it. Rules
+    and plans, which serve state dicts in memory too, raise ValueError; commands make this error of that.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
 
 MAX_ITEM_BYTES = 16
 """Size of the largest element of any dtype: complex128."""
@@ -64,17 +77,6 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def thread_bytes(max_memory_bytes: int, threads: int, least_bytes: int) -> int:
-    """Return each thread's share of the memory for data."""
-    share = max_memory_bytes // threads
-    if share < least_bytes:
-        raise CheckpointError(
-            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {max_memory_bytes}; "
-            f"give more, or fewer --threads: each needs {least_bytes} bytes"
-        )
-    return share
-
-
 def counted(count: int, noun: str) -> str:
     """Format a count: ``1 file``, ``2 files``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -92,16 +94,10 @@ def dtype_name(dtype: object) -> str:
 
 @functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key in which digits count as numbers."""
-    return tuple([_part_order(part) for part in _DIGITS.split(key) if part])
-
-
-@functools.lru_cache(1 << 14)  # the keys of a model consist of few words and numbers
-def _part_order(part: str) -> tuple[bool, int, str]:
-    if not part.isdecimal():
-        return True, 0, part
-    digits = part.lstrip("0")  # a number may have more digits than Python makes an int of
-    return False, len(digits), digits
+    """Return a sort key in which digits count as numbers, of which some have more than Python makes an int of."""
+    parts = ((part.isdecimal(), part) for part in _DIGITS.split(key) if part)
+    digits = ((is_number, part.lstrip("0") if is_number else part) for is_number, part in parts)
+    return tuple([(not is_number, len(part) * is_number, part) for is_number, part in digits])
 
 
 def is_excluded(key: str, patterns: Sequence[str]) -> bool:
@@ -109,27 +105,19 @@ def is_excluded(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def idle_patterns(patterns: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """List the patterns that match no key: typing errors, which would silently choose nothing."""
+def check_patterns(option: str, patterns: Iterable[str], keys: Iterable[str]) -> None:
+    """Check that each pattern matches a key: typing errors would silently choose nothing."""
     known = list(keys)
-    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
-
-
-def check_excluded(excluded: Iterable[str], keys: Iterable[str]) -> None:
-    """Check that each pattern of keys to leave out matches a key."""
-    idle = idle_patterns(excluded, keys)
+    idle = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
     if idle:
         raise CheckpointError(
-            f"--exclude that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
+            f"{option} that matches nothing: {', '.join(idle)}. Look at the keys with the command inspect, and take "
             "out what is not there"
         )
 
 
 # Control characters but the line's end; marks of direction; halves of letters, which no encoding has.
 _UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
-
-_PLAIN = {"×": "x", "–": "-", "…": "...", "│": "|", "─": "-", "•": "*"}
-"""ASCII replacements of the tools' own signs."""
 
 
 def printable(text: str) -> str:
@@ -139,19 +127,32 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-def be_printable(*streams: Any) -> None:
-    """Have streams write something for what their encoding has not, instead of failing."""
-    codecs.register_error(_ERRORS, _replaced)
-    for stream in streams:
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=_ERRORS)
+class Table:
+    """Rows of texts, which are to the left, and of numbers, to the right. Nothing is cut off."""
+
+    def __init__(self, *texts: str, numbers: Sequence[str] = ()) -> None:
+        self._texts = len(texts)
+        self._rows: list[tuple[str, ...]] = [(*texts, *numbers)]
+
+    def add_row(self, *cells: str) -> None:
+        """Add a cell for each column, with foreign text made printable."""
+        assert len(cells) == len(self._rows[0])
+        self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
+
+    def lines(self) -> list[str]:
+        """Return the lines, of which the first is the header; the terminal wraps those that are too long."""
+        widths = [max(map(_width, column)) for column in zip(*self._rows, strict=True)]
+        lines = []
+        for row in self._rows:
+            rooms = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
+            both = enumerate(zip(row, rooms, strict=True))
+            lines.append("  ".join(cell + room if n < self._texts else room + cell for n, (cell, room) in both))
+        return [line.rstrip() for line in lines]
 
 
-_ERRORS = "checkpoint_tools.plain"
+def _width(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
 
-
-def _replaced(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = "".join(_PLAIN.get(letter, letter) for letter in error.object[error.start : error.end])
-    return letters.encode("ascii", "backslashreplace").decode(), error.end
+    return cell_len(text)

@@ -39,43 +39,35 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
     total = Comparison(0, a.numel(), None)
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
         return total
-    for part_a, part_b in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        differs = _bits(part_a) != _bits(part_b)
-        differs = differs.view(len(part_a), -1).any(dim=1) if a.itemsize == 16 else differs
-        part_a, part_b = part_a[differs], part_b[differs]
+    for parts in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
+        differs = _bits(parts[0]) != _bits(parts[1])
+        differs = differs.view(len(parts[0]), -1).any(dim=1) if a.itemsize == 16 else differs
+        part_a, part_b = (part[differs] for part in parts)
         gaps = _gaps(part_a, part_b)
-        apart = torch.ones_like(differs[differs])
-        wide = _wide(part_a, part_b) if gaps is not None and (rtol or atol) else None
-        if wide is not None and (a.is_floating_point() or a.is_complex() or a.dtype is torch.bool):
-            apart = ~torch.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
-        elif wide is not None and gaps is not None:
-            apart = gaps > atol + rtol * wide[1].abs()
-        largest = float(gaps[apart].max()) if gaps is not None and bool(apart.any()) else None
-        total = total.plus(Comparison(int(apart.sum()), 0, largest))
+        if gaps is not None and (rtol or atol):
+            gaps = gaps[(gaps > atol + rtol * _wide(part_b).abs()) | gaps.isinf()]
+        largest = float(gaps.max()) if gaps is not None and gaps.numel() else None
+        total = total.plus(Comparison(len(part_a if gaps is None else gaps), 0, largest))
     return total
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
     """Return distances in float64: infinite where only one is a number, None for dtypes without numbers."""
-    if not (a.is_floating_point() or a.is_complex()) and a.dtype is not torch.bool:
-        # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
-        exact = a.to(torch.int64) - b.to(torch.int64)
-        rounded = a.to(torch.float64) - b.to(torch.float64)
-        return torch.where(rounded.abs() < 2.0**62, exact.to(torch.float64), rounded).abs()
-    wide = _wide(a, b)
-    if wide is None:
+    try:
+        wide = _wide(a), _wide(b)
+    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
         return None
     gaps = (wide[0] - wide[1]).abs()
+    if not (a.is_floating_point() or a.is_complex()):
+        # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
+        exact = a.to(torch.int64) - b.to(torch.int64)
+        return torch.where(gaps < 2.0**62, exact.to(torch.float64).abs(), gaps)
     both_nan = wide[0].isnan() & wide[1].isnan()
     return gaps.masked_fill(gaps.isnan(), torch.inf).masked_fill(both_nan, 0.0)
 
 
-def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    kind = torch.complex128 if a.is_complex() else torch.float64
-    try:
-        return a.to(kind), b.to(kind)
-    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
-        return None
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
 def _bits(values: Tensor) -> Tensor:

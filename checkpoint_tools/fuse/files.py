@@ -1,20 +1,167 @@
-"""Plan the exchange of fused tensors and parts in a checkpoint in files."""
+"""Splits and merges of checkpoints in files: what was asked for, completed by what they contain, and planned.
 
+::
+
+    --preset, --rules, --value, --exclude, --only, --yes ─┐
+    split_record.json: what was taken apart, and how ─────┼──complete──▶ Request ──find_exchange──▶ Exchange
+    args, config.json: values of the model's config ──────┘
+
+The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
+beside its checkpoint which tensors it took apart, by which rules and values, and merge exchanges these and no others.
+The record is JSON, and is copied like all files beside the data.
+
+Users need not give the values of the model's config that a checkpoint itself contains. ``metadata.json`` of Megatron's
+``torch_dist``: ``tp_size`` and ``etp_size`` are 1, as gate and up are stored as one rank has them. Megatron's ``args``,
+in ``common.pt`` or as an object: numbers of ranks, sizes and heads. Hugging Face's ``config.json``: its numbers. No
+pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
+"""
+
+import contextlib
+import dataclasses
 import io
+import json
+import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..core.regions import Shape
-from ..core.text import is_excluded
+from ..core.regions import Shape, whole_of
+from ..core.text import MAX_INT64, CheckpointError, is_excluded, shortened
 from ..stored.checkpoint import Checkpoint
-from ..stored.items import ItemReader
+from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
+from ..stored.storage import read_small
+from ..stored.unpickle import PickledObject
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
-from .request import Request
-from .rules import MissingValueError, Way
+from .preset_files import preset_names
+from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
+
+RECORD_FILE = "split_record.json"
+_FORMAT = "checkpoint_tools split 1"
+_MAX_BYTES = 256 << 20
+
+
+class Split(NamedTuple):
+    """One run of split: by which rules and values of the model's config, and what, by the names that rules match."""
+
+    rules: tuple[Rule, ...]
+    values: Mapping[str, float]
+    fused: frozenset[str]
+
+
+def read_record(checkpoint: Checkpoint) -> list[Split]:
+    """Read the splits that a checkpoint went through and that were not undone, the latest last."""
+    try:
+        content = read_small(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.path}/{RECORD_FILE} cannot be read: {error.strerror or error}") from error
+    splits = []
+    try:
+        found = json.loads(content)
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {shortened(repr(found['format']))}")
+        if found["crc32"] != _crc(found["splits"]):
+            raise ValueError("its CRC-32 is not the one that was written with it")
+        for each in found["splits"]:
+            tables = [{name: value for name, value in table.items() if value is not None} for table in each["rules"]]
+            values = {str(name): value for name, value in each["values"].items() if isinstance(value, int | float)}
+            if not all(isinstance(name, str) for name in each["fused"]):
+                raise TypeError("a name is no text")
+            splits.append(Split(rules_of({"rule": tables}, RECORD_FILE), values, frozenset(each["fused"])))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}/{RECORD_FILE} is not what split leaves ({type(error).__name__}: "
+            f"{shortened(str(error))}); remove it, and say with --preset or --rules what is to be merged"
+        ) from error
+    return splits
+
+
+def record_bytes(splits: Sequence[Split]) -> bytes:
+    """Serialize the record."""
+    found = []
+    for split in splits:
+        rules = [dataclasses.asdict(rule) for rule in split.rules]
+        values = {name: v for name, v in split.values.items() if any(name in rule.value_names for rule in split.rules)}
+        found.append({"rules": rules, "values": values, "fused": sorted(split.fused)})
+    return json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
+
+
+def _crc(splits: Any) -> int:
+    """Compute the CRC-32 of the record's meaning, however it is formatted."""
+    return zlib.crc32(json.dumps(splits).encode())
+
+
+_NAMES_IN_ERRORS = 5
+
+
+class Request(NamedTuple):
+    """A split or merge as the user asked for it; without rules, to undo the last split.
+
+    ``excluded`` are patterns of keys that stay, ``only`` of fused tensors or parts that alone are exchanged;
+    ``is_sure``: merge whatever the rules match. Once it is complete, ``wanted`` says which matches are exchanged, and
+    ``is_known`` whether a record or the user has said so, rather than the rules alone.
+    """
+
+    rules: Sequence[Rule]
+    values: Mapping[str, float]
+    excluded: Sequence[str] = ()
+    only: Sequence[str] = ()
+    is_sure: bool = False
+    wanted: Wanted = ALL
+    is_known: bool = False
+    notes: Sequence[str] = ()
+
+
+def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
+    """Complete a request by what the checkpoint contains: rules, values, and what is wanted."""
+    rules, given, fused = request.rules, request.values, None
+    splits = read_record(checkpoint) if way == "merge" else []
+    if not rules and splits:
+        rules, given, fused = splits[-1].rules, {**splits[-1].values, **given}, splits[-1].fused
+        for rule in rules:
+            if not rule.is_bounded:  # its author may be hostile
+                raise CheckpointError(
+                    f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
+                    "could take forever; if you trust it, give the rules that were used for split with --rules"
+                )
+    elif splits and not request.is_sure:
+        fused = frozenset[str]().union(*(split.fused for split in splits))
+    if not rules:
+        hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
+        raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
+    values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
+    if EXPERT_RANKS not in values and DENSE_RANKS in values:
+        of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
+        if any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
+            ranks = values[DENSE_RANKS]
+            notes.append(f"{EXPERT_RANKS} = {ranks}, as {DENSE_RANKS}: the default, since nothing else is known")
+
+    def wanted(match: Match) -> bool:
+        if fused is not None and match.fused not in fused:
+            return False
+        return not request.only or any(is_excluded(name, request.only) for name in (match.fused, *match.parts))
+
+    chooses = fused is not None or bool(request.only)
+    is_known = chooses or request.is_sure or way == "split"
+    chosen = wanted if chooses else ALL
+    return request._replace(rules=rules, values=values, wanted=chosen, is_known=is_known, notes=notes)
+
+
+def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
+    """Format the error for parts of which no record says that they were ever fused, and how to go on."""
+    more = len(matched) - _NAMES_IN_ERRORS
+    names = ", ".join(matched[:_NAMES_IN_ERRORS]) + (f" and {more:,} more" if more > 0 else "")
+    return (
+        f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the rules "
+        f"match would be: {names}. Look at it with --dry-run, and pass --yes, or --only PATTERN for some of it"
+    )
+
+
+# The plan -------------------------------------------------------------------------------------------------------------
 
 
 def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
@@ -28,8 +175,6 @@ def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
     source = _Files(checkpoint, asked.values)
     try:
         found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
-    except MissingValueError as error:
-        raise CheckpointError(error.told(f"--value {error.name}=NUMBER", asked.values)) from error
     except (ValueError, KeyError) as error:  # the rules' own errors
         raise CheckpointError(str(error)) from error
     _check_left(source, found, asked.excluded)
@@ -53,7 +198,7 @@ class _Files(Source):
         tensor = self._checkpoint.tensors[key]
         if tensor.shape != ():
             raise CheckpointError(f"{key} has shape {tensor.shape}, and other parts have a number there")
-        return self._reader.read_chunk(tensor.chunks[0], tensor.dtype)
+        return self._reader.read_region(tensor, whole_of(()))
 
     def check_state(self, key: str, shape: Shape, fused: str) -> None:
         found = self._checkpoint.tensors[key].shape
@@ -107,3 +252,118 @@ def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> Non
                 f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "
                 "it is, or the other"
             )
+
+
+# Values that the checkpoint knows itself ------------------------------------------------------------------------------
+
+COMMON_FILE = "common.pt"
+FORMAT_FILE = "metadata.json"
+_CONFIG_FILE = "config.json"
+_ARGS = "args"
+_MAX_CONFIG_BYTES = 64 << 20  # of a file with such values
+
+_MEGATRON = {
+    DENSE_RANKS: ("tensor_model_parallel_size",),
+    EXPERT_RANKS: ("expert_tensor_parallel_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_query_groups",),
+    "kv_channels": ("kv_channels",),
+    "qk_dim": ("linear_num_key_heads", "linear_key_head_dim"),
+    "v_dim": ("linear_num_value_heads", "linear_value_head_dim"),
+    "num_value_heads": ("linear_num_value_heads",),
+}
+"""The presets' names of values → the arguments of Megatron whose product they are."""
+
+
+class _Known(NamedTuple):
+    """A value, where it was found, and whether it is how the checkpoint is stored, which users cannot know better."""
+
+    value: float
+    where: str
+    is_layout: bool = False
+
+
+def with_told(
+    checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
+) -> tuple[dict[str, float], list[str]]:
+    """Complete the given values of these names with those that the checkpoint contains, and note their source."""
+    found: dict[str, _Known] = {}
+    wanted = set(names)
+    for source in (_of_config, _of_args, _of_layout) if wanted else ():  # the last one knows best
+        found.update({name: known for name, known in source(checkpoint).items() if name in wanted})
+    values, notes = dict(given), []
+    for name, (value, where, is_layout) in sorted(found.items()):
+        if name not in given:
+            values[name] = value
+            notes.append(f"{name} = {value}, from {where}")
+        elif given[name] != value and is_layout:
+            raise CheckpointError(f"--value {name}={given[name]}, but it is {value} here ({where}); leave it out")
+        elif given[name] != value:
+            notes.append(f"{name} = {given[name]} as given; {where} has {value}")
+    return values, notes
+
+
+def _of_layout(checkpoint: Checkpoint) -> dict[str, _Known]:
+    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") != "torch_dist":
+        return {}
+    known = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
+    return {DENSE_RANKS: known, EXPERT_RANKS: known}
+
+
+def _json(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(checkpoint.folder, file, _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        common = _unpickled(checkpoint, COMMON_FILE, 0, checkpoint.folder.size_bytes(COMMON_FILE))
+        found[COMMON_FILE] = common.get(_ARGS) if isinstance(common, dict) else None
+    stored = checkpoint.objects.get(_ARGS)
+    if stored is not None and stored.content is None:
+        found[f"the object {_ARGS}"] = _unpickled(checkpoint, *stored.place)
+    for where, args in found.items():
+        if isinstance(args, PickledObject) and isinstance(args.state, dict):
+            state = args.state
+            if state.get("group_query_attention") is False:  # then Megatron's argument is 1
+                state = {**state, "num_query_groups": state.get("num_attention_heads")}
+            counts: dict[str, list[Any]] = {name: [state.get(each) for each in of] for name, of in _MEGATRON.items()}
+            # Megatron itself divided the experts: nothing else tells over how many ranks.
+            return {
+                name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
+                for name, factors in counts.items()
+                if all(map(_is_count, factors)) and _is_count(math.prod(factors))
+            }
+    return {}
+
+
+def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
+    config = _json(checkpoint, _CONFIG_FILE)
+    if isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    found = {name: value for name, value in config.items() if _is_count(value)}
+    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    if heads:
+        found.setdefault("num_key_value_heads", heads)
+        if hidden and hidden % heads == 0:
+            found.setdefault("head_dim", hidden // heads)
+    for other in ("num_local_experts", "n_routed_experts"):
+        if other in found:
+            found.setdefault("num_experts", found[other])
+    return {name: _Known(value, _CONFIG_FILE) for name, value in found.items()}
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= MAX_INT64
+
+
+def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:
+    try:
+        content = Archive(checkpoint.folder.view(file, offset_bytes, length_bytes)).pickled()
+        return plain_pickle(content) if len(content) <= _MAX_CONFIG_BYTES else None
+    except (OSError, ValueError, DamagedError):
+        return None

@@ -14,7 +14,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -278,7 +277,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
             stretch = memory.view(-1)[begin : begin + of_part.local_numel]
             like = value if is_dtensor(value) else param
             part = over_part(like, ShardTensor(stretch, of_part), of_part.global_shape)
-        is_copy = not is_dtensor(part) and not _is_view(comb)
+        is_copy = not is_dtensor(part) and comb.blocks > 1 and comb.length > 1
         _origins[part] = _Origin(value, str(fusion.owner), number, layout, memory, ranks, is_copy)
         found[key] = part
     return found
@@ -302,18 +301,21 @@ def _chunks_in(
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
 
 
-def _is_view(comb: Comb) -> bool:
-    """Tell whether strides can express the part of a plain tensor."""
-    return comb.blocks == 1 or comb.length == 1
-
-
 def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
+    """A view where strides can express one, or else a copy."""
+    blocks = _blocks_of(whole, dim, comb)
+    return blocks if comb.is_dropped else blocks.flatten(dim, dim + 1)
+
+
+def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
     if comb.is_dropped:
         return whole.select(dim, comb.start)
-    if comb.length == 1:
-        return whole[(*(slice(None),) * dim, slice(comb.start, None, comb.distance))]
-    blocks = [whole.narrow(dim, comb.start + n * comb.distance, comb.length) for n in range(comb.blocks)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
+    blocks: Tensor = whole.unflatten(dim, (comb.blocks, comb.distance))
+    return blocks.narrow(dim + 1, comb.start, comb.length)
+
+
+def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
+    _blocks_of(whole, dim, comb).copy_(part if comb.is_dropped else part.unflatten(dim, (comb.blocks, comb.length)))
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
@@ -362,12 +364,3 @@ def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
     for part, comb in zip(parts, fusion.combs, strict=True):
         _write(whole, fusion.dim, comb, part.detach())
     return whole
-
-
-def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
-    if _is_view(comb):
-        _plain_part(whole, dim, comb).copy_(part)
-        return
-    for block in range(comb.blocks):
-        target = whole.narrow(dim, comb.start + block * comb.distance, comb.length)
-        target.copy_(part.narrow(dim, block * comb.length, comb.length))

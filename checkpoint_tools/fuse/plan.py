@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..core.regions import Comb, Shape
-from ..core.text import check_excluded, is_excluded, short_repr
+from ..core.text import check_patterns, is_excluded, short_repr
 from ..core.values import same_values, values_in
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
-from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of, nothing_matches
+from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of
 
 
 class Fusion(NamedTuple):
@@ -172,7 +172,7 @@ class _Planner:
             fqns.update(dict.fromkeys((group.optimizer, str(fqn)) for fqn in listed(content, group)))
         self.fqns = tuple(fqns)
         keys = [*names.others, *(name.key for name in names.states), *(name.key for name in names.groups)]
-        check_excluded(excluded, [*keys, *(name for fqn in fqns for name in (fqn[1], _key_of(fqn)))])
+        check_patterns("--exclude", excluded, [*keys, *(name for fqn in fqns for name in (fqn[1], _key_of(fqn)))])
         self.keys = frozenset(keys)
         self.found = Exchange()
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
@@ -181,9 +181,8 @@ class _Planner:
         self.of_state = self._roles_of_state(fqns, Owners(model))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
-            raise ValueError(
-                nothing_matches(self.way, self.rules, idle, [*self.shapes, *(fqn for _, fqn in self.fqns)])
-            )
+            nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))
+            raise ValueError(f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there")
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
@@ -382,7 +381,7 @@ class _Planner:
                 )
             first: Mapping[str, Any] = known.get(parts[0], {})
             for part, own in known.items():
-                if first.keys() != own.keys() or not all(_equal(first[name], own[name]) for name in first):
+                if not same_values(first, own):
                     shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, own)]
                     raise ValueError(
                         f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
@@ -406,9 +405,3 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
     groups = content if isinstance(content, list | tuple) else [content]
     return [group for group in groups if isinstance(group, dict)]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)

@@ -159,16 +159,7 @@ DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 
 
 class MissingValueError(ValueError):
-    """A rule needs a value of the model's config, of that name, which was not given."""
-
-    def __init__(self, where: str, size: str, name: str, values: Iterable[str]) -> None:
-        self._what = f"{where}: the size {size!r} needs the config value {name!r}"
-        self.name = name
-        super().__init__(self.told(f"values={{{name!r}: ...}}", values))
-
-    def told(self, how: str, values: Iterable[str]) -> str:
-        """Format the message for an interface that takes values as ``how``; ``values`` are those given."""
-        return f"{self._what}; give it with {how}. Given are: {', '.join(sorted(values)) or 'none'}"
+    """A rule needs a value of the model's config that was not given."""
 
 
 class Match(NamedTuple):
@@ -279,16 +270,6 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
                     f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is no "
                     "part of anything"
                 )
-
-
-def nothing_matches(way: Way, rules: Sequence[Rule], idle: Sequence[str], keys: Iterable[str]) -> str:
-    """Format the error for rules that match nothing, with the presets that would match some of the keys."""
-    known = list(keys)
-    others = [name for name in preset_names() if not set(preset(name)) <= set(rules)]
-    fit = [name for name in others if any(match_of(way, rule, key) for rule in preset(name) for key in known)]
-    hint = f"; presets that match some of them: {', '.join(fit)}" if fit else ""
-    nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in rules))
-    return f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there{hint}"
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------
@@ -422,7 +403,11 @@ def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     try:
         result = _value(ast.parse(size, mode="eval").body, values)
     except KeyError as error:
-        raise MissingValueError(where, size, error.args[0], values) from None
+        name, given = error.args[0], ", ".join(sorted(values)) or "none"
+        raise MissingValueError(
+            f"{where}: the size {size!r} needs the config value {name!r}; give it with --value {name}=NUMBER, or "
+            f"values={{{name!r}: ...}}. Given are: {given}"
+        ) from None
     except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
         raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not math.isfinite(result) or result != int(result):

@@ -2,7 +2,7 @@
 
 ::
 
-    dcp.save ──▶ checkpoint ──check_structure──▶ each item, with the CRC-32 of its contents ──▶ .checksums
+    dcp.save ──▶ checkpoint ──check_whole──▶ each item, with the CRC-32 of its contents ──▶ .checksums
 
 ``torch.save`` has taken the CRC-32 of all contents from memory. So large contents are not read here, and those that
 were damaged between the save and the seal are found as well.
@@ -11,13 +11,11 @@ were damaged between the save and the seal are found as well.
 import os
 from pathlib import Path
 
-from ..core.errors import CheckpointError
-from ..core.text import counted
-from ..look.verify import check_structure, notes_on_checksums
+from ..core.text import CheckpointError
+from ..look.verify import check_whole, notes_on_checksums
 from ..stored.checkpoint import Item
 from ..stored.metadata import MANIFEST_FILE, manifest_bytes, read_content
-from ..stored.reading import open_checkpoint
-from ..stored.safetensors_folder import is_safetensors
+from ..stored.safetensors_folder import is_safetensors, open_checkpoint
 from ..stored.storage import RemoteFolder, open_folder, write_file
 
 
@@ -52,22 +50,11 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
             f"{checkpoint.path} is sealed: verify compares it with {MANIFEST_FILE}. If another save has written there "
             f"since, remove {MANIFEST_FILE} and seal it again"
         )
-    problems, _ = check_structure(checkpoint, threads)
-    if problems:
-        where, text = problems[0]
-        raise CheckpointError(
-            f"{checkpoint.path} is not sealed, as it has {counted(len(problems), 'problem')}: {where}: {text}; verify "
-            "lists all. Save it again, or use another checkpoint"
-        )
+    check_whole(checkpoint, threads)
     files: dict[str, set[Item]] = {}
-    for key, item in checkpoint.items():
-        opened = checkpoint.opened.get(item.place)
-        if opened is None:
-            raise CheckpointError(
-                f"{key} in {checkpoint.path}/{item.file} was written through an extension of DCP, and has no "
-                "checksums; save without it"
-            )
-        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, opened.around_crc))
+    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
+        around_crc = checkpoint.opened[item.place].around_crc
+        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, around_crc))
     if read_content(checkpoint.folder) != content:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
     made, where = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.path

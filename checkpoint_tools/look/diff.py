@@ -10,19 +10,25 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ..core.errors import CheckpointError
 from ..core.regions import stretches, whole_of
-from ..core.tables import Table
-from ..core.text import MAX_ITEM_BYTES, counted, dtype_name, human_shape, natural_order, short_repr, thread_bytes
+from ..core.text import (
+    CheckpointError,
+    Table,
+    counted,
+    dtype_name,
+    human_shape,
+    natural_order,
+    short_repr,
+)
 from ..core.values import Comparison, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
-from .verify import check_coverage
+from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
@@ -42,87 +48,56 @@ class Difference(NamedTuple):
     max_abs_diff: float | None = None
 
 
-class Tolerance(NamedTuple):
-    """Values are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are.
-
-    That is for tensors. Objects are always compared as :func:`~checkpoint_tools.core.values.same_values` does.
-    """
-
-    rtol: float = 0.0
-    atol: float = 0.0
-
-
-EXACT = Tolerance()
-
-
 def diff(
     first: Checkpoint,
     second: Checkpoint,
     keys: Sequence[str],
-    tolerance: Tolerance = EXACT,
+    rtol: float = 0.0,
+    atol: float = 0.0,
     max_memory_bytes: int = 2 << 30,
     threads: int = 4,
-    advance: Callable[[int], object] = lambda done: None,
+    progress: Progress = UNSEEN,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order."""
-    sides = _Sides(first, second, tolerance, thread_bytes(max_memory_bytes, threads, 16 * MAX_ITEM_BYTES))
+    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
+
+    Values of tensors are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are. Objects are compared
+    as :func:`~checkpoint_tools.core.values.same_values` does.
+    """
+    sides = _Sides(first, second, (rtol, atol), max_memory_bytes // threads)
+    nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
     def compare(some: Sequence[str]) -> list[Difference]:
         found = []
         for key in some:
             found.append(sides.difference(key))
-            advance(_bytes_of(first, key) + _bytes_of(second, key))
+            advance(nbytes[key])
         return [each for each in found if each is not None]
 
-    # Many keys at a time: with a hundred thousand small tensors, handing each to a thread would take longest.
-    size = max(1, min(512, len(keys) // (4 * threads)))
-    parts = [keys[start : start + size] for start in range(0, len(keys), size)]
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        return [found for part in pool.map(compare, parts) for found in part]
+    # All small tensors in one thread: several would mostly wait for each other. Large ones in whichever thread is free.
+    small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
+    parts = [small, *([key] for key in keys if nbytes[key] > _SMALL_BYTES)]
+    with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
+        found = {each.key: each for part in pool.map(compare, parts) for each in part}
+    return [found[key] for key in keys if key in found]
 
 
-def aligned(
-    first: Checkpoint, second: Checkpoint, key_prefix: str | None = None
-) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Both, with the same keys for the model also where those of one begin with a prefix, and what was done.
-
-    Without a prefix, it is found out where no key is in both.
-    """
-    if key_prefix is None and first.tensors.keys() == second.tensors.keys():
-        return first, second, []
-    models = [_model_keys(checkpoint) for checkpoint in (first, second)]
-    if key_prefix is None:
-        key_prefix = None if models[0] & models[1] else _prefix_of(*models) or _prefix_of(*reversed(models))
-        if key_prefix is None:
-            return first, second, []
-    elif key_prefix == "":
-        return first, second, []
-    in_a, in_b = (sum(f"{key_prefix}{key}" in others for key in keys) for others, keys in (models, reversed(models)))
-    if not in_a and not in_b:
+def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
+    """Return both, the model's keys of one side without what they begin with there, and not on the other side."""
+    sides = [first, second]
+    others = [sorted_out([*each.tensors, *each.objects], each.paths).others for each in sides]
+    models = [frozenset(each.tensors.keys() & found) for each, found in zip(sides, others, strict=True)]
+    counts = [sum(f"{key_prefix}{key}" in models[n] for key in models[1 - n]) for n in range(2)]
+    if not any(counts):
         raise CheckpointError(
             f"--key-prefix {key_prefix}: no key of one side is that and a key of the other; see the command inspect"
         )
-    note = f"keys of the model begin with {key_prefix!r} in {'A' if in_a > in_b else 'B'} alone, compared without"
-    one, model = (first, models[0]) if in_a > in_b else (second, models[1])
-    new = {key: key.removeprefix(key_prefix) if key in model else key for key in one.tensors}
-    if len(set(new.values())) < len(new):
-        raise CheckpointError(f"{one.path} would have two values of one name without {key_prefix!r}")
-    changed = dataclasses.replace(one, tensors={new[key]: tensor for key, tensor in one.tensors.items()})
-    return (changed, second, [note]) if in_a > in_b else (first, changed, [note])
-
-
-def _model_keys(checkpoint: Checkpoint) -> frozenset[str]:
-    names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
-    return frozenset(key for key in names.others if key in checkpoint.tensors)
-
-
-def _prefix_of(keys: Set[str], others: Set[str]) -> str | None:
-    """Find the prefix of most of ``others``, if it alone tells them from ``keys``."""
-    sample = min(keys, default=None)
-    found = [key.removesuffix(sample) for key in others if sample is not None and key.endswith(f".{sample}")]
-    counts = {prefix: sum(f"{prefix}{key}" in others for key in keys) for prefix in found}
-    best = max(counts, key=lambda prefix: counts[prefix], default=None)
-    return best if best is not None and 2 * counts[best] >= len(keys) else None
+    at = int(counts[1] > counts[0])
+    names = [key.removeprefix(key_prefix) if key in models[at] else key for key in sides[at].tensors]
+    if len({*names}) < len(names):
+        raise CheckpointError(f"{sides[at].path} would have two values of one name without {key_prefix!r}")
+    tensors = dict(zip(names, sides[at].tensors.values(), strict=True))
+    sides[at] = dataclasses.replace(sides[at], tensors=tensors)
+    return sides[0], sides[1]
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
@@ -130,19 +105,12 @@ def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
-def bytes_to_compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str]) -> int:
-    """Return the total of bytes that ``advance`` will be told."""
-    return sum(_bytes_of(first, key) + _bytes_of(second, key) for key in keys)
-
-
-def _bytes_of(checkpoint: Checkpoint, key: str) -> int:
-    return checkpoint.tensors[key].nbytes if key in checkpoint.tensors else 0
-
-
 class _Sides:
     """Both checkpoints, whose keys are compared one by one; ``memory_bytes`` are for one key."""
 
-    def __init__(self, first: Checkpoint, second: Checkpoint, tolerance: Tolerance, memory_bytes: int) -> None:
+    def __init__(
+        self, first: Checkpoint, second: Checkpoint, tolerance: tuple[float, float], memory_bytes: int
+    ) -> None:
         self._both = first, second
         self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in self._both)
         self._tolerance = tolerance
@@ -162,9 +130,6 @@ class _Sides:
             return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
         if a.dtype != b.dtype:
             return Difference(key, "dtype", f"{dtype_name(a.dtype)} in A, {dtype_name(b.dtype)} in B")
-        return self._of_tensors(key, a, b)
-
-    def _of_tensors(self, key: str, a: StoredTensor, b: StoredTensor) -> Difference | None:
         readers = self._readers
         if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
             if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):

@@ -1,92 +1,61 @@
-"""Summarize a checkpoint from its metadata: keys, groups and files, as plain data and as tables."""
+"""Summarize a checkpoint from its metadata: keys, groups and files, as JSON and as tables."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..core.tables import Table
-from ..core.text import counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order
+from ..core.text import Table, counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order
 from ..fuse.names import KINDS
 from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
-class KeyRow(NamedTuple):
-    """One key. Objects have neither shape nor dtype, and their bytes are those of the file."""
+def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str, Any]:
+    """Return totals, and entries of the keys that match any of ``patterns`` (``*.weight``); of all without any.
 
-    key: str
-    group: str
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    chunks: int
-    nbytes: int
-
-
-class GroupRow(NamedTuple):
-    """Keys that belong together: ``model``, ``optim exp_avg``."""
-
-    group: str
-    keys: int
-    chunks: int
-    nbytes: int
-
-
-class FileRow(NamedTuple):
-    """One file, and what of the selected keys is in it."""
-
-    file: str
-    rank: int | None
-    items: int
-    stored_bytes: int
-
-
-class Summary(NamedTuple):
-    """Totals and entries of the selected keys; ``problems`` are those of the metadata."""
-
-    path: str
-    version: str | None
-    nbytes: int
-    problems: int
-    notes: tuple[str, ...]
-    groups: tuple[GroupRow, ...]
-    keys: tuple[KeyRow, ...]
-    files: tuple[FileRow, ...]
-
-
-def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Summary:
-    """Rows for the keys that match any of ``patterns`` (as in a shell: ``*.weight``); for all keys without any."""
-    rows = [
-        _row_of(checkpoint, key)
+    Objects have neither shape nor dtype, and their bytes are those of the file. ``problems`` are those of the metadata.
+    """
+    keys = [
+        _entry_of(checkpoint, key)
         for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order)
         if not patterns or is_excluded(key, patterns)
     ]
-    groups: dict[str, list[KeyRow]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    selected, files = {row.key for row in rows}, []
-    for file, entries in checkpoint.items_by_file().items():
-        lengths = [item.length_bytes for key, item in entries if key in selected]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in keys:
+        groups.setdefault(entry["group"], []).append(entry)
+    selected, files = {entry["key"] for entry in keys}, []
+    for file, items in checkpoint.items_by_file().items():
+        lengths = [item.length_bytes for key, item in items if key in selected]
         if lengths:
-            files.append(FileRow(file, rank_of(file), len(lengths), sum(lengths)))
-    return Summary(
-        path=checkpoint.path,
-        version=checkpoint.version,
-        nbytes=sum(row.nbytes for row in rows),
-        problems=len(checkpoint.problems),
-        notes=checkpoint.notes,
-        groups=tuple(
-            GroupRow(group, len(own), sum(row.chunks for row in own), sum(row.nbytes for row in own))
-            for group, own in sorted(groups.items(), key=lambda entry: natural_order(entry[0]))
-        ),
-        keys=tuple(rows),
-        files=tuple(files),
-    )
+            files.append({"file": file, "rank": rank_of(file), "items": len(lengths), "stored_bytes": sum(lengths)})
+    return {
+        "path": checkpoint.path,
+        "version": checkpoint.version,
+        "nbytes": sum(entry["nbytes"] for entry in keys),
+        "problems": len(checkpoint.problems),
+        "notes": [*checkpoint.notes],
+        "groups": [
+            {
+                "group": group,
+                "keys": len(groups[group]),
+                **{name: sum(entry[name] for entry in groups[group]) for name in ("chunks", "nbytes")},
+            }
+            for group in sorted(groups, key=natural_order)
+        ],
+        "keys": keys,
+        "files": files,
+    }
 
 
-def _row_of(checkpoint: Checkpoint, key: str) -> KeyRow:
+def _entry_of(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
     group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
-    if tensor is None:
-        return KeyRow(key, group, None, None, 1, checkpoint.objects[key].length_bytes)
-    return KeyRow(key, group, tensor.shape, dtype_name(tensor.dtype), len(tensor.chunks), tensor.nbytes)
+    return {
+        "key": key,
+        "group": group,
+        "shape": tensor and tensor.shape,
+        "dtype": tensor and dtype_name(tensor.dtype),
+        "chunks": len(tensor.chunks) if tensor else 1,
+        "nbytes": tensor.nbytes if tensor else checkpoint.objects[key].length_bytes,
+    }
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
@@ -107,37 +76,24 @@ def rank_of(file: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def as_json(summary: Summary) -> Mapping[str, Any]:
-    """Return everything for JSON, with sizes in bytes."""
-    rows = {name: [row._asdict() for row in getattr(summary, name)] for name in ("groups", "keys", "files")}
-    return {**summary._asdict(), "notes": list(summary.notes), **rows}
-
-
-def headline(summary: Summary) -> str:
+def headline(summary: dict[str, Any]) -> str:
     """Say in a line how much there is."""
-    tensors = sum(row.shape is not None for row in summary.keys)
-    counts = f"{counted(tensors, 'tensor')}, {counted(len(summary.keys) - tensors, 'object')}"
-    return f"{summary.path}: {counts} in {counted(len(summary.files), 'file')}, {human_bytes(summary.nbytes)}"
+    tensors = sum(entry["shape"] is not None for entry in summary["keys"])
+    counts = f"{counted(tensors, 'tensor')}, {counted(len(summary['keys']) - tensors, 'object')}"
+    return f"{summary['path']}: {counts} in {counted(len(summary['files']), 'file')}, {human_bytes(summary['nbytes'])}"
 
 
-def as_tables(summary: Summary, *, keys: bool = True, files: bool = False) -> Iterator[Table]:
-    """Yield a table of the groups, and on request of every key and every file."""
+def as_tables(summary: dict[str, Any]) -> Iterator[Table]:
+    """Yield a table of the groups, and one of the keys."""
     table = Table("group", numbers=("keys", "chunks", "size"))
-    for group in summary.groups:
-        table.add_row(group.group, f"{group.keys:,}", f"{group.chunks:,}", human_bytes(group.nbytes))
+    for group in summary["groups"]:
+        table.add_row(group["group"], f"{group['keys']:,}", f"{group['chunks']:,}", human_bytes(group["nbytes"]))
     yield table
-    if keys:
-        table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
-        for row in summary.keys:
-            shape = "object" if row.shape is None else human_shape(row.shape)
-            table.add_row(row.key, shape, row.dtype or "", f"{row.chunks:,}", human_bytes(row.nbytes))
-        yield table
-    if files:
-        table = Table("file", numbers=("rank", "items", "size"))
-        for file in summary.files:
-            rank = "" if file.rank is None else str(file.rank)
-            table.add_row(file.file, rank, f"{file.items:,}", human_bytes(file.stored_bytes))
-        yield table
+    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
+    for entry in summary["keys"]:
+        shape = "object" if entry["shape"] is None else human_shape(entry["shape"])
+        table.add_row(entry["key"], shape, entry["dtype"] or "", f"{entry['chunks']:,}", human_bytes(entry["nbytes"]))
+    yield table
 
 
 def chunk_table(tensor: StoredTensor) -> Table:

@@ -4,16 +4,18 @@
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
-               ──check_data───────▶ data that are not those that were written
+               ──check_items──────▶ data that are not those that were written
 
 Files are looked at in parallel.
 """
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -21,15 +23,19 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_ITEM_BYTES, counted, thread_bytes
+from ..core.text import CheckpointError, counted
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE
-from ..stored.reading import open_checkpoint
+from ..stored.safetensors_folder import open_checkpoint
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Called with what is done and its size in bytes; gives a context whose function is told of what is done."""
+
+UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None)  # noqa: E731
 
 _BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
 _COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
@@ -60,8 +66,19 @@ def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4)
     checkpoint = open_checkpoint(path)
     problems, files = check_structure(checkpoint, threads)
     if data:
-        problems += check_data(checkpoint, files.sound, threads)
+        problems += check_items(checkpoint, files.sound, threads, data=True)
     return list(dict.fromkeys(problems))
+
+
+def check_whole(checkpoint: Checkpoint, threads: int) -> None:
+    """Check that nothing of the checkpoint is missing or inconsistent."""
+    problems, _ = check_structure(checkpoint, threads)
+    if problems:
+        first, more = problems[0], len(problems) - 1
+        also = f", and {more:,} more problems" if more else ""
+        raise CheckpointError(
+            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
+        )
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
@@ -155,27 +172,35 @@ def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointPro
             )
 
 
-def check_items(checkpoint: Checkpoint, files: Sequence[str], threads: int = 4) -> list[CheckpointProblem]:
-    """Check that every item of these files is from ``torch.save``, with the right shape and dtype."""
-    reader = ItemReader(checkpoint)
+def check_items(
+    checkpoint: Checkpoint,
+    files: Sequence[str],
+    threads: int = 4,
+    *,
+    data: bool = False,
+    progress: Progress = UNSEEN,
+) -> list[CheckpointProblem]:
+    """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
+    reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
     def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
-        layout = reader.check(item)
+        advance(item.length_bytes)
+        layout = reader.check(item, data=data)
         if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
             expected = checkpoint.tensors[key].dtype
             yield CheckpointProblem(key, f"is stored as {layout.dtype} in {item.file}, and not as {expected}")
 
-    return _in_parallel(checkpoint, check, files, threads)
+    with progress("data", sum(item.length_bytes for file in files for _, item in by_file[file])) as advance:
+        return _in_parallel(by_file, check, files, threads)
 
 
 def _in_parallel(
-    checkpoint: Checkpoint,
+    by_file: Mapping[str, Sequence[Entry]],
     check: Callable[[str, Stored], Iterable[CheckpointProblem]],
     files: Sequence[str],
     threads: int,
 ) -> list[CheckpointProblem]:
     """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
-    by_file = checkpoint.items_by_file()
 
     def check_file(file: str) -> list[CheckpointProblem]:
         problems: list[CheckpointProblem] = []
@@ -216,48 +241,19 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
-    whys = [
-        "safetensors have no checksums",
-        "they were written through an extension of DCP",
-        "torch.serialization.set_crc32_options(False) was in force",
+    items = [item for _, item in checkpoint.items()]
+    bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
+    without = sum(
+        opened is not None and not opened.has_crcs for opened in (checkpoint.opened.get(item.place) for item in items)
+    )
+    return [
+        f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
+        for count, why in (
+            (bare, "safetensors have no checksums"),
+            (without, "torch.serialization.set_crc32_options(False) was in force"),
+        )
+        if count
     ]
-    counts = [0, 0, 0]
-    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
-        opened = checkpoint.opened.get(item.place)
-        if isinstance(item, StoredChunk) and item.bare_dtype is not None:
-            counts[0] += 1
-        elif item.transforms:
-            counts[1] += 1
-        elif opened is not None and not opened.has_crcs:
-            counts[2] += 1
-    what = "cannot be compared with checksums"
-    found = zip(counts, whys, strict=True)
-    return [f"the data of {counted(count, 'item')} {what}: {why}" for count, why in found if count]
-
-
-def data_bytes(checkpoint: Checkpoint, files: Sequence[str]) -> int:
-    """Return the bytes that :func:`check_data` reads."""
-    by_file = checkpoint.items_by_file()
-    return sum(item.length_bytes for file in files for _, item in by_file[file])
-
-
-def check_data(
-    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, advance: Advance = lambda done: None
-) -> list[CheckpointProblem]:
-    """Compare all data in these files with their CRC-32."""
-    reader = ItemReader(checkpoint)
-
-    def check(_key: str, item: Stored) -> Iterable[CheckpointProblem]:
-        advance(item.length_bytes)
-        reader.check_data(item)
-        return ()
-
-    return _in_parallel(checkpoint, check, files, threads)
-
-
-def finite_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes that :func:`check_finite` reads."""
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values() if may_be_infinite(tensor.dtype))
 
 
 def check_finite(
@@ -265,35 +261,35 @@ def check_finite(
     files: Sequence[str],
     threads: int = 4,
     max_memory_bytes: int = 2 << 30,
-    advance: Advance = lambda done: None,
+    progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
-    memory_bytes = thread_bytes(max_memory_bytes, threads, 2 * MAX_ITEM_BYTES)
+    memory_bytes = max_memory_bytes // threads
     block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
     reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
 
     def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
         dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else torch.bool
-        if not isinstance(item, StoredChunk) or not may_be_infinite(dtype) or not item.numel:
+        if not isinstance(item, StoredChunk) or not _may_be_infinite(dtype) or not item.numel:
             return
         bad = 0
         for block in reader.bits(item, dtype).split(block_bytes // dtype.itemsize):
-            bad += count_not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
+            bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
         if bad:
             at = f"in its chunk at {item.offsets} in {item.file}"
             yield CheckpointProblem(key, f"{bad:,} of {item.numel:,} values are not finite, {at}")
 
-    return _in_parallel(checkpoint, check, files, threads)
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if _may_be_infinite(tensor.dtype))
+    with progress("finite values", total) as advance:
+        return _in_parallel(checkpoint.items_by_file(), check, files, threads)
 
 
-def may_be_infinite(dtype: torch.dtype) -> bool:
-    """Tell whether the dtype has infinities or NaN."""
+def _may_be_infinite(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
 
 
-def count_not_finite(values: Tensor) -> int:
-    """Count the values of a 1-D tensor that are infinite or NaN."""
+def _not_finite(values: Tensor) -> int:
     if values.numel() and values.itemsize > 1:
         # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
         extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)

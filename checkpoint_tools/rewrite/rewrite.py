@@ -16,29 +16,22 @@ import itertools
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from ..core.errors import CheckpointError
-from ..core.tables import Table
-from ..core.text import counted, dtype_name, human_bytes, human_shape
-from ..fuse.files import find_exchange
-from ..fuse.request import RECORD_FILE, Request, Split, read_record, record_bytes
+from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape
+from ..fuse.files import RECORD_FILE, Request, Split, find_exchange, read_record, record_bytes
 from ..fuse.rules import Way
 from ..integrity.seal import seal
-from ..look.verify import check_structure, notes_on_checksums
+from ..look.verify import check_whole, notes_on_checksums
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, is_zip_end
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE, open_dcp
 from ..stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_small, write_file
 from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, partial_of, save, written
+from .save import appearing, save, written
 
-_ROUND_NOTES = 3
 _NAMES_IN_NOTES = 8
 
 MAX_BYTES = 256 << 20
@@ -61,10 +54,10 @@ _DATA = re.compile(
 
 
 class Sidecars(NamedTuple):
-    """Files beside the data, by their names in the folder: those that are copied, and those that are left."""
+    """Files beside the data that are copied, by their names in the folder, and notes on these and on all others."""
 
     files: tuple[str, ...]
-    left: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
@@ -74,26 +67,9 @@ def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
     return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
 
 
-def check_whole(checkpoint: Checkpoint, threads: int) -> None:
-    """Check that nothing of the checkpoint is missing or inconsistent."""
-    problems, _ = check_structure(checkpoint, threads)
-    if problems:
-        first, more = problems[0], len(problems) - 1
-        also = f", and {more:,} more problems" if more else ""
-        raise CheckpointError(
-            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
-        )
-
-
 def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
     """Note which files beside the data are copied and which are not, and what has no checksum to be compared with."""
-    more = len(sidecars.files) - _NAMES_IN_NOTES
-    names = ", ".join(sidecars.files[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
-    notes = [f"copied as {'it is' if len(sidecars.files) == 1 else 'they are'}: {names}"] if names else []
-    notes += [f"{name} does not belong to the checkpoint, and is not copied" for name in sidecars.left[:_ROUND_NOTES]]
-    if len(sidecars.left) > _ROUND_NOTES:
-        notes.append(f"{len(sidecars.left) - _ROUND_NOTES} more files and folders do not belong to it either")
-    return [*notes, *checkpoint.notes, *notes_on_checksums(checkpoint)]
+    return [*sidecars.notes, *checkpoint.notes, *notes_on_checksums(checkpoint)]
 
 
 def plan(checkpoint: Checkpoint, sidecars: Sidecars, way: Way, asked: Request) -> Rewrite:
@@ -102,10 +78,11 @@ def plan(checkpoint: Checkpoint, sidecars: Sidecars, way: Way, asked: Request) -
     new = plan_rewrite(checkpoint, exchange)
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
-    size = f"{human_bytes(_fused_bytes(new))} of {human_bytes(new.nbytes)}"
+    nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
+    size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     return new._replace(
         notes=(*asked.notes, *notes_on(checkpoint, sidecars)),
-        sidecars=sidecars.files,
+        beside=dict.fromkeys(sidecars.files),
         headline=f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}",
     )
 
@@ -117,43 +94,35 @@ def with_record(rewrite: Rewrite, way: Way, asked: Request) -> Rewrite:
         splits.append(Split(tuple(asked.rules), asked.values, matched))
     else:
         splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
-    copied = tuple(file for file in rewrite.sidecars if file != RECORD_FILE)
-    return rewrite._replace(sidecars=copied, beside={RECORD_FILE: record_bytes(splits)} if splits else {})
+    beside = {file: content for file, content in rewrite.beside.items() if file != RECORD_FILE}
+    return rewrite._replace(beside={**beside, RECORD_FILE: record_bytes(splits)} if splits else beside)
 
 
 def check_destination(source: str, destination: str) -> None:
     """Refuse a destination that is there, or is in the source, or the other way round."""
-    if not destination.strip():
-        raise CheckpointError("DST is empty; give the name of a new folder, or a URL")
-    old, new, path = _local_path(source), _local_path(destination), Path(destination)
-    is_inside = old is not None and new is not None and (new == old or old in new.parents)
-    contains = old is not None and new is not None and new in old.parents
-    taken = f"{destination} exists; give a name that is not taken, or remove it first"
+    old, new, path = _place(source), _place(destination), Path(destination)
+    is_there, has_no_parent = os.path.lexists(path), not path.parent.is_dir()
     if "://" in destination:
-        ends = [each.rstrip("/") + "/" for each in (source, destination)]
-        if is_inside or contains or ends[0].startswith(ends[1]) or ends[1].startswith(ends[0]):
-            raise CheckpointError(f"{destination} and {source} lie inside of each other; choose another place")
         remote = RemoteFolder(destination)
         remote.fs.invalidate_cache()
-        if remote.fs.exists(remote.root) and remote.files():
-            raise CheckpointError(taken)
-        return
-    holds_partial = old is not None and new is not None and new.name and partial_of(new) in (old, *old.parents)
+        is_there, has_no_parent = remote.fs.exists(remote.root) and bool(remote.files()), False
     for is_wrong, text in (
-        (os.path.lexists(path), taken),
+        (not destination.strip(), "DST is empty; give the name of a new folder, or a URL"),
+        (is_there, f"{destination} exists; give a name that is not taken, or remove it first"),
         (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),
-        (not path.parent.is_dir(), f"{path.parent} is not a folder; make it first, or choose another place"),
-        (is_inside, f"{destination} lies inside of {source}; choose a place outside of it"),
-        (contains or holds_partial, f"{source} lies inside of {destination}; choose another place"),
+        (has_no_parent, f"{path.parent} is not a folder; make it first, or choose another place"),
+        (new.startswith(old), f"{destination} lies inside of {source}; choose a place outside of it"),
+        (old.startswith((new, f"{new[:-1]}.partial/")), f"{source} lies inside of {destination}; choose another place"),
     ):
         if is_wrong:
             raise CheckpointError(text)
 
 
-def _local_path(path: str) -> Path | None:
+def _place(path: str) -> str:
+    """Return what all paths inside of this one begin with."""
     if path.startswith(("file://", "local://")):
         path = path.partition("://")[2]
-    return None if "://" in path else Path(path).resolve()
+    return os.path.join(path if "://" in path else Path(path).resolve(), "")
 
 
 def write(
@@ -175,14 +144,11 @@ def write(
     threads = max(min(threads, max_memory_bytes // each_bytes), 1)
     files = checkpoint.items_by_file()
     stamps = [checkpoint.folder.stamp(file) for file in files]
-    with appearing(destination, rewrite.nbytes) as folder:
+    with appearing(destination) as folder:
         try:
             save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
-            for file in rewrite.sidecars:
-                if file not in rewrite.beside:
-                    write_file(folder / file, read_sidecar(checkpoint.folder, file))
             for file, content in rewrite.beside.items():
-                write_file(folder / file, content)
+                write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         except (OSError, RuntimeError) as error:
             raise written(error) from error
         if not rewrite.heads and (folder / METADATA_FILE).exists():
@@ -193,49 +159,15 @@ def write(
             )
 
 
-def as_json(rewrite: Rewrite, way: Way) -> dict[str, Any]:
-    """Return the plan for JSON, with sizes in bytes."""
-    counts = _chunk_counts(rewrite)
-    fusions = [
-        {
-            "fused": fusion.fused,
-            "shape": fusion.shape,
-            "dtype": dtype_name(fusion.dtype),
-            "dim": fusion.dim,
-            "chunks": counts.get(fusion.fused),
-            "parts": [{"key": key, "shape": shape, "chunks": counts.get(key)} for key, shape in fusion.part_shapes()],
-        }
-        for fusion in rewrite.exchange.fusions
-    ]
-    return {
-        "way": way,
-        "fusions": fusions,
-        "copies": {key: list(new) for key, new in rewrite.exchange.copies.items()},
-        "rewritten": sorted(rewrite.exchange.objects),
-        "files": rewrite.file_bytes(),
-        "nbytes": rewrite.nbytes,
-        "fused_bytes": _fused_bytes(rewrite),
-    }
-
-
 def as_table(rewrite: Rewrite) -> Table:
     """Return a table with a row for each fused tensor and each of its parts."""
-    table = Table("fused tensor", "parts", "shape", "dtype", numbers=("new chunks",))
-    counts = {key: f"{count:,}" for key, count in _chunk_counts(rewrite).items()}
+    table = Table("fused tensor", "parts", "shape", "dtype")
     for fusion in rewrite.exchange.fusions:
         dtype = dtype_name(fusion.dtype)
-        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype, counts.get(fusion.fused, ""))
+        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype)
         for key, shape in fusion.part_shapes():
-            table.add_row("", key, human_shape(shape), dtype, counts.get(key, ""))
+            table.add_row("", key, human_shape(shape), dtype)
     return table
-
-
-def _chunk_counts(rewrite: Rewrite) -> Counter[str]:
-    return Counter(piece.key for pieces in rewrite.files.values() for piece in pieces if piece.region is not None)
-
-
-def _fused_bytes(rewrite: Rewrite) -> int:
-    return sum(torch.Size(fusion.shape).numel() * fusion.dtype.itemsize for fusion in rewrite.exchange.fusions)
 
 
 # Files beside the data ----------------------------------------------------------------------------------------------
@@ -250,20 +182,26 @@ def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
     for name in folder.files():
         if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
             continue
-        is_data = _DATA.fullmatch(name.removesuffix("/"))
-        inside = [] if is_data else list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
-        if any(_DATA.fullmatch(file.rpartition("/")[2]) for file in inside):
-            inside = []  # a folder goes as a whole, or not at all
+        inside = list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
         try:
             nbytes: float = sum(map(folder.size_bytes, inside))
         except OSError:
             nbytes = math.inf
-        if inside and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
+        has_data = any(_DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
+        # A folder goes as a whole, or not at all.
+        if inside and not has_data and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
             files += inside
             room_bytes -= nbytes
         else:
             left.append(name)
-    return Sidecars(tuple(files), tuple(left))
+    notes = [f"copied: {_some(files)}"] if files else []
+    notes += [f"not copied, as not of the checkpoint: {_some(left)}"] if left else []
+    return Sidecars(tuple(files), tuple(notes))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_NOTES
+    return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:

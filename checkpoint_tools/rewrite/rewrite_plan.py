@@ -27,7 +27,6 @@ from torch import Tensor
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.errors import CheckpointError
 from ..core.regions import (
     Placed,
     TensorRegion,
@@ -39,6 +38,7 @@ from ..core.regions import (
     replaced,
     stretches,
 )
+from ..core.text import CheckpointError
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
 from ..stored.checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
@@ -70,8 +70,7 @@ class Rewrite(NamedTuple):
         exchange: the plan that this one follows, if any.
         heads: bytes at the start of files, for those of safetensors.
         notes: what people should know.
-        sidecars: files beside the data that are copied, by name.
-        beside: new files beside the data.
+        beside: files beside the data, with their new content; None, to copy the old one.
         headline: says in a line what is written.
     """
 
@@ -83,8 +82,7 @@ class Rewrite(NamedTuple):
     exchange: Exchange = Exchange()
     heads: Mapping[str, bytes] = {}
     notes: tuple[str, ...] = ()
-    sidecars: tuple[str, ...] = ()
-    beside: Mapping[str, bytes] = {}
+    beside: Mapping[str, bytes | None] = {}
     headline: str = ""
 
     @property
@@ -114,17 +112,11 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     merged = {part: fusion for fusion in exchange.fusions if fusion.fused not in fused for part in fusion.parts}
     for fusion in exchange.fusions:
         is_split = fusion.fused in fused
-        like = checkpoint.tensors[fusion.fused if is_split else fusion.parts[0]].properties
         for key, shape in fusion.part_shapes() if is_split else [(fusion.fused, fusion.shape)]:
-            new.tensors[key] = StoredTensor(key, shape, fusion.dtype, (), like)
+            new.tensors[key] = StoredTensor(key, shape, fusion.dtype, ())
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
             content = exchange.objects.get(key)
-            if item.transforms and content is None and exchange.copies.get(key) != ():
-                raise CheckpointError(
-                    f"{key} was written through {', '.join(item.transforms)}, which these tools do not undo; load "
-                    "the checkpoint with DCP and save it without"
-                )
             if content is not None:
                 new.add(file, Piece(key, None, len(content), given(content)))
             elif key not in fused and key not in merged:
@@ -173,12 +165,10 @@ class _NewFiles:
             writer = _writer_of(source.file)
             files.setdefault(writer, source.file)
             for region, first in _rectangles(fusion, source):
-                for part, chunk in pieces_of(fusion, region):
+                for part, chunk in _pieces_of(fusion, region):
                     key = fusion.parts[part]
                     has[key].add(writer)
-                    for small in stretches(
-                        TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // fusion.dtype.itemsize
-                    ):
+                    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), _largest_numel(fusion.dtype)):
                         moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
                         start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
                         cut = Chunk(*small, start, chunk.local_strides)
@@ -195,11 +185,11 @@ class _NewFiles:
 
     def add_merged(self, fusion: Fusion) -> None:
         chunks = [self.checkpoint.tensors[part].chunks for part in fusion.parts]
-        sources = tuple(map(Index, chunks))
+        sources = tuple(map(_Index, chunks))
         for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
-            for region in regions:
-                for piece in gathered(fusion, region, sources):
-                    self.add(file, piece)
+            for small in (small for region in regions for small in stretches(region, _largest_numel(fusion.dtype))):
+                read = functools.partial(_gathered, fusion, small, sources)
+                self.add(file, Piece(fusion.fused, small, small.numel * fusion.dtype.itemsize, read))
 
 
 def _writer_of(file: str) -> int | str:
@@ -218,7 +208,7 @@ def _rectangles(fusion: Fusion, source: StoredChunk) -> Iterator[tuple[TensorReg
         yield TensorRegion(chunk.offsets, chunk.sizes), chunk.local_start
 
 
-class Index:
+class _Index:
     """Chunks to look up by what they have in common with a rectangle: fast where dimension 0 is divided."""
 
     def __init__(self, chunks: Iterable[StoredChunk]) -> None:
@@ -235,7 +225,7 @@ class Index:
         return [each for each in self._chunks[first:last] if common(each, region) is not None]
 
 
-def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
+def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
     """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
     chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
     if not fusion.shape:  # a single element, and no dimension that parts would lie along
@@ -246,16 +236,6 @@ def pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk
         for piece in part_chunks(shard, fusion.dim, comb).chunks:
             if piece.numel:
                 yield part, piece
-
-
-def gathered(
-    fusion: Fusion, region: TensorRegion, sources: Sequence[Index], cast: torch.dtype | None = None
-) -> Iterator[Piece]:
-    """Yield a rectangle of a fused tensor in pieces that are put together from the chunks of its parts."""
-    dtype = cast or fusion.dtype
-    for small in stretches(region, LARGEST_PIECE_BYTES // fusion.dtype.itemsize):
-        read = functools.partial(_gathered, fusion, small, sources, dtype)
-        yield Piece(fusion.fused, small, small.numel * dtype.itemsize, read)
 
 
 def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
@@ -284,7 +264,7 @@ def given(content: bytes | Tensor) -> Read:
 
 
 def _object(item: StoredObject, reader: ItemReader) -> memoryview:
-    reader.check_data(item)
+    reader.check(item, data=True)
     return reader.view(item)
 
 
@@ -298,15 +278,17 @@ def _carved(dtype: torch.dtype, source: StoredChunk, part: Chunk, reader: ItemRe
     return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
 
-def _gathered(
-    fusion: Fusion, region: TensorRegion, sources: Sequence[Index], dtype: torch.dtype, reader: ItemReader
-) -> Tensor:
+def _largest_numel(dtype: torch.dtype) -> int:
+    return LARGEST_PIECE_BYTES // dtype.itemsize
+
+
+def _gathered(fusion: Fusion, region: TensorRegion, sources: Sequence[_Index], reader: ItemReader) -> Tensor:
     whole = torch.empty(*region.sizes, fusion.dtype.itemsize, dtype=torch.uint8)
-    for part, piece in pieces_of(fusion, region) if region.numel else ():
+    for part, piece in _pieces_of(fusion, region) if region.numel else ():
         into = _view(whole.view(-1, fusion.dtype.itemsize), piece)
         for source in sources[part].overlapping(piece):
             reader.paste(source, fusion.dtype, TensorRegion(piece.offsets, piece.sizes), into)
-    return typed(whole, fusion.dtype).to(dtype)
+    return typed(whole, fusion.dtype)
 
 
 def _view(bits: Tensor, chunk: Chunk) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from ..core.text import natural_order
 from .storage import Folder
@@ -26,8 +25,6 @@ class StoredChunk(NamedTuple):
     file: str
     offset_bytes: int
     length_bytes: int
-    transforms: tuple[str, ...] = ()
-    """Transforms of the byte range (``stream.zstd/1``), if any."""
     bare_dtype: torch.dtype | None = None
 
     @property
@@ -42,13 +39,12 @@ class StoredChunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor; its chunks are in the order of their offsets. ``properties``: as DCP's metadata have them."""
+    """A tensor; its chunks are in the order of their offsets."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[StoredChunk, ...]
-    properties: TensorProperties = TensorProperties()
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +62,6 @@ class StoredObject(NamedTuple):
     file: str
     offset_bytes: int
     length_bytes: int
-    transforms: tuple[str, ...] = ()
     content: bytes | None = None
 
     @property

@@ -3,7 +3,7 @@
 The zip file that ``torch.save`` makes has a small pickle that says what the tensor is, and the memory of the tensor,
 uncompressed. Mostly that memory is the elements in row-major order: those are looked at where they are, in the mapped
 file, and compared with their CRC-32 before anybody gets them. Items begin wherever the last one ended, so elements are
-not aligned, and are handled as bytes. What is stored otherwise (strided, compressed, of another byte order) is read by
+not aligned, and are handled as bytes. What is stored otherwise (strided, of another byte order) is read by
 ``torch.load``.
 """
 
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.errors import CheckpointError
 from ..core.regions import Placed, TensorRegion, common
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -37,7 +36,6 @@ crc32: Callable[..., int] = _crc32
 """The CRC-32 of bytes, after that of those before: as ``zlib.crc32``."""
 
 _SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
-_MAX_INFLATED_BYTES = 256 << 20  # of an item; torch.save does not compress
 _PICKLE = "data.pkl"
 _KNOWN_HEADS = 1024
 
@@ -78,7 +76,6 @@ class _Record(NamedTuple):
     info: zipfile.ZipInfo
     start: int
     stop: int
-    is_stored: bool
 
 
 class Archive:
@@ -89,8 +86,8 @@ class Archive:
         if not is_zip_end(view):
             raise DamagedError("its end is not that of a zip file")
         try:
-            self._zip = zipfile.ZipFile(cast(Any, _View(view)))
-            infos = sorted(self._zip.infolist(), key=lambda info: info.header_offset)
+            infos = zipfile.ZipFile(cast(Any, _View(view))).infolist()
+            infos.sort(key=lambda info: info.header_offset)
             if not infos or infos[0].header_offset:
                 raise DamagedError("its records are not where its directory says")
             prefix = infos[0].orig_filename.partition("/")[0] + "/"
@@ -101,9 +98,6 @@ class Archive:
             raise DamagedError(f"it is no zip file: {shortened(str(error))}") from error
         if len(self.records) < len(infos) or _PICKLE not in self.records:
             raise DamagedError(f"it has two records of one name, or no {_PICKLE}")
-        inflated = sum(record.info.file_size for record in self.records.values() if not record.is_stored)
-        if inflated > _MAX_INFLATED_BYTES:
-            raise DamagedError(f"it would be inflated to {inflated:,} bytes; torch.save compresses nothing")
         # torch.serialization.set_crc32_options(False) leaves zeros.
         self.has_crcs = any(record.info.CRC for record in self.records.values())
 
@@ -115,19 +109,16 @@ class Archive:
         if not name.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != name.encode():
             raise DamagedError(f"the header of its record {name} and its directory say two things")
         start = at + 30 + name_bytes + extra_bytes
-        stop, is_stored = start + info.compress_size, info.compress_type == zipfile.ZIP_STORED
-        if not (is_stored or info.compress_type == zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
-            raise DamagedError(f"its record {name} is compressed or encrypted in an unknown way")
-        if stop > len(self._view) or (is_stored and stop - start != info.file_size):
+        stop = start + info.file_size
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise DamagedError(f"its record {name} is compressed or encrypted, and torch.save does neither")
+        if stop > len(self._view) or info.compress_size != info.file_size:
             raise DamagedError(f"its record {name} is cut short")
-        return _Record(name.removeprefix(prefix), info, start, stop, is_stored)
+        return _Record(name.removeprefix(prefix), info, start, stop)
 
-    def read(self, record: _Record) -> bytes | memoryview:
+    def read(self, record: _Record) -> memoryview:
         """Return a record's content, compared with its CRC-32."""
-        try:
-            content = self._view[record.start : record.stop] if record.is_stored else self._zip.read(record.info)
-        except Exception as error:  # what cannot be inflated can raise anything
-            raise DamagedError(f"its record {record.name} cannot be inflated: {error}") from error
+        content = self._view[record.start : record.stop]
         if self.has_crcs and crc32(content) != record.info.CRC:
             text = f"the content of its record {record.name} has another CRC-32: its bytes have changed"
             raise DamagedError(text)
@@ -250,7 +241,7 @@ def _layout_in(archive: Archive) -> Layout | None:
         raise DamagedError(f"its record {record.name} has {sizes}")
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
-    if not tensor.is_row_major or not record.is_stored or not is_ours:
+    if not tensor.is_row_major or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
     first = tensor.offset * tensor.dtype.itemsize
     if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
@@ -262,7 +253,7 @@ def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
     archive = Archive(view)
     contents, at, around = [], 0, 0
     for record in archive.records.values():  # in the order of their bytes
-        if record.is_stored and archive.has_crcs and record.info.file_size > _SMALL_BYTES:
+        if archive.has_crcs and record.info.file_size > _SMALL_BYTES:
             contents.append((record.start, record.stop, record.info.CRC))
             around, at = crc32(view[at : record.start], around), record.stop
         else:
@@ -295,25 +286,20 @@ class ItemReader:
                 f"{self._file(item)} cannot be read: {text}; fetch it again, or use another checkpoint"
             ) from error
 
-    def check(self, item: Stored) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``; large contents are not read, objects not looked into.
+    def check(self, item: Stored, *, data: bool = False) -> Layout | None:
+        """Check that an item is a whole file of ``torch.save``, with ``data`` that large contents have their CRC-32.
 
         Returns the layout of a tensor; ``None`` where only ``torch.load`` knows.
         """
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             return Layout(item.bare_dtype, item.sizes, 0)
-        return None if item.transforms else self._opened(item, self.view(item)).layout
-
-    def check_data(self, item: Stored) -> None:
-        """Check an item as :meth:`check` does, and compare its large contents with their CRC-32."""
-        if not item.transforms and getattr(item, "bare_dtype", None) is None:
-            self._compared_layout(item, self.view(item))
+        view = self.view(item)
+        return self._compared_layout(item, view) if data else self._opened(item, view).layout
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
         numel, itemsize, view = chunk.numel, dtype.itemsize, self.view(chunk)
-        is_zip = chunk.bare_dtype is None and not chunk.transforms
-        layout = self._known_layout(chunk, dtype, view) if is_zip else self.check(chunk)
+        layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
@@ -325,6 +311,11 @@ class ItemReader:
 
     def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
         """Read the elements of a rectangle from all chunks that it meets."""
+        if len(tensor.chunks) == 1 and tensor.chunks[0][:2] == (region.offsets, region.sizes):
+            return typed(
+                self.bits(tensor.chunks[0], tensor.dtype).clone().view(*region.sizes, tensor.dtype.itemsize),
+                tensor.dtype,
+            )
         bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
         for chunk in tensor.chunks:
             self.paste(chunk, tensor.dtype, region, bits)
@@ -336,10 +327,6 @@ class ItemReader:
         if met is not None:
             found = self.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize)
             bits[_inside(met, region)].copy_(found[_inside(met, chunk)])
-
-    def read_chunk(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Read a whole chunk."""
-        return typed(self.bits(chunk, dtype).clone().view(*chunk.sizes, dtype.itemsize), dtype)
 
     def read_object(self, stored: StoredObject) -> Any:
         """Read an object that ``torch.load(weights_only=True)`` accepts."""
@@ -402,11 +389,6 @@ class ItemReader:
         return tensor.detach().resolve_conj().resolve_neg()
 
     def _load(self, item: Stored) -> Any:
-        if item.transforms:
-            raise CheckpointError(
-                f"an item in {self._file(item)} was written through {', '.join(item.transforms)}, which these tools do "
-                "not undo; load the checkpoint with DCP and save it without"
-            )
         view = self.view(item)
         try:
             return plain_load(Archive(view), cast(Any, _View(view)))

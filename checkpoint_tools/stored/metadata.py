@@ -24,10 +24,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -60,12 +58,12 @@ def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | Non
     try:
         expected = {"format": _FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
-            return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
+            raise ValueError
         found = json.loads(body)
         files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
         sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None, f"{MANIFEST_FILE} is damaged; remove it to go without"
+        return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
     content = read_content(folder)
     if (len(content), hashlib.sha256(content).hexdigest()) == sealed:
         return files, None
@@ -101,14 +99,6 @@ _NAMES: Mapping[str, Set[str]] = {
     "builtins": {"getattr"},
     "__builtin__": {"getattr"},
 }
-_ATTRIBUTES = {
-    "MetadataIndex": {"fqn", "offset", "index"},
-    "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
-    "TensorStorageMetadata": {"properties", "size", "chunks"},
-    "ChunkStorageMetadata": {"offsets", "sizes"},
-}
-"""Attributes that objects may have: torch would set any others, which its classes do not know."""
-
 _FLATTENED = (
     "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
     "distrib_optim_sharding_type='fully_reshardable'"
@@ -122,7 +112,7 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     folder, was_enabled = open_folder(path), gc.isenabled()
     gc.disable()  # it would visit millions of new objects that all stay
     try:
-        checkpoint = _Reading(_unpickled(folder)).checkpoint(folder)
+        checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     finally:
@@ -172,12 +162,9 @@ def _why_none(folder: Folder) -> str:
         return f"{folder.path} cannot be read: {error}"
     if any(name.startswith("__") and name.endswith(METADATA_FILE) for name in names):
         return (
-            f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False), which do not say "
-            "how they fit together; load it with as many ranks as wrote it, and save it again with use_collectives=True"
+            f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False); load it with as "
+            "many ranks as wrote it, and save it again with use_collectives=True"
         )
-    inside = [name for name in names if name.endswith("/") and folder.has(name + METADATA_FILE)]
-    if inside:
-        return f"{folder.path} is not a checkpoint itself; it contains {', '.join(inside[:3])}: give one of these"
     return (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
         "end"
@@ -194,14 +181,15 @@ def _damage(folder: Folder, what: str) -> CheckpointError:
 _Where = tuple[str, tuple[int, ...] | None]
 """The key of an item, and the offsets of a chunk."""
 
-_Place = tuple[str, int, int, tuple[str, ...]]
-"""File, offset, length, transforms."""
+_Place = tuple[str, int, int]
+"""File, offset, length."""
 
 
 class _Reading:
     """Reads the records, noting what does not fit."""
 
-    def __init__(self, metadata: PickledObject) -> None:
+    def __init__(self, path: str, metadata: PickledObject) -> None:
+        self.path = path
         self.metadata = metadata
         self.problems: list[CheckpointProblem] = []
         self.places: dict[_Where, _Place] = {}
@@ -247,15 +235,17 @@ class _Reading:
         self.problems.append(CheckpointProblem(key, text))
 
     def _place_item(self, index: dict[str, Any], info: dict[str, Any]) -> None:
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{self.path} was written through an extension of DCP (such as stream.zstd), which these tools do not "
+                "undo; load it with DCP, and save it without"
+            )
         offset, file = index.get("offset"), _text(info.get("relative_path"))
-        transforms = tuple(map(_text, _few(info.get("transform_descriptors") or ())))
-        place = file, _count(info.get("offset")), _count(info.get("length")), transforms
+        place = file, _count(info.get("offset")), _count(info.get("length"))
         where = _text(index.get("fqn")), None if offset is None else _counts(offset)
-        is_outside = leaves_the_folder(file)
-        if is_outside or not is_name(file):
+        if wrong := misnamed(file):
             self.used.add(where)  # said here, and nothing else about it
-            what = "outside of the checkpoint" if is_outside else "which no file is named"
-            self._note(where[0], f"its data would be in {shortened(file)!r}, {what}")
+            self._note(where[0], f"its data would be in {shortened(file)!r}, {wrong}")
         elif where in self.places:
             self._note(where[0], f"its data at {where[1]} are in two places")
         else:
@@ -265,7 +255,7 @@ class _Reading:
         shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        properties = _properties(_record(entry.get("properties"), "TensorProperties"))
+        dtype = _dtype(_record(entry.get("properties"), "TensorProperties"))
         if not isinstance(stored, list | tuple):
             raise TypeError("a tensor has no list of chunks")
         for found in stored:
@@ -275,7 +265,7 @@ class _Reading:
                 self._note(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
             elif (place := self._place(key, offsets)) is not None:
                 chunks.append(StoredChunk(offsets, sizes, *place))
-        return StoredTensor(key, shape, properties.dtype, tuple(sorted(chunks)), properties)
+        return StoredTensor(key, shape, dtype, tuple(sorted(chunks)))
 
     def _place(self, key: str, offsets: tuple[int, ...] | None) -> _Place | None:
         place = self.places.get((key, offsets))
@@ -297,10 +287,9 @@ def _record(value: object, name: str | None = None) -> PickledObject:
 
 
 def _state(value: object, name: str) -> dict[str, Any]:
-    """Return the attributes of an object of this class."""
-    state, known = _record(value, name).state or {}, _ATTRIBUTES[name]
-    if not isinstance(state, dict) or not state.keys() <= known:
-        raise TypeError(f"a {name} has other attributes than {', '.join(sorted(known))}")
+    state = _record(value, name).state or {}
+    if not isinstance(state, dict):
+        raise TypeError(f"a {name} has no attributes")
     return state
 
 
@@ -330,51 +319,23 @@ def _counts(values: object) -> tuple[int, ...]:
     return counts
 
 
-def _properties(record: PickledObject) -> TensorProperties:
-    """Make a tensor's properties, checked as torch does when it loads the metadata.
-
-    They are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it.
-    """
-    state = record.state
-    dtype = state[0] if isinstance(state, tuple) and state else record.get("dtype")
+def _dtype(properties: PickledObject) -> torch.dtype:
+    """Properties are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a dtype is a {type(dtype).__name__}")
-    if not isinstance(state, tuple):
-        return TensorProperties(dtype)
-    if len(state) != 5:
-        raise TypeError(f"TensorProperties of {len(state)} values, of which there are 5")
-    _, layout, requires_grad, memory_format, pin_memory = state
-    if not isinstance(layout, PickledObject) or layout.name != "_get_layout" or layout.arguments not in _LAYOUTS:
-        raise TypeError("a layout is none of torch's")
-    if type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise TypeError("requires_grad or pin_memory is no bool")
-    is_encoded = isinstance(memory_format, PickledObject) and memory_format.name.endswith(_ENCODINGS)
-    encoding = memory_format.arguments[-1] if is_encoded and memory_format.arguments else None
-    if encoding not in _MEMORY_FORMATS:
-        raise TypeError("a memory format is none of torch's")
-    return TensorProperties(dtype, torch.strided, requires_grad, _MEMORY_FORMATS[encoding], pin_memory)
-
-
-_ENCODINGS = ("MEM_FORMAT_ENCODING", "getattr")  # the latter before Python 3.11.4
-_MEMORY_FORMATS = {
-    **dict.fromkeys((0, "TORCH_CONTIGUOUS_FORMAT"), torch.contiguous_format),
-    **dict.fromkeys((1, "TORCH_CHANNELS_LAST"), torch.channels_last),
-    **dict.fromkeys((2, "TORCH_PRESERVE_FORMAT"), torch.preserve_format),
-}
-_LAYOUTS = {(str(value),) for value in vars(torch).values() if isinstance(value, torch.layout)}
+    return dtype
 
 
 @functools.lru_cache
-def leaves_the_folder(file: str) -> bool:
-    """Tell whether a file's name leads out of the checkpoint's folder."""
+def misnamed(file: str) -> str:
+    """Say what is wrong with a file's name, if anything."""
     parts = file.replace("\\", "/").split("/")
-    return not file or ".." in parts or parts[0] == "" or ":" in parts[0]
-
-
-@functools.lru_cache
-def is_name(file: str) -> bool:
-    """Tell whether a file can have this name."""
-    return "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
+    if not file or ".." in parts or parts[0] == "" or ":" in parts[0]:
+        return "outside of the checkpoint"
+    is_name = "\0" not in file and len(file) < _MAX_NAME and not any("\ud800" <= letter <= "\udfff" for letter in file)
+    return "" if is_name else "which no file is named"
 
 
 def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, Path]:

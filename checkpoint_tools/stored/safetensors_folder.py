@@ -14,20 +14,18 @@ import base64
 import json
 import math
 import os
-import re
 import reprlib
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
-from ..core.errors import CheckpointError
-from ..core.text import MAX_DIMS, MAX_INT64, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
-from .metadata import is_name, leaves_the_folder
+from .metadata import misnamed, open_dcp
 from .storage import Folder, open_folder
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -50,7 +48,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -66,10 +63,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
-    """Read a file's header, which the safetensors package has checked: tensors in the order of their bytes, and texts.
-
-    Shapes are torch's: float4 is two numbers for each element, which the header counts one by one.
-    """
+    """Read a file's header, which the safetensors package checks: tensors in the order of their bytes, and texts."""
     try:
         file_bytes = folder.size_bytes(file)
         with folder.open(file) as stream:
@@ -99,27 +93,23 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
 def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
     dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
     if dtype is None or len(shape) > MAX_DIMS:
-        raise ValueError(f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which torch does not have")
-    if dtype == torch.float4_e2m1fn_x2:
-        if not shape or shape[-1] % 2:
-            raise ValueError(f"{key} has shape {shape}, and two float4 are one byte")
-        shape = [*shape[:-1], shape[-1] // 2]
+        raise ValueError(
+            f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which these tools do not know"
+        )
     begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
-    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, (), dtype)
+    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, dtype)
 
 
-def with_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, list[str]]:
+def with_header(tensors: Iterable[tuple[str, StoredTensor]]) -> tuple[bytes, list[str]]:
     """Place tensors in a file, large elements first, so that all are aligned.
 
     Returns all that comes before the data, and the keys in the order of the data.
     """
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     at = 0
-    for key, shape, dtype in sorted(tensors, key=lambda each: -each[2].itemsize):
-        end, listed = at + math.prod(shape) * dtype.itemsize, [*shape]
-        if dtype == torch.float4_e2m1fn_x2:
-            listed[-1] *= 2
-        entries[key] = {"dtype": NAMES[dtype], "shape": listed, "data_offsets": [at, end]}
+    for key, tensor in sorted(tensors, key=lambda each: -each[1].dtype.itemsize):
+        end = at + tensor.nbytes
+        entries[key] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -140,7 +130,10 @@ OBJECTS_FILE = f"{OPTIMIZER}.json"
 OBJECTS_FORMAT = "checkpoint_tools 2"
 
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
-_SHARD_FILE = re.compile(rf"shard-(\d+)-model-(\d+)-of-(\d+){re.escape(SUFFIX)}")  # its names of files
+_NOTE_ON_PARTS = (
+    "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last ones "
+    "are missing, nobody can tell"
+)
 
 
 class Folders(NamedTuple):
@@ -177,6 +170,14 @@ def open_safetensors(
     return _Opening(os.fspath(path)).opened(key_prefix, default_prefix)
 
 
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the metadata of DCP, or the headers of safetensors, in a local folder or at an fsspec URL.
+
+    Safetensors have their own keys here, or those of the checkpoint of which convert has made them.
+    """
+    return open_safetensors(path, default_prefix="").checkpoint if is_safetensors(path) else open_dcp(path)
+
+
 class _Opening:
     def __init__(self, path: str) -> None:
         name = path.rpartition("/")[2]
@@ -211,7 +212,7 @@ class _Opening:
             **{key: path_of(key, key_prefix) for key in model_keys},
             **{key: path for key, path in paths.items() if key in tensors or key in objects},
         }
-        notes = tuple(_notes_on_parts(self._headers)) if self._is_sharded else ()
+        notes = (_NOTE_ON_PARTS,) if self._is_sharded else ()
         checkpoint = Checkpoint(self._path, self._folder, tensors, objects, paths, (), None, notes)
         return Folders(checkpoint, model_keys, key_prefix, tuple(self._json_files))
 
@@ -248,12 +249,8 @@ class _Opening:
             keys.setdefault(file, set()).add(key)
         files = sorted(keys, key=natural_order)
         for file in files:
-            if leaves_the_folder(file) or not is_name(file):
+            if misnamed(file):
                 raise CheckpointError(f"{where} names {file!r}, which is outside of the folder")
-            if file not in there and not self._folder.has(file):
-                raise CheckpointError(
-                    f"{where} names {file}, which is not there ({len(keys[file]):,} keys); fetch it as well"
-                )
         for file in files:
             lost = keys[file] - self._header(file)[0].keys()
             if lost:
@@ -332,7 +329,7 @@ class _Opening:
         try:
             stored = {key: base64.b64decode(text, validate=True) for key, text in found["stored"].items()}
             keys = sorted(stored, key=natural_order)
-            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, (), stored[key]) for key in keys}
+            objects = {key: StoredObject(key, OBJECTS_FILE, 0, 0, stored[key]) for key in keys}
             paths = {key: _path(path) for key, path in found["paths"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
@@ -342,28 +339,6 @@ class _Opening:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT64
-
-
-def _notes_on_parts(files: Iterable[str]) -> Iterator[str]:
-    """Note what the per-rank files of torch leave open: each has the offsets of its parts, and nothing of the whole.
-
-    A rank without anything to write has no file, and those that a mapping names (``-of-00004``) may be of other keys.
-    """
-    yield (
-        "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last "
-        "ones are missing, nobody can tell"
-    )
-    found = [match for file in files if (match := _SHARD_FILE.fullmatch(file)) is not None]
-    ranks = {int(match[1]) for match in found}
-    numbers = {int(match[2]) for match in found}
-    for what, there, count in (
-        ("shard-{:05}-*", ranks, max(ranks, default=0)),
-        ("*-model-{:05}-of-*", numbers, max((int(match[3]) for match in found), default=0)),
-    ):
-        gone = [what.format(number) for number in range(1, count + 1) if number not in there]
-        if gone:
-            more = f" and {len(gone) - 1:,} more like it" if len(gone) > 1 else ""
-            yield f"there is no {gone[0]}{SUFFIX}{more}: nothing was to be written there, or it is missing"
 
 
 def _path(found: Any) -> Path:

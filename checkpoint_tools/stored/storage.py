@@ -11,8 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ..core.errors import CheckpointError
-from ..core.text import human_bytes
+from ..core.text import CheckpointError, human_bytes
 
 _SMALL_BYTES = 64 << 10  # are read rather than mapped
 _OPEN_FILES = 8
@@ -51,13 +50,6 @@ class Folder:
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
             raise OSError(errno.EINVAL, "it is no regular file", file)
         return found.st_size
-
-    def has(self, file: str) -> bool:
-        """Tell whether there is such a file."""
-        try:
-            return self.size_bytes(file) >= 0
-        except OSError:
-            return False
 
     def files(self) -> list[str]:
         """List what lies directly in the folder, sorted; folders end in ``/``."""

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from checkpoint_tools import Rule
 from checkpoint_tools.__main__ import app
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools.saves import Rectangle, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import fsdp_offload
-from checkpoint_tools.core.errors import NEED_EXTRA
+from checkpoint_tools.core.text import NEED_EXTRA
 from fsdp_offload.__main__ import main
 from tests.pages import ROOT
 

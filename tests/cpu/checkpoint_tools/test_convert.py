@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_tools.core.errors import CheckpointError
+from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
 from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, rule, same_bits, save, tiled, without_checksums
 from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
@@ -239,12 +238,5 @@ def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
     (tmp_path / "rows" / "shard-00002-model-00001-of-00001.safetensors").unlink()
     found = tool.as_json("verify", tmp_path / "rows", code=1)
     assert {"where": "tiny", "text": "2 of 4 elements are in no chunk"} in found["problems"]
-    note = "there is no shard-00002-*.safetensors: nothing was to be written there, or it is missing"
-    assert found["notes"][1:] == [note]
+    assert "if the last ones are missing, nobody can tell" in found["notes"][0]
     assert tool.as_json("inspect", tmp_path / "rows")["notes"] == found["notes"]
-    state, mapping = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": 1, "b": 3, "other": 5}
-    writer = HuggingFaceStorageWriter(str(tmp_path / "mapped"), mapping, save_distributed=True)
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    notes = tool.as_json("inspect", tmp_path / "mapped")["notes"]
-    assert notes[1].startswith("there is no *-model-00002-of-*.safetensors and 2 more like it: nothing was to be")

@@ -219,8 +219,9 @@ def test_names_are_not_run(folder: Path) -> None:
 
 
 def archive(pickle_size: int, content: bytes = b"") -> bytes:
+    """As torch.save makes it; if it is to be large, compressed."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED if pickle_size else zipfile.ZIP_STORED) as made:
         with made.open("archive/data.pkl", "w") as stream:
             stream.write(content)
             for _ in range(pickle_size >> 20):
@@ -253,7 +254,7 @@ def test_objects(tool: Limited, folder: Path, case: str) -> None:
     runs = all_end(tool, folder)
     if case == "large":
         assert [ran.code for ran in runs] == [0, 0, 1, 0, 2, 2, 2, 2, 2]
-        assert "it would be inflated to 2,146,435," in runs[2].output
+        assert "is compressed or encrypted, and torch.save does neither" in runs[2].output
     assert ended(tool, "diff", folder, save(folder.parent / "another", WITH_FUSED)).code in (1, 2)
 
 
@@ -351,7 +352,6 @@ NOT_WHOLE: dict[str, tuple[Any, ...]] = {
     "repeated": (b'{"a": {}, "a": {}}', b""),
     "negative": ({"a": tensor(0, 8, [-2])}, b""),
     "unknown-dtype": ({"a": tensor(0, 8, dtype="F6_E2M3")}, bytes(8)),
-    "odd-float4": ({"a": tensor(0, 8, [3], "F4")}, bytes(8)),
     "overlapping": ({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)),
     "cut-short": ({"a": tensor(0, 8)}, bytes(7)),
     "too-long": ({"a": tensor(0, 8)}, bytes(9)),
@@ -382,7 +382,7 @@ def test_folders_that_are_wrong(tmp_path: Path) -> None:
     whole = made("convert", source, tmp_path / "whole", "--shard-size", 80)
     twice = {"copy.safetensors": (whole / first).read_bytes(), index: None}
     cases: list[tuple[dict[str, bytes | str | None], str]] = [  # files of it that are others, or gone
-        ({second: None}, f"names {second}, which is not there (1 keys); fetch it as well"),
+        ({second: None}, f"{second} cannot be read: [Errno 2]"),
         (twice, "is in copy.safetensors and in model-00001-of-00002.safetensors"),
         ({index: None, f"a.{index}": "{}", f"b.{index}": "{}"}, f"has several indices (a.{index}, b.{index})"),
         ({index: "{}"}, "has no weight_map"),

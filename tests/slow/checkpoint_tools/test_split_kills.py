@@ -2,14 +2,13 @@
 
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, contents, save
-from tests.checkpoint_tools.tool import assert_one_line, assert_same, python, run, shown
+from tests.checkpoint_tools.tool import assert_same, python, shown
 
 KILLED = """
 import os, signal, sys
@@ -61,21 +60,6 @@ def test_a_kill_anywhere_leaves_the_whole_or_nothing(tmp_path: Path, command: tu
             break
     assert (0, True) in outcomes
     assert outcomes.count((-signal.SIGKILL, False)) > 3
-
-
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "rules.toml").write_text(RULES)
-    source = save(tmp_path / "source", {FUSED: torch.randn(5000, 1000), DOWN: torch.randn(2500, 1000)})
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("this user cannot mount")
-    try:
-        full = run("split", source, disk / "new", "--rules", tmp_path / "rules.toml")
-        assert_one_line(full, "are needed, and 20.0 MiB are free; make room")
-        assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 MEASURED = """

@@ -47,7 +47,7 @@ def test_sizes_and_the_config_values_that_they_name() -> None:
     [
         ({}, 7, "no 2 equal parts"),
         ({"sizes": (3, 4)}, 8, "sizes .*7 together.* has 8"),
-        ({"sizes": ("heads", 4)}, 8, "needs .* 'heads'; give it with values={'heads': ...}. Given are: no_value"),
+        ({"sizes": ("heads", 4)}, 8, "needs .* 'heads'; give it with .*values={'heads': ...}. Given are: no_value"),
         ({"sizes": ("9", "rest")}, 8, "sizes"),
         ({"sizes": ("__import__('os')", 4)}, 8, "only \\+ - \\* / //"),
         ({"sizes": ("8 / 3", "rest")}, 8, "not a whole number"),
