@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
+from fsdp_offload.cpu_update.job import Slot
 from fsdp_offload.cpu_update.worker import host_worker
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
@@ -15,11 +15,13 @@ TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 class Gate:
     """A job that ends when it is opened."""
 
+    uploaded = None
+
     def __init__(self) -> None:
         self.reached = threading.Event()
         self.opened = threading.Event()
 
-    def begin(self, memory: Tensor) -> None:
+    def begin(self, slot: Slot) -> None:
         pass
 
     def update(self) -> None:

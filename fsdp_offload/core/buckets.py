@@ -15,7 +15,7 @@ LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
 PASSING = 3
 """Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored."""
 
-SMALL_BLOCKS, MOST_BUCKETS = 16, 256
+SMALL_BLOCKS, MOST_BUCKETS = 16, 288
 """With a limit, updates in the backward get small blocks: fewer bytes are in transit, and more state stays for the next
 forward. More buckets than ``MOST_BUCKETS`` would cost the host more than that gains."""
 

@@ -124,5 +124,5 @@ def test_where_the_parameters_are(mesh: DeviceMesh) -> None:
     loop.train(6)
     assert all(value.to_local().device.type == "cpu" for value in loop.model.state_dict().values())
     other = torch.zeros_like(params[0], device="cuda")
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"lives on the host \(OffloadPolicy\(parameters=True\)\)"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="same device"):
         params[0].add(other)
