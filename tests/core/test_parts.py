@@ -145,8 +145,8 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
         ([1072, *[384] * 24], None, False, 216),  # two buckets for each usual group, larger ones cut to their size
         ([1072, *[384] * 24], 640, False, 144),  # three equal parts
         ([1072, *[384] * 24], 1280, True, 80),  # a 16th: five parts
-        ([1072, *[384] * 24], 160, True, 40),  # a quarter, as 256 buckets are larger
-        ([1072, *[384] * 24], 320, True, 40.1875),  # as many as 256 buckets
+        ([1072, *[384] * 24], 128, True, 32),  # a quarter, as 288 buckets are larger
+        ([1072, *[384] * 24], 320, True, 10288 / 288),  # as many as 288 buckets
         ([4096, *[1600] * 32], None, False, 864),  # a 64th of all is more than 256 MiB
         ([3] * 10, None, False, 3.375),
         ([], None, False, 256),
