@@ -234,7 +234,7 @@ class HostUpdates:
 
 
 def _slot_bytes(nbytes: Iterable[int]) -> int:
-    return sum(map(aligned, nbytes))
+    return sum(map(aligned, nbytes)) or 1  # a slot is needed for empty shards as well
 
 
 def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:
