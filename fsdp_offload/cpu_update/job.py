@@ -205,9 +205,8 @@ class HostJob:
         # Ours are dense. What has to be rearranged on its way is copied in one piece.
         flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
         others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
-        up = self.lanes[1]
-        targets, sources = zip(*(*pieces_of(flat, PIECE_BYTES), *others), strict=True) if pairs else ((), ())
-        up.copy_all(targets, sources)
+        up, copies = self.lanes[1], [*pieces_of(flat, PIECE_BYTES), *others]
+        up.copy_all([target for target, _ in copies], [source for _, source in copies])
         self.uploaded = up.mark()
 
 
