@@ -167,7 +167,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attached(self).parked.settle()
 
     def offload_states(self) -> None:
-        """Start storing state that is kept on the device, asynchronously; other state is at home, or on its way.
+        """Start storing state that is kept on the device; the host does not wait. Other state has been stored, or is.
 
         Harmless when there is nothing to do. Everything may be done while it is away: ``step()`` reloads by itself.
         """

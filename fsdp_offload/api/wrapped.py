@@ -221,9 +221,8 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
 HOOK_IS_CALLED = 3
 """Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""
 
-_TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = (
-    weakref.WeakKeyDictionary()
-)  # wrapper → optimizers, in the order in which they reload
+_TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""By wrapper, the optimizers, in the order in which they reload."""
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:

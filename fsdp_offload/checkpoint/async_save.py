@@ -31,7 +31,7 @@ from ..device.arena import Region, aligned
 from ..engine.engine import Engine, engine_of, find_offloaded
 from ..engine.lending import Lending
 from ..fsdp.dtensor import local_shard, over_local
-from ..state.layout import describe_value, leaves_of
+from ..state.layout import dense_stride, describe_value, leaves_of
 from ..state.shard import Home
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class ArenaStager(AsyncStager):
         return engines
 
     def _staged(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> "StagedDict":
-        """Lend what is at home, and copy everything else that training may change."""
+        """Lend homes, and copy everything else that training may change."""
         homes = {
             address: (engine.lending, *found)
             for engine in engines
@@ -147,7 +147,7 @@ class ArenaStager(AsyncStager):
                     "Make a new one with get_optimizer_state_dict() right before saving."
                 )
             # Some columns of a home are read as they are, not from the home's first byte on.
-            if found is None or leaf.stride() != _dense_stride(leaf):
+            if found is None or leaf.stride() != dense_stride(leaf):
                 copied.setdefault(_key(leaf), leaf.detach())
             else:
                 lent[found[0]].add(found[1])
@@ -181,7 +181,7 @@ class ArenaStager(AsyncStager):
         def copy_of(leaf: Tensor) -> Tensor:
             nonlocal offset
             nbytes = leaf.numel() * leaf.element_size()
-            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), _dense_stride(leaf))
+            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
             offset += aligned(nbytes)
             return target.copy_(leaf, non_blocking=True)
 
@@ -206,12 +206,6 @@ def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     if type(local) not in (Tensor, torch.nn.Parameter):
         return describe_value(value).build(leaves)
     return leaves[0] if local is value else over_local(value, leaves[0])
-
-
-def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
-    if leaf.is_contiguous():
-        return leaf.stride()
-    return torch.empty_like(leaf, device="meta").stride()
 
 
 class Loan:

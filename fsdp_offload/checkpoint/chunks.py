@@ -213,7 +213,7 @@ def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
 
 
 def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
-    """What those mesh dimensions ``among`` that shard leave to this rank; no chunk on a rank outside the mesh."""
+    """List the chunks that mesh dimensions ``among`` leave to this rank; none on a rank outside the mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:

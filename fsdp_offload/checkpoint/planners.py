@@ -101,7 +101,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     - a missing ``master_param`` of floating point, which the optimizer rebuilds from the parameter; the lower bits of
       a parameter, kept as integers, cannot be made from it. Such a master may also stay in the checkpoint.
 
-    What else is missing and may be stays as it was in the state dict. So does everything after a refusal.
+    Other keys that are missing, and may be, stay as they were in the state dict. So do all keys after a refusal.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``

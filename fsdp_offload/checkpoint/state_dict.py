@@ -252,13 +252,13 @@ def _versions(value: Tensor) -> tuple[int, ...]:
 
 
 def _address(value: object) -> int:
-    """Where the memory of ``value`` begins; 0 if it has none."""
+    """Return the address at which the memory of ``value`` begins; 0 if it has none."""
     leaves = leaves_of(value)
     return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
 
 def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-    """What ``load_state_dict`` takes, with positions for names."""
+    """Make a state dict as ``load_state_dict`` takes it, with positions for names."""
     numbers = {param: number for number, param in enumerate(params_of(optimizer))}
     missing = [fqns[param] for param in numbers if fqns[param] not in saved.entries]
     if strict and missing:
@@ -288,7 +288,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
     for param in params_of(optimizer):
         fqn, state = fqns[param], states.unwaited.get(param)
         given = saved.state.get(fqn, {})
-        # What has no elements on this rank goes by the rest.
+        # A value without elements on this rank follows the others.
         filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
         if fqn in saved.entries and filled and not any(filled.values()):
             untouched.append(fqn)

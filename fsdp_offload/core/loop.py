@@ -54,8 +54,8 @@ class Updates(Protocol):
         """The step has ended when these of all ``buckets`` were ``done``."""
 
 
-class WayBack(Protocol):
-    """Undoes updates that are guesses."""
+class Guess(Protocol):
+    """Who knows whether updates are guesses, and prepares their way back (``way_back.py``)."""
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
@@ -84,7 +84,7 @@ class Core:
         torn: the bucket whose update runs; after an exception, it may be half updated.
         may_begin_early: updates may begin in the backward.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        guess: undoes the updates of this backward, which may be wrong; ``None``: they are certain.
+        guess: knows which updates of this backward may be wrong, and how to undo them; ``None``: they are certain.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
@@ -101,7 +101,7 @@ class Core:
         self.torn: Bucket | None = None
         self.may_begin_early, self.away = True, False
         self.frees_gradients = self.frees_all = False
-        self.guess: WayBack | None = None
+        self.guess: Guess | None = None
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
@@ -316,7 +316,7 @@ class Core:
             guess.updated(bucket)
         self._send_home(bucket, guess)
 
-    def _send_home(self, bucket: Bucket, guess: WayBack | None) -> None:
+    def _send_home(self, bucket: Bucket, guess: Guess | None) -> None:
         """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
         for item in bucket.streamed:
             if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):

@@ -27,6 +27,8 @@ from ..device.lanes import PIECE_BYTES, Lane, Mark, pieces_of, recorded
 from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
+from ..optimizers.masters import in_memory_order
+from ..state.layout import dense_stride
 from ..state.shard import StateShard
 from ..state.store import StateStore
 
@@ -203,7 +205,7 @@ class HostJob:
     def _issue_uploads(self) -> None:
         pairs = [(param, one.param) for param, one in zip(self.params, self.ranges, strict=True)]
         # Ours are dense. What has to be rearranged on its way is copied in one piece.
-        flat = [(_flat(param), _flat(own)) for param, own in pairs if param.stride() == own.stride()]
+        flat = [(_bytes(param), _bytes(own)) for param, own in pairs if param.stride() == own.stride()]
         others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
         up, copies = self.lanes[1], [*pieces_of(flat, PIECE_BYTES), *others]
         up.copy_all([target for target, _ in copies], [source for _, source in copies])
@@ -212,9 +214,8 @@ class HostJob:
 
 def _like(source: Tensor, memory: Tensor) -> Tensor:
     """A tensor like ``source`` over ``memory``, a flat ``uint8`` tensor of as many bytes, dense."""
-    stride = source.stride() if source.is_contiguous() else torch.empty_like(source, device="meta").stride()
-    return memory.view(source.dtype).as_strided(source.shape, stride)
+    return memory.view(source.dtype).as_strided(source.shape, dense_stride(source))
 
 
-def _flat(dense: Tensor) -> Tensor:
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+def _bytes(dense: Tensor) -> Tensor:
+    return in_memory_order(dense).view(torch.uint8)

@@ -110,15 +110,15 @@ class HostUpdates:
         grads: list[Tensor] = []
         for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
+            values = now = shard.values_at(shard.side, bound.start, bound.stop)
             if shard in moving:
-                now, then = (shard.values_at(side, bound.start, bound.stop) for side in (shard.side, 1 - shard.side))
-                moves += [(then[name], now[name]) for name in now if state.get(name) is not None]
+                values = shard.values_at(1 - shard.side, bound.start, bound.stop)
+                moves += [(values[name], now[name]) for name in now if state.get(name) is not None]
             grad = bound.part_of(gradient(shard.param)) if shard.group >= 0 else None
             if grad is None:
                 continue
             grads.append(grad)
-            side = 1 - shard.side if shard in moving else shard.side
-            active.append(replace(bound, values=shard.values_at(side, bound.start, bound.stop)))
+            active.append(replace(bound, values=values))
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()

@@ -53,9 +53,8 @@ class Early:
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Watch gradients with which the backward has updated ``params``."""
-        weights = self._updates.weights
         if self._guesses.made:
-            self._guesses.watch((), [param for param in params if weights is None or param not in weights.parts])
+            self._guesses.watch((), [param for param in params if param not in self._plan.streamed])
         for param in params:
             if (grad := param.grad) is not None:
                 if not self._guesses.made:

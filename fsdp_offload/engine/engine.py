@@ -374,8 +374,8 @@ class Engine(Contents):
         if not core.frees_gradients or self.failure or core.done:
             return
         if not self.early.is_clean and self.layouts.capabilities.elementwise:
-            self.core.frees_all = self.core.frees_all or not self._gradients_fit()
-        if not self.core.frees_all:
+            core.frees_all = core.frees_all or not self._gradients_fit()
+        if not core.frees_all:
             return
         core.reductions.expect_one()
         with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward

@@ -76,7 +76,7 @@ class Arena(Generic[AnyHoused]):
     @property
     def missing_bytes(self) -> int:
         """Host memory that :meth:`take_spare` would take."""
-        has_all = len(self.regions) > 2 or self.regions[1].nbytes == self.regions[0].nbytes
+        has_all = len(self.regions) > 2 or self._with_spare == len(self.shards)
         return 0 if has_all else self.regions[0].nbytes - self._first_without_spare()
 
     def take_spare(self, take: TakeRegion) -> None:
@@ -95,7 +95,7 @@ class Arena(Generic[AnyHoused]):
 
 @dataclass(frozen=True)
 class PlannedBucket(Generic[AnyHoused]):
-    """What moves together between an arena and a place; its numbers are those of the arena's shards.
+    """Ranges that move together between an arena and a place; its numbers are those of the arena's shards.
 
     ``changes``: which of the shards updates may change.
     """
@@ -285,13 +285,13 @@ class Plan:
 
     @property
     def regions(self) -> list[Region]:
-        """All host memory that is held."""
+        """List all host memory that is held."""
         homes = [region for arena in self._all_arenas for region in arena.regions]
         return [region for region in (*homes, *self.others) if region.nbytes]
 
     @property
     def spare_bytes(self) -> int:
-        """Of it, the bytes of second homes."""
+        """Count the bytes of second homes."""
         return sum(region.nbytes for arena in self._all_arenas for region in arena.regions[1:])
 
     def missing_spare_bytes(self) -> int:

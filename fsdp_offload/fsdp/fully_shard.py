@@ -260,7 +260,7 @@ def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
 
 
 class LeftBehind:
-    """What hooks on a model still know when the optimizer that they were for is gone."""
+    """Keeps, for hooks on a model, what they need when the optimizer that they were for is gone."""
 
     def __init__(self, model: "weakref.ref[nn.Module]", wait: Callable[[], None] | None) -> None:
         """Take a function that waits for updates on the CPU, which may still run."""

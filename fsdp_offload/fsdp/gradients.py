@@ -121,7 +121,7 @@ def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether there is no result, or what is changed is the result."""
+    """Return whether there is no result, or the result is the argument that is changed."""
     if name.endswith("__"):
         return name.startswith("__i") or name in ("__set__", "__setitem__")
     return name.endswith("_") and name != "set_"

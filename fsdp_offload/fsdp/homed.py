@@ -196,7 +196,7 @@ class ShardedParameter:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the shard is a dense tensor that is gathered as it is, rather than of a type that says how."""
+        """Return whether the shard is a dense tensor that is gathered as it is; other types say how."""
         return type(local_shard(self.param)) is Tensor
 
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:

@@ -164,7 +164,7 @@ class DividedStep:
 
     @property
     def changed_entries(self) -> dict[str, Any]:
-        """What this step changes in any param group, by name."""
+        """Return the entries of param groups that this step changes, by name."""
         return {name: value for (number, name), value in self._changes.items() if number is not None}
 
     def commit(self, optimizer: Optimizer) -> None:

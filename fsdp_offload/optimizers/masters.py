@@ -80,8 +80,8 @@ def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
     if kind == "fp32":
         let_weights_win(weights, kept)
         return kept
-    lower = _in_memory_order(kept)
-    rounded = _in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
+    lower = in_memory_order(kept)
+    rounded = in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
     halves = torch.stack((lower, rounded - (lower < 0).to(torch.int16)), dim=-1)
     return halves.view(torch.float32).as_strided(kept.shape, kept.stride())
 
@@ -98,12 +98,13 @@ def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor
         return
     # The lower bits of a NaN may all be ones, and adding one to its upper bits would make it a number.
     master.masked_fill_(master.isnan(), torch.nan)
-    halves = _in_memory_order(master).view(torch.int16).view(-1, 2)
+    halves = in_memory_order(master).view(torch.int16).view(-1, 2)
     lower, upper = halves[:, 0], halves[:, 1]
-    _in_memory_order(kept).copy_(lower)
+    in_memory_order(kept).copy_(lower)
     rounded = upper + (lower < 0)  # still int16
     weights.copy_(rounded.view(weights.dtype).as_strided(kept.shape, kept.stride()))
 
 
-def _in_memory_order(dense: Tensor) -> Tensor:
+def in_memory_order(dense: Tensor) -> Tensor:
+    """View the elements of a tensor without gaps as they lie in memory: flat."""
     return dense.as_strided((dense.numel(),), (1,))

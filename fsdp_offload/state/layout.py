@@ -78,6 +78,11 @@ def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
     return next
 
 
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of ``tensor`` without gaps, its dimensions in the same order."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
 def _flatten(value: Any) -> tuple[list[str], Any]:
     """Names of the inner tensors, and the rest. Transformer Engine's tensors cache a transpose of themselves there."""
     if hasattr(value, "remove_caches"):
