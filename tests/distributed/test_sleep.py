@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import offload_model, reload_model
 from tests.distributed import models
-from tests.distributed.launch import mesh, spawn_cases, unless_refused
+from tests.distributed.launch import mesh, spawn_cases, this_device, unless_refused
 from tests.distributed.models import batch, build
 from tests.parity import local, same_bits
 from tests.tiers import world_sizes
@@ -57,7 +57,7 @@ def all_away(*, gathered: bool) -> Iterable[str]:
 
 
 def ignored_by_fully_shard() -> Iterable[str]:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(this_device())  # fully_shard moves none that it ignores
     fully_shard(net, mesh=mesh(dist.get_world_size()), ignored_params=set(net[1].parameters()))
     before = [tensor.clone() for tensor in shards_of(net)]
     storages = [tensor.untyped_storage() for tensor in shards_of(net)]
