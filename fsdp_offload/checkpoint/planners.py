@@ -48,6 +48,9 @@ _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter 
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
 _KEYS_SHOWN = 5
 
+LEFT = "_fsdp_offload_left"
+"""Attribute of state without elements on this rank, whose version tells of no load: the last one has left it."""
+
 
 class Loaded(NamedTuple):
     """Outcome of a load, by flat key, with dots, as in the checkpoint."""
@@ -177,6 +180,8 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         for key, path in self.mappings.items():
             container, place = _place(self._users_state_dict, path)
             value, filled = container[place], self.state_dict.get(key)
+            if isinstance(value, Tensor) and ".state." in f".{key}" and not local_shard(value).numel():
+                vars(value)[LEFT] = key not in self.state_dict
             if isinstance(filled, Tensor) and isinstance(value, Tensor) and value.is_meta:
                 container[place] = self._shaped.get(key, filled)
         for path in {_up_to_state(self.mappings[key], parameter) for key, parameter in self.taken_out.items()}:
@@ -238,16 +243,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
-        is_row = (
-            isinstance(value, Tensor)
-            and isinstance(entry, TensorStorageMetadata)
-            and tuple(entry.size) == (value.numel(),)
-        )
-        flat = in_one_dimension(value) if is_row and value.dim() != 1 and ".state." in f".{key}" else None
-        if flat is None:
-            return value
-        self._shaped[key] = value
-        return flat
+        if isinstance(value, Tensor) and value.dim() != 1 and ".state." in f".{key}":
+            is_row = isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == (value.numel(),)
+            if is_row and (flat := in_one_dimension(value)) is not None:
+                self._shaped[key] = value
+                return flat
+        return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if not isinstance(value, Tensor):

@@ -27,7 +27,7 @@ from ..state.layout import leaves_of, params_of
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
-from .planners import listed
+from .planners import LEFT, listed
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
 
@@ -288,8 +288,9 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
     for param in params_of(optimizer):
         fqn, state = fqns[param], states.unwaited.get(param)
         given = saved.state.get(fqn, {})
-        # A value without elements on this rank follows the others.
+        # Of values without elements on this rank, a load by our planner says what the other ranks see.
         filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
+        filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         if fqn in saved.entries and filled and not any(filled.values()):
             untouched.append(fqn)
         elif fqn in saved.entries:
@@ -305,7 +306,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
         if state:
             loaded[param] = state
-    if untouched and all(is_untouched(value) for value, _ in states.offered.values()):
+    if untouched and states.offered and all(is_untouched(value) for value, _ in states.offered.values()):
         raise ValueError(
             "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
             f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which it "
