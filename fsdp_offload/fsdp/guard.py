@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
 """Methods of DTensor that are no torch functions."""
@@ -142,21 +141,6 @@ class Guard:
             setattr(Guarded, name, value)
         Guarded.__name__, Guarded.__qualname__ = f"{self.name}{cls.__name__}", f"{self.name}{cls.__qualname__}"
         return Guarded
-
-
-class WriteWatch(Guard):
-    """Lets tensors be used. Their version shows every write, also those through ``.data``, which has one of its own."""
-
-    def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run ``func``; taking or setting ``.data`` counts as a write."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__self__", None) is Tensor.data:
-                increment_version(args[0])
-            return func(*args, **kwargs)
-
-    def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run it."""
-        return getattr(self._without(type(tensor)), name)(tensor, *args, **kwargs)
 
 
 def unguarded_class(tensor: Tensor) -> type[Tensor]:

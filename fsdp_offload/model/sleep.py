@@ -34,7 +34,7 @@ from ..fsdp.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
-from ..fsdp.guard import Guard, WriteWatch
+from ..fsdp.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +76,15 @@ class Parking:
         breaks = range(BREAK_BYTES, offset, BREAK_BYTES)
         self.region = Region(offset, device=device, pin=device.type != "cpu", breaks=breaks)
 
-    def store(self) -> Mark:
-        """Start copying them to the region, after what the current stream does now."""
+    def leave(self) -> None:
+        """Copy them to the region and give back the device's memory, all in the order of the current stream."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.mark())
         lanes.store.copy(list(self._pieces()))
-        return lanes.store.mark()
+        lanes.compute.wait(lanes.store.mark())
+        self._free()
 
-    def free(self) -> None:
-        """Give back the device's memory, in the order of the current stream."""
+    def _free(self) -> None:
         for place in self.places:
             place.storage.resize_(0)
 
@@ -100,13 +100,13 @@ class Parking:
             lanes.load.copy([(own, host) for host, own in self._pieces()])
         except BaseException:  # most likely, somebody else still has the memory
             self.link.synchronize()
-            self.free()
+            self._free()
             raise
         self.places = []
         return lanes.load.mark()
 
     def wait(self, end: Mark) -> None:
-        """Let the current stream wait for copies: it is about to free the source, or to use the target."""
+        """Let the current stream wait for what :meth:`load` has started."""
         self._lanes.compute.wait(end)
 
     @property
@@ -194,7 +194,8 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         parking.make_room(storages)
         # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
         parking.link.synchronize()
-        parking.store().synchronize()
+        parking.leave()
+        parking.link.synchronize()
     if gradients == "drop":
         for param in awake.values():
             param.grad = None
@@ -204,7 +205,6 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         away = {storage._cdata for storage in storages}
         dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
         asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
-        parking.free()
         model.__dict__[_SLEEP] = _refuse_use(asleep, [model, *fsdp_modules(model)])  # type: ignore[list-item]
     return moved_bytes
 
@@ -319,12 +319,10 @@ class _Where(enum.Enum):
     """Where parked parameters are."""
 
     HERE = "on the device; the region is kept for the next time"
-    LEAVING = "on the device, where they may be used, and on the host once a copy has ended"
+    LEAVING = "on the device, where they may be used; there is room for them on the host"
     AWAY = "on the host alone"
     COMING = "on the host and, once a copy has ended, on the device"
 
-
-_LEAVING = WriteWatch("Leaving", "", lets_gradients=True)
 
 _AWAY = Guard(
     "Parked",
@@ -351,8 +349,7 @@ class ParkedParameters:
         """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
         self.params = list(params)
         self._parking = Parking(_NO_ROOM_FOR_MASTERS, limit_bytes)
-        self._copied: Mark | None = None
-        self._copied_versions: list[int] = []
+        self._loaded: Mark | None = None
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
 
@@ -363,40 +360,32 @@ class ParkedParameters:
         return 0 if region is None else region.nbytes
 
     def offload(self) -> None:
-        """Start copying them to the host, after what the current stream does now, or raise a MemoryError."""
+        """Take the host memory for :meth:`release`, or raise a MemoryError."""
         self.settle()
-        if self._where is not _Where.HERE:
-            return
-        # Looked up each time: `param.data = ...` gives a parameter another storage.
-        storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
-        if storages := [storage for storage in storages if storage.nbytes()]:
-            self._parking.make_room(storages)
-            self._store()
-            self._guard(_LEAVING)
+        if self._where is _Where.HERE and self._make_room():
             self._where = _Where.LEAVING
 
     def release(self) -> None:
-        """Free the device's memory, in the order of the current stream."""
-        if self._where is not _Where.LEAVING:
-            return
-        if self._versions() != self._copied_versions:
-            self._store()
-        self._wait()
-        self._guard(_AWAY)
-        self._parking.free()
-        self._where = _Where.AWAY
+        """Move them to the host, in the order of the current stream."""
+        if self._where is _Where.LEAVING and self._make_room():
+            self._parking.leave()
+            layers = (layer for param in self.params for layer in (param, local_shard(param)))
+            self._take_off_guard = _AWAY.put_on(layers)
+            self._where = _Where.AWAY
 
     def reload(self) -> None:
         """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
         if self._where is _Where.AWAY:
-            self._copied = self._parking.load()
-        if self._where in (_Where.AWAY, _Where.LEAVING):  # in the latter case the device still has them
+            self._loaded = self._parking.load()
             self._where = _Where.COMING
+        elif self._where is _Where.LEAVING:
+            self._where = _Where.HERE
 
     def settle(self) -> None:
         """The current stream is about to use them: what has been reloaded is there, and may be used."""
         if self._where is _Where.COMING:
-            self._wait()
+            assert self._loaded is not None, "reload() has set it"
+            self._parking.wait(self._loaded)
             self._take_off_guard()
             self._where = _Where.HERE
 
@@ -408,23 +397,16 @@ class ParkedParameters:
     def free_host_memory(self) -> None:
         """Give back the region; the host waits for copies from it. Nothing if they are away."""
         if self._where in (_Where.HERE, _Where.COMING):
-            if self._copied is not None:
-                self._copied.synchronize()
+            if self._loaded is not None:
+                self._loaded.synchronize()
             self._parking.region = None
 
-    def _store(self) -> None:
-        self._copied, self._copied_versions = self._parking.store(), self._versions()
-
-    def _wait(self) -> None:
-        assert self._copied is not None, "they have been copied"
-        self._parking.wait(self._copied)
-
-    def _versions(self) -> list[int]:
-        return [local_shard(param)._version for param in self.params]
-
-    def _guard(self, guard: Guard) -> None:
-        self._take_off_guard()
-        self._take_off_guard = guard.put_on(layer for param in self.params for layer in (param, local_shard(param)))
+    def _make_room(self) -> bool:
+        """Looked up each time, as ``param.data = ...`` gives a parameter another storage; False: all are empty."""
+        storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
+        if storages := [storage for storage in storages if storage.nbytes()]:
+            self._parking.make_room(storages)
+        return bool(storages)
 
 
 def owns_its_storage(tensor: Tensor) -> bool:
