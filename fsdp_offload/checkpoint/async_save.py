@@ -168,31 +168,17 @@ class ArenaStager(AsyncStager):
 
     def _copies(self, copied: Mapping[_Key, Tensor], *, pin: bool) -> dict[_Key, Tensor]:
         """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
-        nbytes = sum(aligned(leaf.numel() * leaf.element_size()) for leaf in copied.values())
+        nbytes = sum(aligned(leaf.nbytes) for leaf in copied.values())
         if self._buffer is None or self._buffer.nbytes < nbytes:
             devices = (leaf.device for leaf in copied.values() if leaf.device.type != "cpu")
             device = next(devices, torch.device("cpu"))
             self._buffer = None  # free the old one first
             self._buffer = Region(nbytes, device=device, pin=pin and device.type != "cpu")
-        buffer, offset = self._buffer, 0
-        made: dict[_Key, Tensor] = {}
-        counters: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
-
-        def copy_of(leaf: Tensor) -> Tensor:
-            nonlocal offset
-            nbytes = leaf.numel() * leaf.element_size()
-            target = buffer.range(offset, nbytes, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
-            offset += aligned(nbytes)
-            return target.copy_(leaf, non_blocking=True)
-
+        made, offset = {}, 0
         for key, leaf in copied.items():
-            if leaf.dim():
-                made[key] = copy_of(leaf)
-            else:
-                counters[leaf.dtype, leaf.device].append(key)
-        for keys in counters.values():  # thousands of single elements: one copy for all of a dtype and device
-            together = copy_of(torch.stack([copied[key] for key in keys]))
-            made.update(zip(keys, together.unbind(), strict=True))
+            target = self._buffer.range(offset, leaf.nbytes, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
+            made[key] = target.copy_(leaf, non_blocking=True)
+            offset += aligned(leaf.nbytes)
         return made
 
 
@@ -201,11 +187,8 @@ def _key(leaf: Tensor) -> _Key:
 
 
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """``value`` over other ``leaves``."""
-    local = local_shard(value)
-    if type(local) not in (Tensor, torch.nn.Parameter):
-        return describe_value(value).build(leaves)
-    return leaves[0] if local is value else over_local(value, leaves[0])
+    is_plain = type(local_shard(value)) in (Tensor, torch.nn.Parameter)  # most are, and describing takes longer
+    return over_local(value, leaves[0]) if is_plain else describe_value(value).build(leaves)
 
 
 class Loan:

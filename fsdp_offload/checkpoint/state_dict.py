@@ -153,17 +153,11 @@ def _offloaded(
             )
         foreign = [param for param in params_of(one) if param not in fqns]
         names = [attached(one).engine.names.get(param, "?") for param in foreign]
-        if not all(isinstance(param, nn.Parameter) for param in foreign):
-            raise ValueError(
-                f"{len(names)} tensors of the optimizer are not the model's parameters but copies or parts of them, "
-                f"as those of Megatron's DistributedOptimizer ({names[0]}): they have no names and no shapes that a "
-                "checkpoint could have. Save with that optimizer's own sharded_state_dict() or "
-                "save_parameter_state(), which read the state in host memory."
-            )
         if foreign:
             raise ValueError(
                 f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
-                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it."
+                "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it. "
+                "Megatron's DistributedOptimizer has copies, and is saved with its own sharded_state_dict()."
             )
         found.append(one)
     return found

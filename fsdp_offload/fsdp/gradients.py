@@ -207,9 +207,6 @@ class SpentGradient(Tensor):
         """Refuse."""
         raise RuntimeError(USED_UP)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SpentGradient({self.stage.name.lower()}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
     def __getattr__(self, name: str) -> NoReturn:
         """Say why there is none: what a DTensor has beside a tensor, ``to_local()`` for one."""
         raise AttributeError(f"SpentGradient has no attribute {name!r}: {self.stage.value}")

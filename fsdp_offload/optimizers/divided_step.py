@@ -5,7 +5,6 @@ attributes of the optimizer. Each bucket starts from the same entries and attrib
 which the user's optimizer gets once.
 """
 
-import collections
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import tensors_in
@@ -70,7 +69,7 @@ class DividedStep:
         self._attributes = instance_attributes(optimizer)
         scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
         self._attributes |= scaler
-        self.copies = list(tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler]))
+        self.copies = tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler])
         self.by_param: dict[str, dict[Tensor, Any]] = {
             name: self._attributes[name] for name in self.conventions.attributes_by_param
         }
@@ -200,14 +199,13 @@ def _versions(values: Iterable[Any]) -> list[int]:
 
 def _own(value: Any) -> Any:
     """A copy of a param group's entry that a step may write without anybody else seeing it."""
-    kind = type(value)
-    if kind in (tuple, list):
-        return kind(map(_own, value))
-    if kind is dict:
-        return {name: _own(one) for name, one in value.items()}
-    if kind in (set, collections.deque):
-        return value.copy()
-    return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if isinstance(leaf, nn.Parameter) else leaf.clone()
+        return leaf.copy() if type(leaf) is set else leaf
+
+    return tree_map(own, value)
 
 
 def _changed(start: object, given: object, end: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, without_data
 
@@ -110,13 +111,9 @@ def forms_of(value: object) -> object:
     return forms if isinstance(value, Tensor) else type(value).__name__
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors of an argument or an entry, which may be lists and dicts of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(one)
+def tensors_in(value: object) -> list[Tensor]:
+    """List the tensors of an argument or an entry, which may be lists and dicts of them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

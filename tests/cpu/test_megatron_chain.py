@@ -291,7 +291,7 @@ def test_what_needs_the_models_own_parameters_says_so() -> None:
         offload_optimizer(loop.optimizer, model=loop.model, policy=POLICY)
     assert not is_offloaded(loop.dense)
     offload_optimizer(loop.dense, policy=POLICY)
-    with pytest.raises(ValueError, match=r"copies or parts of them.*sharded_state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"copies.*sharded_state_dict\(\)"):
         get_optimizer_state_dict(loop.model, loop.dense)
 
 

@@ -133,7 +133,7 @@ class DependenceTrace(TorchDispatchMode):
     def _pair(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any], result: Any) -> None:
         """Elements of lists belong together by their place; a single tensor goes with each of them."""
         values = [*args, *kwargs.values()]
-        lists = [one for one in values if isinstance(one, list | tuple) and next(tensors_in(one), None) is not None]
+        lists = [one for one in values if isinstance(one, list | tuple) and tensors_in(one)]
         single = _join(*(self._read(value) for value in values if isinstance(value, Tensor)))
         found = [
             _join(single, *(self._read(one[place]) for one in lists if place < len(one)))
