@@ -21,7 +21,7 @@ from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
-from ..state.mapping import OffloadedState
+from ..state.store import OffloadedState
 from .checks import (
     check_no_other_updates,
     device_of,

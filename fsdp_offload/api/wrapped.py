@@ -29,7 +29,7 @@ from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..state.layout import params_of as params_of  # for the integrations, too
-from ..state.mapping import OffloadedState
+from ..state.store import OffloadedState
 
 
 @dataclass(eq=False)
