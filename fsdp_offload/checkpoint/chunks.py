@@ -8,8 +8,7 @@
 
 Equal to torch's ``compute_local_shape_and_global_offset`` except where that is wrong: interleaved rows that leave
 several rectangles (it names one, of the total size), and a shard order of the spec or the mesh (it goes from left to
-right). Work and memory grow with the number of cuts and rectangles, never with rows. Results are cached: the state
-tensors of a parameter, and parameters of the same shape, share one.
+right). Work and memory grow with cuts and rectangles, never with rows. Equal parts share one cached result.
 """
 
 import functools
@@ -48,11 +47,7 @@ _CACHED_ENTRIES = 16_384
 
 
 class Cut(NamedTuple):
-    """One mesh dimension's split: part number ``part`` of the ``parts`` of ``tensor_dim``, as ``torch.chunk`` does it.
-
-    With a ``split_factor`` above 1 the dimension is first split into that many blocks, and the rank has that part of
-    every block: what ``_StridedShard`` means.
-    """
+    """One mesh dimension's split: ``part`` of the ``parts`` of ``tensor_dim``, in each of ``split_factor`` blocks."""
 
     tensor_dim: int
     parts: int
@@ -142,9 +137,8 @@ def says_its_chunks(tensor: Tensor) -> bool:
 def why_misread(value: object) -> str | None:
     """Why DCP would take a DTensor for other elements than it has, or ``None``.
 
-    It takes every local tensor that does not bring its own chunks for one rectangle, which starts where the placements
-    say from left to right. What is held otherwise (interleaved rows, uneven parts from ``DTensor.from_local``, slices
-    of Megatron-FSDP, mesh dimensions in another order) it would read and fill wrongly.
+    DCP takes a local tensor that brings no chunks for the one rectangle that the placements name, left to right. So not
+    interleaved rows, uneven parts, slices of Megatron-FSDP, nor mesh dimensions in another order.
     """
     if not isinstance(value, DTensor) or hasattr(local_shard(value), "__create_chunk_list__"):
         return None
@@ -232,24 +226,15 @@ def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
-    """The one chunk that DCP saves the local tensor as, where ``__create_chunk_list__`` of it has ``said`` so.
-
-    Megatron hangs that onto the local tensors of its uneven DTensors (``megatron_fsdp/uneven_dtensor.py``). It gives
-    empty ones the offset at which they would begin; here they are at the dimension's end.
-    """
+    """The one chunk that Megatron hangs onto the local tensor of an uneven DTensor; empty ones are at the end."""
     local, global_shape = local_shard(tensor), tuple(tensor.shape)
-    if len(said) > 1:
-        raise ValueError(
-            f"the local tensor of a tensor of shape {global_shape} says that it is {len(said)} chunks, and not where "
-            "each lies in it; wrap it with fsdp_offload.checkpoint.with_chunks"
-        )
     at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
     offsets, sizes = (tuple(said[0].offsets), tuple(said[0].sizes)) if said else (at_end, (0, *global_shape[1:]))
     inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, global_shape, strict=True))
-    if math.prod(sizes) != local.numel() or not inside:
+    if math.prod(sizes) != local.numel() or not inside or len(said) > 1:
         raise ValueError(
-            f"the local tensor of a tensor of shape {global_shape} says that it is the chunk at {offsets} of {sizes}, "
-            f"and has shape {tuple(local.shape)}: was it resized after that was said?"
+            f"the local tensor of a tensor of shape {global_shape} says that it is the chunk at {offsets} of {sizes} "
+            f"({len(said)} in all), and has shape {tuple(local.shape)}: was it resized after that was said?"
         )
     chunk = Chunk(offsets if local.numel() else at_end, sizes, 0, contiguous_strides(sizes))
     return ShardChunks(global_shape, sizes, (chunk,))
@@ -325,9 +310,8 @@ def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
 def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: int) -> ShardChunks:
     """The row-major flat range ``[begin, end)`` of ``rectangle``, as the fewest rectangles that follow each other.
 
-    At most ``2 * ndim - 1``, in order, each a consecutive stretch of the flat local buffer. (Rectangles that lie
-    scattered in the buffer could in rare cases be one fewer; reading and writing them would be strided.) An empty range
-    is one chunk without elements at the end of dimension 0, as an empty ``Shard(0)``; a 0-dim tensor has no such chunk.
+    At most ``2 * ndim - 1``, each a consecutive stretch of the flat local buffer. An empty range is one chunk without
+    elements at the end of dimension 0, as an empty ``Shard(0)``; a 0-dim tensor has no such chunk.
     """
     offsets, sizes = rectangle
     if not 0 <= begin <= end <= math.prod(sizes):
@@ -379,9 +363,8 @@ class ReadPart(NamedTuple):
 def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
     """Two parts that have elements in common, or ``None``.
 
-    Parts that a plane separates cannot overlap, so the list is divided along one dimension after the other until a
-    group has one part: ``n log n`` for rows, columns, grids and ragged parts. Only what no plane divides is compared
-    pair by pair.
+    Parts that a plane separates cannot overlap: ``n log n`` for rows, columns, grids and ragged parts. Only what no
+    plane divides is compared pair by pair.
     """
     for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
         groups: list[list[ReadPart]] = []

@@ -8,9 +8,6 @@
 Everything before the last arrow is planning, from metadata and DCP's plan alone. DCP gathers the plans of all ranks,
 with their exceptions, before any rank reads or writes: an error on one rank is one on all, and then nothing has changed
 on any. No collective is added. Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
-
-A save does not see what *other* ranks save under the same key: DCP takes the same chunk of the same key for replicas
-and keeps that of one rank. Experts get names of their own instead (``names.py``).
 """
 
 import copy
@@ -251,17 +248,14 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
-        if not isinstance(value, Tensor):
-            return  # DCP refuses it for a stored tensor
-        if not isinstance(entry, TensorStorageMetadata):
+        if isinstance(value, Tensor) and not isinstance(entry, TensorStorageMetadata):
             yield Problem.KIND, key, ""
-            return
-        dtype, stored = local_shard(value).dtype, entry.properties.dtype
-        if dtype != stored and not self._may_be_cast(key):
-            yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
-        unfit = why_misread(value)
-        if unfit is not None:
-            yield Problem.DESTINATION, key, unfit
+        elif isinstance(value, Tensor):  # DCP refuses anything else for a stored tensor
+            dtype, stored = local_shard(value).dtype, entry.properties.dtype
+            if dtype != stored and not self._may_be_cast(key):
+                yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
+            if unfit := why_misread(value):
+                yield Problem.DESTINATION, key, unfit
 
     def _check_metadata(self) -> None:
         """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
@@ -314,7 +308,7 @@ def load(
         CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has
             changed on any rank; if it is ``read``, something may have.
     """
-    planner = LoadPlanner() if planner is None else planner
+    planner = planner or LoadPlanner()
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
     # The reader of safetensors has its metadata in the very files, and opens them as a whole.
@@ -422,25 +416,21 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
     for key, value in requested.items():
         if not isinstance(value, Tensor):
             continue
-        overlap = next(filter(None, map(overlapping, chunks[key].values())), None)
-        if overlap is not None:  # the sum of the sizes says nothing then
-            yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
-            continue
-        # As many as there are, and no two the same: all of them.
         covered = sum(math.prod(part.sizes) for parts in chunks[key].values() for part in parts)
         needed = local_shard(value).numel()
-        if covered != needed:
+        if overlap := next(filter(None, map(overlapping, chunks[key].values())), None):
+            yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
+        elif covered != needed:  # as many as there are, and no two the same, are all
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:
     """One error for all problems, those of a kind together."""
-    lines = ["this checkpoint is not loaded, and nothing has been changed:"]
-    by_problem: dict[Problem, list[str]] = {}
+    by_problem: dict[Problem, list[str]] = defaultdict(list)
     for problem, key, detail in found:
-        by_problem.setdefault(problem, []).append(f"{key} ({detail})" if detail else key)
-    lines += [f"- {len(texts)} {problem.value.format(listed(texts))}" for problem, texts in by_problem.items()]
-    return ValueError("\n".join(lines))
+        by_problem[problem].append(f"{key} ({detail})" if detail else key)
+    lines = [f"- {len(texts)} {problem.value.format(listed(texts))}" for problem, texts in by_problem.items()]
+    return ValueError("\n".join(["this checkpoint is not loaded, and nothing has been changed:", *lines]))
 
 
 def listed(texts: Sequence[str]) -> str:

@@ -68,8 +68,7 @@ def get_optimizer_state_dict(
     """
     if for_load and cpu_offload:
         raise ValueError(
-            "get_optimizer_state_dict: what is loaded into copies never arrives. Leave out cpu_offload=True with "
-            "for_load=True: these tensors are in host memory as they are."
+            "get_optimizer_state_dict: with for_load=True, leave out cpu_offload=True: copies never arrive"
         )
     if flatten_optimizer_state_dict and fsdp_dtensor:
         raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
@@ -302,9 +301,8 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             loaded[param] = state
     if untouched and states.offered and all(is_untouched(value) for value, _ in states.offered.values()):
         raise ValueError(
-            "set_optimizer_state_dict: nothing was loaded into the tensors that get_optimizer_state_dict("
-            f"for_load=True) gave: the checkpoint has none of {listed(untouched)}. Are the keys those under which it "
-            "was saved?"
+            "set_optimizer_state_dict: nothing was loaded into what get_optimizer_state_dict(for_load=True) gave: the "
+            f"checkpoint has none of {listed(untouched)}. Are the keys those under which it was saved?"
         )
     return loaded
 
@@ -313,9 +311,8 @@ def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any
     """The saved entries of a param group: those of its parameters, which have to agree."""
 
     def same(one: Any, other: Any) -> bool:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return bool((one.cpu() == other.cpu()).all())
-        return one is other or bool(one == other)
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return one is other or bool((one.cpu() == other.cpu()).all() if both else one == other)
 
     first, agreed = "", None
     for fqn in filter(saved.entries.__contains__, fqns):
@@ -326,7 +323,6 @@ def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any
         elif agreed.keys() != entries.keys() or not all(same(agreed[name], entries[name]) for name in agreed):
             raise ValueError(
                 f"set_optimizer_state_dict: {first} and {fqn} are in one param group ({index}), but were saved with "
-                f"different hyperparameters: {agreed} and {entries}. Build the optimizer with groups that do not mix "
-                "them."
+                f"different hyperparameters: {agreed} and {entries}. Build groups that do not mix them."
             )
     return agreed or {}

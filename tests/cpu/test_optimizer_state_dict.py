@@ -483,7 +483,7 @@ def test_what_it_is_not_is_refused() -> None:
             run.set(state)
     with pytest.raises(ValueError, match=r"the state dict lacks parameters of the optimizer: up\.weight"):
         run.set({"state": {}, "param_groups": []})
-    with pytest.raises(ValueError, match="loaded into copies never arrives"):
+    with pytest.raises(ValueError, match="copies never arrive"):
         run.get(for_load=True, cpu_offload=True)
     with pytest.raises(ValueError, match="are two layouts"):
         run.get(**FLAT, fsdp_dtensor=True)
