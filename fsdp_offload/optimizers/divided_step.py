@@ -50,10 +50,7 @@ class DividedStep:
         kwargs: Mapping[str, Any] | None = None,
         pinned: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Note where the step starts.
-
-        ``kwargs``: of ``step()``. ``pinned``: as :attr:`LogicalStep.pinned`, unless the conventions pin other values.
-        """
+        """Note where a step with ``kwargs`` starts; ``pinned`` as :attr:`LogicalStep.pinned`, which comes first."""
         self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
         self._step = self.conventions.begin(optimizer, kwargs or {})
         self._pinned = [
@@ -218,18 +215,14 @@ def _changed(start: object, given: object, end: object) -> bool:
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Return whether two entries or attributes are equal, also where tensors are inside.
+    """Return whether entries or attributes are equal; tensors on a device do: it runs the same arithmetic each time."""
 
-    Tensors on a device count as equal: comparing them would wait for it, and every bucket runs the same arithmetic on
-    the same start there.
-    """
+    def same(leaf: Any, own: Any) -> bool:
+        if isinstance(leaf, Tensor) and isinstance(own, Tensor):
+            return leaf is own or leaf.device.type != "cpu" or torch.equal(leaf, own)
+        return bool(leaf == own)
+
     if one is other:
         return True
     (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(map(_same_leaf, leaves, others))
-
-
-def _same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or one.device.type != "cpu" or torch.equal(one, other)
-    return bool(one == other)
+    return form == other_form and all(map(same, leaves, others))

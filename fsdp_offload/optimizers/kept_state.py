@@ -1,8 +1,4 @@
-"""The state that an optimizer will keep, learnt by a step on scratch tensors before it keeps anything.
-
-Everything here runs at attach (or when a hyperparameter that decides the layout changes). Nothing that happens to
-scratch tensors reaches the real optimizer, and the random numbers of torch are left as they were.
-"""
+"""The state that an optimizer will keep, learnt at attach by a step on scratch tensors, which nobody else notices."""
 
 import copy
 import inspect
@@ -30,25 +26,21 @@ _NO_SWITCHES = frozenset({"params", "param_names", "train_mode"})
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> LayoutKey:
     """Extract what of a group decides which state exists, or whether a step can run at all.
 
-    Flags, texts, whether a number is zero (``momentum``); of the learning rate and of lists, only the types, as
-    schedulers write their values. ``counters`` are entries that the optimizer's own step has changed; they decide
-    nothing.
+    Flags, texts, whether a number is zero (``momentum``); of the learning rate and of lists, which schedulers write,
+    only the types. Not ``counters``, which the optimizer's own step changes.
     """
-    return tuple(
-        (name, _switch(value, type_only=name == "lr"))
-        for name, value in sorted(group.items())
-        if name not in _NO_SWITCHES and name not in counters
-    )
 
+    def switch(value: object, *, type_only: bool) -> str:
+        if isinstance(value, tuple | list):
+            return f"{type(value).__name__} of {', '.join(switch(one, type_only=True) for one in value)}"
+        if isinstance(value, str) and not type_only:
+            return value
+        if isinstance(value, numbers.Real):  # to a step, all numbers are alike
+            return "number" if type_only else str(bool(value))
+        return "tensor" if isinstance(value, Tensor) else type(value).__name__
 
-def _switch(value: object, *, type_only: bool) -> str:
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__} of {', '.join(_switch(one, type_only=True) for one in value)}"
-    if isinstance(value, str) and not type_only:
-        return value
-    if isinstance(value, numbers.Real):  # to a step, all numbers are alike
-        return "number" if type_only else str(bool(value))
-    return "tensor" if isinstance(value, Tensor) else type(value).__name__
+    names = sorted(name for name in group if name not in _NO_SWITCHES and name not in counters)
+    return tuple((name, switch(group[name], type_only=name == "lr")) for name in names)
 
 
 class Layouts:
@@ -65,9 +57,7 @@ class Layouts:
         self._cls = cls
         self.counters: set[str] = set()
         self.staying: frozenset[int] = frozenset()
-        self._new_entries = dict(
-            capabilities.conventions.group_counters
-        )  # of param groups, as a first step leaves them
+        self._new_entries = dict(capabilities.conventions.group_counters)  # as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
 
     def count(self, names: Iterable[str]) -> None:
@@ -91,9 +81,8 @@ class Layouts:
     def learn(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], name: str) -> StateLayout:
         """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
 
-        Classes whose state is known to look like the parameter are run on a few elements. Any other is run on a
-        scratch tensor like ``param``, with its sharding; the device memory of that is free again when this returns.
-        Of a class that moves as a whole nothing is known before it has made state: that is planned as it is.
+        Classes whose state looks like the parameter are run on a few elements, others on a scratch tensor like
+        ``param``, with its sharding. Of a class that moves as a whole nothing is known before it has made state.
 
         Raises:
             ValueError: its step fails on scratch tensors.

@@ -89,7 +89,7 @@ class WithMasters(Optimizer):
         Raises:
             ValueError: remainders are missing, or masters have another dtype. Nothing has changed.
         """
-        loaded: dict[Tensor, Mapping[str, Any]] = {}
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
         nothing = torch.empty(0)  # instead of each tensor: torch would make a rounded copy of it
 
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -97,23 +97,22 @@ class WithMasters(Optimizer):
             state = dict(saved["state"])
             for number, param in zip(ids, params_of(self), strict=False):
                 if has_master(param) and state.get(number):
-                    loaded[param] = of_param = state[number]
-                    master, wanted = of_param.get(MASTER), kept_dtype(self.master_kind, param.dtype)
-                    found = master.dtype if isinstance(master, Tensor) else None
+                    tensors = {n: v for n, v in state[number].items() if isinstance(v, Tensor)}
+                    wanted = kept_dtype(self.master_kind, param.dtype)
+                    found = tensors[MASTER].dtype if MASTER in tensors else None
                     if found != wanted and (found is not None or not can_rebuild(wanted)):
                         raise ValueError(
                             f"load_state_dict: expected {MASTER!r} in {wanted}, as add_masters(optimizer, "
                             f"{self.master_kind!r}) keeps it, got {found}. The lower bits of a master cannot be made "
                             "from a parameter: load a state dict of the same kind."
                         )
-                    state[number] = {
-                        n: nothing if isinstance(v, Tensor) and v.dim() else v for n, v in of_param.items()
-                    }
+                    state[number] = state[number] | {n: nothing for n, v in tensors.items() if v.dim()}
+                    loaded[param] = {n: v for n, v in tensors.items() if n != "step"}  # torch keeps that as it is
             return {**saved, "state": state}
 
         def put(_: Optimizer) -> None:
-            for param, saved in loaded.items():  # but ``step``, which torch keeps as it is
-                _take_over(self, param, {n: v for n, v in saved.items() if isinstance(v, Tensor) and n != "step"})
+            for param, tensors in loaded.items():
+                _take_over(self, param, tensors)
 
         # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
         last = self.register_load_state_dict_pre_hook(take)
