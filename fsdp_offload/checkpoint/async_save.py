@@ -194,9 +194,8 @@ def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
 class Loan:
     """The memory of one staged dict, and who reads it: a :class:`~fsdp_offload.state.shard.Reader` of homes.
 
-    DCP does not tell a stager when the writer is done. The loan ends when the tensors over its memory are gone. A
-    writer that failed may leave its tensors to the exception that it raised, and that to whoever holds the future; but
-    its thread ends, so that counts as well: the first other one in which DCP looks into the staged dict.
+    DCP tells no stager when the writer is done. The loan ends when the tensors over its memory are gone, or with the
+    thread of the writer: one that failed may leave its tensors to its exception, and that to whoever holds the future.
     """
 
     def __init__(self, regions: Iterable[Region]) -> None:
@@ -267,10 +266,9 @@ class Loan:
 
 
 class StagedDict(dict[str, Any]):
-    """The top level of what is handed to the writer: tells the loan which thread that is.
+    """The top level of what is handed to the writer: tells the loan which thread that is, and empties itself there.
 
-    It gives its contents to that thread once and forgets them, since ``torch.distributed.checkpoint`` keeps the dict
-    itself for longer than it writes: in the work item of its thread, and in the traceback of a save that failed.
+    DCP keeps the dict for longer than it writes: in the work item of its thread, and in the traceback of a failure.
     """
 
     def __init__(self, loan: Loan, values: Mapping[str, Any]) -> None:
@@ -279,8 +277,7 @@ class StagedDict(dict[str, Any]):
         self._is_handed_over = False
 
     def __getattribute__(self, name: str) -> Any:
-        # The writing thread begins with isinstance(), which asks for __class__: so it is known before it looks at any
-        # value, also where the save fails at once (no such folder, an unknown scheme).
+        # The writing thread begins with isinstance(), which asks for __class__: also where the save fails at once.
         loan = super().__getattribute__("_loan")
         if loan.thread is None and threading.current_thread() is not loan.owner:
             loan.thread = threading.current_thread()

@@ -65,18 +65,14 @@ def bare_name(name: str) -> str:
 
 def flattened(nested: StateDict) -> StateDict:
     """The flattened form of ``nested``; values that are dicts themselves get dotted names."""
-    flat = {key: value for fqn, state in nested["state"].items() for key, value in _flat(_FLAT_STATE + fqn, state)}
-    for fqn, entries in by_fqn(nested).entries.items():
-        flat.update((f"{_FLAT_GROUPS}{fqn}.{name}", value) for name, value in entries.items())
-    return flat
 
+    def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            yield from flat(f"{prefix}{name}.", value) if isinstance(value, dict) else [(f"{prefix}{name}", value)]
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}.{name}", value)
-        else:
-            yield f"{prefix}.{name}", value
+    groups = by_fqn(nested).entries.items()
+    of_groups = {f"{_FLAT_GROUPS}{fqn}.{name}": value for fqn, entries in groups for name, value in entries.items()}
+    return dict(flat(_FLAT_STATE, nested["state"])) | of_groups
 
 
 def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:

@@ -7,10 +7,8 @@ no placement describes it; so the local tensor itself brings its chunks, from th
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
 
 The chunks are a value of the tensor: they go where it goes (``detach``, ``clone``, ``to``, staging, pickling, pointwise
-operations), and a copy's views are of the copy's memory. Results of other operations are plain.
-``plain.copy_(shard_tensor)`` raises, so a stager that replaces local tensors by plain ones ends before anything is
-written (``BlockingAsyncStager`` keeps them, as we answer ``zeros_like``). Outside a DTensor it saves and cannot be
-loaded: DCP compares its local shape with the global one. Plain FSDP2 shards are one rectangle and need none of this.
+operations), and a copy's views are of the copy's memory. Results of other operations are plain. Outside a DTensor it
+saves and cannot be loaded: DCP compares its local shape with the global one. Plain FSDP2 shards need none of this.
 
 ``CheckpointableTensor`` of torch >= 2.14 is not used: it describes boxes of a local tensor that has as many dimensions
 as the global one, which a flat range has not, and a DTensor does not ask its local tensor for it.
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..fsdp.checkpoint import disabled_torch_function
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, over_part
@@ -123,7 +121,8 @@ class ShardTensor(Tensor):
                 "place, make a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use "
                 "torch's DefaultStager; to copy the bare data, copy from its `local`"
             )
-        result = func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs or {}))
+        bare_args, bare_kwargs = tree_map_only(ShardTensor, lambda one: one.local, (args, kwargs or {}))
+        result = func(*bare_args, **bare_kwargs)
         sources = [arg for arg in args if isinstance(arg, ShardTensor)]
         for arg in sources:
             if result is arg.local:  # in place
@@ -150,10 +149,6 @@ class ShardTensor(Tensor):
 
 # Pickling is torch's own for wrappers, attributes included. These are for torch.load(weights_only=True).
 torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.local if isinstance(value, ShardTensor) else value
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -73,10 +73,7 @@ def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
 
 
 def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 master that an optimizer may update: what is ``kept``, or put together from that and ``weights``.
-
-    ``kept`` is dense, ``weights`` the local tensor of the low-precision parameter.
-    """
+    """The fp32 master that an optimizer may update: ``kept``, which is dense, or made from that and local weights."""
     if kind == "fp32":
         let_weights_win(weights, kept)
         return kept
