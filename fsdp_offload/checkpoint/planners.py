@@ -250,7 +250,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if isinstance(value, Tensor) and not isinstance(entry, TensorStorageMetadata):
             yield Problem.KIND, key, ""
-        elif isinstance(value, Tensor):  # DCP refuses anything else for a stored tensor
+        elif isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):  # DCP refuses other values
             dtype, stored = local_shard(value).dtype, entry.properties.dtype
             if dtype != stored and not self._may_be_cast(key):
                 yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"

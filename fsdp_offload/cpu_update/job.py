@@ -35,15 +35,10 @@ from ..state.store import StateStore
 
 @dataclass(eq=False)
 class Slot:
-    """Pinned memory through which gradients and parameters of one job after another pass.
-
-    Attributes:
-        memory: its bytes.
-        uploaded: R1: recorded behind the parameters that went up from here last.
-    """
+    """Pinned memory through which gradients and parameters of one job after another pass."""
 
     memory: Region
-    uploaded: Mark | None = None
+    uploaded: Mark | None = None  # R1: recorded behind the parameters that went up from here last
 
 
 class HostStep:
@@ -72,9 +67,8 @@ class HostStep:
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
         self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
-        scale, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
-        self.gradient_divisor = scale if isinstance(scale, Tensor) else None
-        if isinstance(scale, Tensor) and isinstance(found_inf, Tensor):
+        self.gradient_divisor, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
+        if (scale := self.gradient_divisor) is not None and found_inf is not None:
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
         self.failed = False
 
@@ -119,8 +113,7 @@ class HostJob:
 
     def _fail(self, error: BaseException) -> None:
         names = list(dict.fromkeys(bound.shard.name for bound in self.ranges))
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        self.errors.append((", ".join(names[:4]) + more, error))
+        self.errors.append((f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}", error))
         self.step.failed = self.failed = True
 
     def begin(self, slot: Slot) -> None:

@@ -79,10 +79,7 @@ _NOT_CARRIED = {torch.int16, torch.uint16}
 
 
 class _GatheredByBits(DTensor):
-    """A DTensor of such a dtype, which ``full_tensor()``, ``redistribute()`` and full state dicts gather all the same.
-
-    Collectives get its bits as bfloat16, which they move and do not look at.
-    """
+    """A DTensor of such a dtype: collectives get its bits as bfloat16, which they move and do not look at."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's has no annotations

@@ -136,8 +136,7 @@ class Points(NamedTuple):
 class ShardingGroup:
     """Parameters that ``fully_shard`` gathers and reduces together, and the points at which it does so.
 
-    The methods of FSDP's own group are shadowed by attributes of the instance; every path (own forward, explicit and
-    implicit prefetch, ``module.unshard()``, backward) calls them through the instance.
+    Attributes of FSDP's own group shadow its methods, which every path calls through the instance.
     """
 
     def __init__(self, group: Any) -> None:

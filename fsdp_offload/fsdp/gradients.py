@@ -72,7 +72,8 @@ class _Watch(Guard):
         _tell("reads" if name == "full_tensor" else "shares", [tensor])
         with bare([tensor]):
             result: Tensor = getattr(tensor, name)(*args, **kwargs)
-        if name == "full_tensor" and _address(result) == _address(local_shard(tensor)):
+        own = local_shard(tensor).untyped_storage()
+        if name == "full_tensor" and result.untyped_storage().data_ptr() == own.data_ptr():
             _tell("shares", [tensor])
         return result
 
@@ -148,10 +149,6 @@ def _put_local(tensor: Tensor, local: Tensor) -> None:
     LOCAL.__set__(tensor, local)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 # Spent gradients ------------------------------------------------------------------------------------------------------
 
 USED_UP = (
@@ -212,9 +209,14 @@ class SpentGradient(Tensor):
         raise AttributeError(f"SpentGradient has no attribute {name!r}: {self.stage.value}")
 
 
-def _stage_of(param: Tensor) -> _Stage | None:
-    grad = param.grad
-    return grad.stage if isinstance(grad, SpentGradient) else None
+def _in_stages(*stages: _Stage) -> Callable[[Tensor], bool]:
+    """Of parameters whose gradients nobody has cleared or exchanged."""
+    return lambda param: isinstance(param.grad, SpentGradient) and param.grad.stage in stages
+
+
+is_spent = _in_stages(_Stage.USED, _Stage.FREED)
+is_freed = _in_stages(_Stage.FREED)
+is_zeroed = _in_stages(_Stage.ZEROED)
 
 
 def spend(param: Tensor) -> None:
@@ -233,21 +235,6 @@ def zero_spent(param: Tensor) -> None:
     """Zero a gradient that is gone. Whoever clears or exchanges it then need not tell anybody."""
     if isinstance(param.grad, SpentGradient):
         param.grad.stage = _Stage.ZEROED
-
-
-def is_spent(param: Tensor) -> bool:
-    """Return whether the gradient is gone, and nobody has zeroed, cleared or exchanged it."""
-    return _stage_of(param) in (_Stage.USED, _Stage.FREED)
-
-
-def is_freed(param: Tensor) -> bool:
-    """Return whether :func:`note_freed` has been called, and nobody has zeroed, cleared or exchanged it since."""
-    return _stage_of(param) is _Stage.FREED
-
-
-def is_zeroed(param: Tensor) -> bool:
-    """Return whether a gradient that was gone has been zeroed, and nobody has cleared or exchanged it since."""
-    return _stage_of(param) is _Stage.ZEROED
 
 
 def refuse_freed(params: Iterable[Tensor]) -> None:

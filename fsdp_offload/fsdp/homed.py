@@ -200,10 +200,7 @@ class ShardedParameter:
         return type(local_shard(self.param)) is Tensor
 
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
-        """Let ``local``, host memory of the shape and dtype of the shard, be the shard from now on. Nothing is copied.
-
-        Returns its stand-in, which may be given again when it comes back to ``local``: making one takes 20 us.
-        """
+        """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
         stand_in = put_home(self.param, local, self.wait, stand_in)
         self._point_at(local)
         return stand_in

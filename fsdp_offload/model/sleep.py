@@ -12,6 +12,7 @@ one reduced buffer. All of these objects stay the same, and nobody can use them 
 """
 
 import enum
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,6 @@ class Parking:
         self.region: Region | None = None
         self.places: list[_Place] = []  # that are parked, or were the last to be
         self.link: DeviceLink  # of their device
-        self.told: set[str] = set()  # tensors that stay, which somebody has been told of
         self._no_room, self._limit_bytes = no_room, limit_bytes
 
     def make_room(self, storages: Sequence[Storage]) -> None:
@@ -188,7 +188,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
         found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
     parking = _parkings.setdefault(model, Parking(_NO_ROOM_FOR_MODEL))
-    storages = _storages_of(model, found, parking.told)
+    storages = _storages_of(model, found)
     moved_bytes = sum(storage.nbytes() for storage in storages)
     if storages:
         parking.make_room(storages)
@@ -274,8 +274,11 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     return (layer for layer in _layers(tensor) if not _parts(layer))
 
 
-def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]], told: set[str]) -> list[Storage]:
-    """The storages to move, each once; a warning names others, once: a loop sleeps thousands of times."""
+_warn_once = functools.cache(logger.warning)  # a loop sleeps thousands of times
+
+
+def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
+    """The storages to move, each once; a warning names others."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
     at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
     movable: dict[int, tuple[str, Storage]] = {}
@@ -300,10 +303,9 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]], told: se
             del movable[key]
     if len(devices := {str(storage.device) for _, storage in movable.values()}) > 1:
         raise ValueError(f"offload_model: this model is on several devices: {', '.join(sorted(devices))}.")
-    if new := left.keys() - told:
-        told |= new
-        shown = "; ".join([f"{name}: {why}" for name, why in left.items() if name in new][:4])
-        logger.warning("offload_model leaves %d tensors where they are (%s)", len(new), shown)
+    if left:
+        shown = "; ".join([f"{name}: {why}" for name, why in left.items()][:4])
+        _warn_once(f"offload_model leaves {len(left)} tensors where they are ({shown})")
     return [storage for _, storage in movable.values()]
 
 
