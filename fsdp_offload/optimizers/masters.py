@@ -8,10 +8,19 @@
 Some optimizers keep masters themselves; ``add_masters`` adds them to others (:mod:`with_masters`).
 """
 
-from typing import Literal
+import functools
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..fsdp.dtensor import local_shard
+
+logger = logging.getLogger(__name__)
 
 MasterKind = Literal["remainder", "fp32"]
 """What ``add_masters`` keeps: the lower 16 bits of a master in int16, or all of it."""
@@ -105,3 +114,167 @@ def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor
 def in_memory_order(dense: Tensor) -> Tensor:
     """View the elements of a tensor without gaps as they lie in memory: flat."""
     return dense.as_strided((dense.numel(),), (1,))
+
+
+# AdamW in one pass: weights, gradient, master and moments are read once and written once. -----------------------------
+#
+# The same bits as open_master(), torch._fused_adamw_ and close_master() one after the other, which read and write the
+# master three times and make temporaries of it. The arithmetic is that of torch's CUDA kernel as observed in 2.11
+# (aten/src/ATen/native/cuda/fused_adam_utils.cuh; all of it in fp32, where fma rounds once):
+#
+#     p = fma(-(lr * wd), p, p)
+#     m = fma(b1, m, fma(-b1, g, g))
+#     v = fma(b2, v, fma(-b2, g * g, g * g))
+#     p = p - (lr / c1 * m) / (sqrt(v) / sqrt(c2) + eps)        c1, c2 = 1 - pow(b1, step), 1 - pow(b2, step)
+#
+# Nobody promises that, so it is tried against those three functions before it is used with new hyperparameters; where
+# a bit differs, or there is no Triton, they do the work.
+
+_TRIED_NUMEL = 1 << 17
+_MOST_TRIALS = 32
+"""So many different hyperparameters are tried; a schedule of betas or decay would try new ones in every step."""
+
+
+class AdamWStep(NamedTuple):
+    """Hyperparameters of one param group, as in ``torch.optim.AdamW``, of which the arithmetic depends on no others."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class MasterRange(NamedTuple):
+    """Contiguous local tensors of one range, of the same number of elements and on one CUDA device."""
+
+    weights: Tensor  # the parameter, bf16 or fp16
+    grad: Tensor  # bf16, fp16 or fp32
+    kept: Tensor  # the fp32 master, or the int16 remainders
+    exp_avg: Tensor  # this and the next are fp32
+    exp_avg_sq: Tensor
+    step: Tensor  # fp32, 0-dim: so many steps have been made before this one
+
+
+def update_in_one_pass(
+    optimizer: Optimizer, cls: type[Optimizer], kind: MasterKind, group: Mapping[str, Any], params: Sequence[Tensor]
+) -> list[Tensor]:
+    """Update those of ``params`` for which the kernel gives the same bits as ``cls`` on masters; returns the rest."""
+    step, rest, steps = _asked_for(cls, group, vars(optimizer)), list[Tensor](), list[Tensor]()
+    for param in params:
+        state = optimizer.state.get(param) or {}
+        values = [state.get(name) for name in (MASTER, "exp_avg", "exp_avg_sq", "step")]
+        if step is not None and has_master(param) and all(isinstance(value, Tensor) for value in values):
+            weights, *others = map(local_shard, (param, param.grad, *values))  # type: ignore[arg-type]
+            part = MasterRange(weights.detach(), *others)
+            if _fits(kind, part) and is_exact(step, kind, part):
+                update_master(step, kind, part)
+                steps.append(part.step)
+                continue
+        rest.append(param)
+    if steps:
+        torch._foreach_add_(steps, 1)
+    return rest
+
+
+def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
+    """What a group asks for, if that is AdamW's fused step and nothing else; GradScaler leaves its scale on the object.
+
+    A subclass of torch's may do anything.
+    """
+    decay = group["weight_decay"] if cls in (Adam, AdamW) and group.get("fused") else None
+    others = [group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")]
+    scaled = any(attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
+    if decay is None or any(others) or scaled:
+        return None
+    if decay and not group.get("decoupled_weight_decay", cls is AdamW):
+        return None
+    numbers = (group["lr"], *group["betas"], group["eps"], decay)
+    return AdamWStep(*map(float, numbers)) if all(isinstance(number, int | float) for number in numbers) else None
+
+
+def _fits(kind: MasterKind, part: MasterRange) -> bool:
+    """Return whether the kernel takes these tensors."""
+    return (
+        all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in part)
+        and all(one.dtype is torch.float32 for one in (part.exp_avg, part.exp_avg_sq, part.step))
+        and part.grad.dtype in (torch.float32, *LOW_PRECISION)
+        and part.kept.dtype is kept_dtype(kind, part.weights.dtype)
+    )
+
+
+def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
+    """Update weights, masters and moments in place, on the current stream. The step stays as it is."""
+    if part.weights.numel():
+        with torch.cuda.device(part.weights.device):
+            _kernel()(part, step, remainder=kind == "remainder")
+
+
+def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
+    """Return whether the kernel gives the bits of the eager code with these hyperparameters and dtypes, on this device.
+
+    Tried once for each of them, on scratch tensors; waits for the device then.
+    """
+    unscheduled = step._replace(lr=1e-3)  # changes in every step, and multiplies once
+    return _is_exact(unscheduled, kind, part.weights.dtype, part.grad.dtype, part.weights.device)
+
+
+@functools.cache
+def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
+    if _kernel() is None or _is_exact.cache_info().currsize >= _MOST_TRIALS:
+        return False
+    try:
+        one, other = (_scratch(kind, weights, grad, device) for _ in range(2))
+        for _ in range(3):
+            update_master(step, kind, one)
+            _eager(step, kind, other)
+            for part in (one, other):
+                part.step.add_(1)
+        same = all(map(_same_bits, one, other))
+        reason = f"this torch's AdamW rounds differently ({step})"
+    except Exception as error:  # noqa: BLE001  # whatever Triton lacks here, the eager code does not need it
+        same, reason = False, f"{type(error).__name__}: {error}"
+    if not same:
+        logger.info("masters are updated without a kernel of our own: %s", reason)
+    return same
+
+
+def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> MasterRange:
+    """Numbers of all sizes, and some that are not finite."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal() -> Tensor:
+        return torch.randn(_TRIED_NUMEL, device=device, generator=generator)
+
+    gradient = normal() * torch.exp(3 * normal())
+    gradient[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=device)
+    master = normal()
+    kept = torch.randint(-(1 << 15), 1 << 15, (_TRIED_NUMEL,), device=device, generator=generator).to(torch.int16)
+    return MasterRange(
+        master.to(weights),
+        gradient.to(grad),
+        master if kind == "fp32" else kept,
+        normal() * 0.1,
+        normal().square() * 0.1,
+        torch.full((), 2.0, device=device),
+    )
+
+
+def _eager(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
+    master = open_master(kind, part.weights, part.kept)
+    tensors = [[master], [part.grad.to(torch.float32)], [part.exp_avg], [part.exp_avg_sq], [], [part.step + 1]]
+    torch._fused_adamw_(*tensors, **step._asdict(), amsgrad=False, maximize=False)
+    close_master(kind, master, part.weights, part.kept)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Return the kernel's launcher; ``None`` without Triton, which CUDA builds bring and which imports slowly."""
+    try:
+        return importlib.import_module(".masters_kernel", __package__).launch
+    except ImportError:
+        return None

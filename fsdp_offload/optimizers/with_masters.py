@@ -24,7 +24,6 @@ from ..fsdp.optim import unsupported_gradient
 from ..state.layout import params_of
 from .capabilities import Capabilities, Conventions
 from .divided_step import DividedStep
-from .fused_masters import update_in_one_pass
 from .masters import (
     LOW_PRECISION,
     MASTER,
@@ -35,6 +34,7 @@ from .masters import (
     kept_dtype,
     new_master,
     open_master,
+    update_in_one_pass,
 )
 
 _OPEN_NUMEL = 1 << 26

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, optim
 
-from fsdp_offload.optimizers import fused_masters
-from fsdp_offload.optimizers.fused_masters import AdamWStep, MasterRange, is_exact
+from fsdp_offload.optimizers import masters
+from fsdp_offload.optimizers.masters import AdamWStep, MasterRange, is_exact
 from tests.parity import Zoo
 from tests.twins import Twins, make_twins
 
@@ -33,13 +33,13 @@ FORMATS = [
 
 @pytest.fixture(autouse=True)
 def nothing_tried() -> Iterator[None]:
-    fused_masters._is_exact.cache_clear()
+    masters._is_exact.cache_clear()
     yield
-    fused_masters._is_exact.cache_clear()
+    masters._is_exact.cache_clear()
 
 
 def scratch(kind: Any, weights: torch.dtype, grad: torch.dtype) -> MasterRange:
-    return fused_masters._scratch(kind, weights, grad, torch.device("cuda", 0))
+    return masters._scratch(kind, weights, grad, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("kind", "weights", "grad"), FORMATS, ids=str)
@@ -58,9 +58,9 @@ def test_any_size(kind: Any, numel: int) -> None:
         whole = scratch(kind, torch.bfloat16, torch.bfloat16)
         parts.append(MasterRange(*(one[:numel].clone() for one in whole[:-1]), whole.step))
     for _ in range(3):
-        fused_masters.update_master(USUAL, kind, parts[0])
-        fused_masters._eager(USUAL, kind, parts[1])
-    assert all(map(fused_masters._same_bits, *parts))
+        masters.update_master(USUAL, kind, parts[0])
+        masters._eager(USUAL, kind, parts[1])
+    assert all(map(masters._same_bits, *parts))
 
 
 def twins_of(kind: str, **options: Any) -> Twins:
@@ -70,13 +70,13 @@ def twins_of(kind: str, **options: Any) -> Twins:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
-    update = fused_masters.update_master
+    update = masters.update_master
 
     def counted(step: AdamWStep, kind: Any, part: MasterRange) -> None:
         seen.extend([part.weights] if part.weights.numel() else [])
         update(step, kind, part)
 
-    monkeypatch.setattr(fused_masters, "update_master", counted)
+    monkeypatch.setattr(masters, "update_master", counted)
     return seen
 
 
@@ -107,13 +107,13 @@ def test_other_steps_do_without(kwargs: dict[str, Any], monkeypatch: pytest.Monk
 
 
 def test_it_steps_aside_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = fused_masters._eager
+    eager = masters._eager
 
     def otherwise(step: AdamWStep, kind: Any, part: MasterRange) -> None:
         eager(step, kind, part)
         part.exp_avg[7] = torch.nextafter(part.exp_avg[7], part.exp_avg[8])
 
-    monkeypatch.setattr(fused_masters, "_eager", otherwise)
+    monkeypatch.setattr(masters, "_eager", otherwise)
     assert not is_exact(USUAL, "remainder", scratch("remainder", torch.bfloat16, torch.bfloat16))
     seen = launches(monkeypatch)
     twins = twins_of("remainder")
@@ -127,13 +127,13 @@ def test_a_schedule_of_betas_is_not_tried_for_ever() -> None:
     part = scratch("fp32", torch.bfloat16, torch.bfloat16)
     found = [is_exact(USUAL._replace(beta1=0.5 + n / 1000), "fp32", part) for n in range(40)]
     assert found[0]
-    assert not any(found[fused_masters._MOST_TRIALS :])
+    assert not any(found[masters._MOST_TRIALS :])
 
 
 def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter with and without the kernel, in the middle of its training: the counters go on."""
     allowed = [True]
-    monkeypatch.setattr(fused_masters, "is_exact", lambda *args: allowed[0] and is_exact(*args))
+    monkeypatch.setattr(masters, "is_exact", lambda *args: allowed[0] and is_exact(*args))
     twins = twins_of("remainder")
     for turn in range(6):
         allowed[0] = turn % 2 == 0

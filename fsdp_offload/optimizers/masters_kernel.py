@@ -1,4 +1,4 @@
-"""The Triton kernel of :mod:`fused_masters`, which says what it computes. Imported on use: Triton takes long."""
+"""The Triton kernel of :mod:`masters`, which says what it computes. Imported on use: Triton takes long."""
 # mypy: ignore-errors
 # Triton compiles annotations and names its own way.
 
