@@ -31,10 +31,7 @@ _SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of
 
 
 class HostWorker:
-    """Three threads and their memory. They start with the first job; the last user and its jobs end them.
-
-    The interpreter waits for them when it goes: a thread that is in a kernel then would end the process with an error.
-    """
+    """Three threads, from the first job until the last user is gone, and their memory. The interpreter joins them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.creator_pid = device, os.getpid()

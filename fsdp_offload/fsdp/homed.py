@@ -53,7 +53,7 @@ class _Homed(Guard):
         result = func(*args, **kwargs)
         if func == Tensor.detach:
             (param,) = stand_ins
-            _count_versions_with(param, result)
+            result._local_tensor = local_shard(param).detach()  # which counts writes with the parameter's
         if name.startswith("_foreach_") and name.endswith("_"):
             for param, other in stand_ins.items():
                 if any(other is one for one in args[0]):
@@ -127,17 +127,12 @@ def holders_of(local: Tensor) -> int:
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     vars(param)[_WAIT](param)
     vars(param)[_USES] = vars(param).get(_USES, 0) + 1
-    other: Tensor = vars(param)[STAND_IN]
+    other: Any = vars(param)[STAND_IN]
     if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
         other = other.detach().requires_grad_()
-        _count_versions_with(param, other)
+        other._local_tensor = local_shard(param).detach()  # likewise
         other.register_hook(_refuse_gradient)
-    return other
-
-
-def _count_versions_with(param: Tensor, detached: Any) -> None:
-    """Let writes into the local tensor of ``detached`` count as writes into that of ``param``: torch's own does not."""
-    detached._local_tensor = local_shard(param).detach()
+    return cast(Tensor, other)
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
