@@ -17,7 +17,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -205,7 +205,13 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         away = {storage._cdata for storage in storages}
         dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
         asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
-        model.__dict__[_SLEEP] = _refuse_use(asleep, [model, *fsdp_modules(model)])  # type: ignore[list-item]
+        # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or
+        # breaks a CUDA context, and torch.save writes a file that lacks the bytes.
+        take_off = _ASLEEP.put_on(asleep)
+        # Before fully_shard's own hook, which would be left half way by an error within it.
+        modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
+        hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
+        model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
     return moved_bytes
 
 
@@ -227,27 +233,10 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
     if _SLEEP in model.__dict__:
         parking = _parkings[model]
         parking.wait(parking.load())
-        model.__dict__.pop(_SLEEP)()
+        for allow in model.__dict__.pop(_SLEEP):
+            allow()
     if free_host_memory and model in _parkings:
         _parkings[model].region = None  # which waits for the device before it lets go of its pages
-
-
-def _refuse_use(tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Refuse to compute with tensors, to save them, and to call modules; returns what ends it.
-
-    torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
-    CUDA context, and ``torch.save`` writes a file that lacks the bytes.
-    """
-    take_off = _ASLEEP.put_on(tensors)
-    # Before fully_shard's own hook, which would be left half way by an error within it.
-    hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in dict.fromkeys(modules)]
-
-    def allow() -> None:
-        take_off()
-        for hook in hooks:
-            hook.remove()
-
-    return allow
 
 
 def _refuse_call(module: nn.Module, args: object) -> None:

@@ -151,8 +151,21 @@ class Layouts:
         self, optimizer: Optimizer, param: Tensor, scratch: Tensor, group: Mapping[str, Any]
     ) -> dict[Tensor, UserState]:
         """The state after a first step on ``scratch`` alone, which stands for ``param``."""
+
+        def stepped(before: Mapping[Tensor, UserState]) -> dict[Tensor, UserState]:
+            values = {**instance_attributes(optimizer), "param_groups": [dict(one) for one in optimizer.param_groups]}
+            if not self.capabilities.known:
+                values = _copied({**values, "param_groups": entries_of(optimizer)}, {id(param): scratch})
+            # schedulefree's optimizers step in train mode only, and start in the other.
+            pinned = [{"train_mode": True} if "train_mode" in one else {} for one in optimizer.param_groups]
+            step = DividedStep(self._cls, self.capabilities, types.SimpleNamespace(**values), pinned=pinned)
+            number = next(number for number, one in enumerate(optimizer.param_groups) if one is group)
+            after = step.run({number: [scratch]}, before, {name: {} for name in step.by_param})
+            self._new_entries |= {name: value for name, value in step.changed_entries.items() if name not in group}
+            return after
+
         try:
-            return self._step(optimizer, param, scratch, group, {})
+            return stepped({})
         except Exception:
             # Constructors may make state before: torch's Adagrad up to 2.11, and others. This one gets the arguments
             # that it has accepted before, as a scheduler may have moved what is in the group.
@@ -160,28 +173,7 @@ class Layouts:
             made = self._cls([{**group, "params": [scratch]}], **{name: optimizer.defaults[name] for name in taken})
             if not made.state.get(scratch):
                 raise
-            return self._step(optimizer, param, scratch, group, {scratch: dict(made.state[scratch])})
-
-    def _step(
-        self,
-        optimizer: Optimizer,
-        param: Tensor,
-        scratch: Tensor,
-        group: Mapping[str, Any],
-        before: Mapping[Tensor, UserState],
-    ) -> dict[Tensor, UserState]:
-        known = self.capabilities.known
-        values = {**instance_attributes(optimizer), "param_groups": [dict(one) for one in optimizer.param_groups]}
-        if not known:
-            values["param_groups"] = entries_of(optimizer)
-            values = _copied(values, {id(param): scratch})
-        # schedulefree's optimizers step in train mode only, and start in the other.
-        pinned = [{"train_mode": True} if "train_mode" in one else {} for one in optimizer.param_groups]
-        step = DividedStep(self._cls, self.capabilities, types.SimpleNamespace(**values), pinned=pinned)
-        number = next(number for number, one in enumerate(optimizer.param_groups) if one is group)
-        after = step.run({number: [scratch]}, before, {name: {} for name in step.by_param})
-        self._new_entries.update((name, value) for name, value in step.changed_entries.items() if name not in group)
-        return after
+            return stepped({scratch: dict(made.state[scratch])})
 
 
 def zero_like(counter: object) -> object:
