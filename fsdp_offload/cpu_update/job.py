@@ -129,8 +129,9 @@ class HostJob:
 
         def place(source: Tensor) -> Tensor:
             nonlocal offset
-            begin, offset = offset, offset + aligned(source.nbytes)
-            return _like(source, slot.memory.bytes[begin : begin + source.nbytes])
+            memory = slot.memory.bytes[offset : offset + source.nbytes]
+            offset += aligned(source.nbytes)
+            return memory.view(source.dtype).as_strided(source.shape, dense_stride(source))
 
         on_host = [place(one) for one in (*self.grads, *self.params)]
         grads, params = on_host[: len(self.grads)], on_host[len(self.grads) :]
@@ -203,11 +204,6 @@ class HostJob:
         up, copies = self.lanes[1], [*pieces_of(flat, PIECE_BYTES), *others]
         up.copy_all([target for target, _ in copies], [source for _, source in copies])
         self.uploaded = up.mark()
-
-
-def _like(source: Tensor, memory: Tensor) -> Tensor:
-    """A tensor like ``source`` over ``memory``, a flat ``uint8`` tensor of as many bytes, dense."""
-    return memory.view(source.dtype).as_strided(source.shape, dense_stride(source))
 
 
 def _bytes(dense: Tensor) -> Tensor:

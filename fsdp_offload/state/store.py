@@ -198,7 +198,13 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         if state.get(name) is not None and state[name] is not home
     ]
     for shard, _, name, value in exchanged:
-        _check_fits(shard, name, value)
+        wanted, got = forms_of(shard.homes[name]), forms_of(value)
+        if got != wanted:
+            raise ValueError(
+                f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is "
+                "neither cast nor resized; put a tensor of that shape and dtype there, or delete the entry. Nothing "
+                "has been changed."
+            )
     overwritten = {leaf.data_ptr() for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name]} - {0}
     copies: list[tuple[Tensor, Tensor]] = []
     for shard, _, name, value in exchanged:
@@ -209,13 +215,3 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         target.copy_(source)
     for shard, state, name, _ in exchanged:
         state[name] = shard.homes[name]
-
-
-def _check_fits(shard: StateShard, name: str, value: object) -> None:
-    wanted, got = forms_of(shard.homes[name]), forms_of(value)
-    if got != wanted:
-        raise ValueError(
-            f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is neither "
-            "cast nor resized; put a tensor of that shape and dtype there, or delete the entry. Nothing has been "
-            "changed."
-        )
