@@ -25,7 +25,7 @@ LIMITS = {
     "fsdp_offload/cpu_update": 611,
     "fsdp_offload/device": 850,
     "fsdp_offload/integrations": 451,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
-    "fsdp_offload/model": 479,
+    "fsdp_offload/model": 480,
     "fsdp_offload/optimizers": 1_684,  # 270 are the step and the loading of an optimizer with masters
     "fsdp_offload/plan": 1_400,
     "fsdp_offload/state": 557,  # 4 give the threads of the CPU copies of entries

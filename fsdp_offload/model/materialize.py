@@ -6,6 +6,7 @@ So a model that is larger than the device has the bits that ``to_empty()`` and `
 """
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
             f"reset_parameters() ({', '.join(silent[:4])}). Pass initialize=, which fills a module's own tensors, or "
             "initialize=lambda module: None if a checkpoint is loaded next."
         )
-    fill: Any = initialize or (lambda module: module.reset_parameters())
+    fill: Any = initialize or methodcaller("reset_parameters")
     for module in modules:
         own = [sharded[module, name] for name, param in module.named_parameters(recurse=False) if param.is_meta]
         device = own[0].device if own else next(iter(sharded.values())).device
