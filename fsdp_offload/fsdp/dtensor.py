@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
 
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 """Methods of a local tensor that says itself which chunks of the global tensor it is."""
@@ -81,13 +80,6 @@ _NOT_CARRIED = {torch.int16, torch.uint16}
 class _GatheredByBits(DTensor):
     """A DTensor of such a dtype: collectives get its bits as bfloat16, which they move and do not look at."""
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's has no annotations
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
-        return tree_map(_by_bits, found)  # as full state dicts move it to the device first
-
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's."""
         local, spec = local_shard(self).detach(), _spec_for(self, torch.bfloat16)
@@ -99,11 +91,19 @@ class _GatheredByBits(DTensor):
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 
 
+def _plain(tensor: Any) -> Any:
+    return DTensor(LOCAL.__get__(tensor), tensor._spec, requires_grad=False)
+
+
 def _as_dtensor_does(name: str) -> Any:
-    return lambda self, *args, **kwargs: _by_bits(getattr(_plain(self), name)(*args, **kwargs))
+    def call(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = getattr(_plain(self), name)(*args, **kwargs)
+        return _over(local_shard(found), found._spec)
+
+    return call
 
 
-# torch 2.11 dispatches a subclass of DTensor without asking it; full state dicts move first, deepcopy wants this class.
+# Full state dicts move first, deepcopy wants this class; results of all other operations are plain DTensors.
 for _name in ("to", "detach", "clone"):
     setattr(_GatheredByBits, _name, _as_dtensor_does(_name))
 
@@ -114,14 +114,6 @@ def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
         made: Tensor = cls(local, spec, requires_grad=False)
     return made
-
-
-def _plain(value: Any) -> Any:
-    return DTensor(LOCAL.__get__(value), value._spec, requires_grad=False) if type(value) is _GatheredByBits else value
-
-
-def _by_bits(value: Any) -> Any:
-    return _over(LOCAL.__get__(value), value._spec) if type(value) is DTensor else value
 
 
 def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
