@@ -268,14 +268,13 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
         if self.reader is None:
             return
-        needed_bytes: dict[str, int] = {}  # by file
+        needed_bytes: dict[str, int] = defaultdict(int)  # by file
         for item in items:
             info = self.reader.storage_data.get(item.storage_index)
             if info is None:
                 yield Problem.FILE, item.storage_index.fqn, "the metadata does not say where it is"
             else:
-                end = info.offset + info.length
-                needed_bytes[info.relative_path] = max(end, needed_bytes.get(info.relative_path, 0))
+                needed_bytes[info.relative_path] = max(info.offset + info.length, needed_bytes[info.relative_path])
         for path, needed in needed_bytes.items():
             try:
                 with self.reader.fs.create_stream(self.reader.fs.concat_path(self.reader.path, path), "rb") as stream:

@@ -256,7 +256,7 @@ def test_uneven_parts_that_nothing_or_something_wrong_is_said_of_are_refused():
         param = uneven(mesh, (12, 5), (4, 0), (8, 5))
         local: Any = local_shard(param)
         local.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((7, 5)))]
-        with pytest.raises(ValueError, match=r"says that it is the chunk at \(4, 0\) of \(7, 5\) \(1 in all\), and has shape"):
+        with pytest.raises(ValueError, match=r"says that it is the chunk at \(4, 0\) of \(7, 5\) .*, and has shape"):
             chunks_of(param)
         del local.__create_chunk_list__
         with pytest.raises(ValueError, match=r"has \(6, 5\) on this rank, and its local tensor is \(8, 5\)"):
