@@ -76,15 +76,18 @@ class RandomSide:
             mixed = seed != CUT and more.random() < 0.5
             if not mixed and seed != CUT:  # else the first would take along what the second has
                 self.frozen.append(more.choice(params).requires_grad_(False))
+            shared = more.choice([0.0, 0.5])  # fused kernels of the CPU update it
             for numbers in random_split(rng, model):
                 cls = rng.choice([AdamW, Adam, SGD])
-                optimizer = cls([params[at] for at in numbers], lr=1e-2, **({"momentum": 0.9} if cls is SGD else {}))
+                options = {"momentum": 0.9} if cls is SGD else {"fused": True}
+                optimizer = cls([params[at] for at in numbers], lr=1e-2, **options)
                 self.optimizers.append(optimizer)
                 chosen = OffloadPolicy(
                     overlap=overlap,
                     parameters=more.random() < 0.5 if mixed else streams,
                     device_bytes=rng.choice(["auto", 2048, 5000]),
                     bucket_bytes=1024,
+                    host_fraction=shared if cls is not SGD and not mixed and not streams else 0.0,
                 )
                 self.early = self.early or overlap == "iteration"
                 if offloaded:

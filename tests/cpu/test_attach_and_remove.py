@@ -3,13 +3,15 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from tests.parity import Net, Run, Zoo, local, make_pair, params_of, train_step
+from fsdp_offload import OffloadPolicy
+from tests.parity import SMALL, Net, Pair, Run, Zoo, local, make_pair, params_of, train_step
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -20,7 +22,14 @@ KINDS: dict[str, Make] = {
     "sgd": lambda params: optim.SGD(params, lr=0.05, momentum=0.9),
     "adagrad": lambda params: optim.Adagrad(params, lr=0.05),
     "nadam": lambda params: optim.NAdam(params, lr=0.01),
+    "on the CPU": lambda params: optim.AdamW(params, lr=0.01, fused=True),
 }
+SHARED = replace(SMALL, host_fraction=0.7)
+"""Policy of ``on the CPU``: fused kernels have the same bits there."""
+
+
+def pair_of(kind: str, make: Callable[[Make], Make] = lambda make: make) -> Pair:
+    return make_pair(Net, make(KINDS[kind]), policy=SHARED if kind == "on the CPU" else SMALL)
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "after some"])
@@ -46,8 +55,7 @@ def test_an_optimizer_is_its_own_again_after_removal(steps: int) -> None:
     after_steps={"0": 0, "3": 3},
 )
 def test_add_param_group(kind: str, after_steps: int) -> None:
-    make = KINDS[kind]
-    pair = make_pair(Net, lambda params: make([param for param in params if param.dim() < 2]))
+    pair = pair_of(kind, lambda make: lambda params: make([param for param in params if param.dim() < 2]))
     pair.train(after_steps)
     for run in pair:
         matrices = [param for param in run.model.parameters() if param.dim() >= 2]
@@ -73,9 +81,10 @@ def taken_out(run: Run) -> set[int]:
     return {id(run.params[name]) for name in TAKEN_OUT}
 
 
-def test_parameters_taken_out_of_their_group() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "on the CPU"])
+def test_parameters_taken_out_of_their_group(kind: str) -> None:
     """By hand, as people freeze a layer: their state stays, and their values, although they have gradients."""
-    pair = make_pair(Net, KINDS["adamw"])
+    pair = pair_of(kind)
     pair.train(3)
     for run in pair:
         group = run.optimizer.param_groups[0]
@@ -141,12 +150,13 @@ def test_amsgrad_switched_on(fused: bool) -> None:
     assert "max_exp_avg_sq" in {name for state in pair.offloaded.optimizer.state.values() for name in state}
 
 
-def test_one_of_two_groups_changes_its_layout() -> None:
+@pytest.mark.parametrize("policy", [SMALL, SHARED], ids=["", "on the CPU"])
+def test_one_of_two_groups_changes_its_layout(policy: OffloadPolicy) -> None:
     def make(params: Iterable[nn.Parameter]) -> optim.Optimizer:
         params = list(params)
-        return optim.SGD([{"params": params[::2], "momentum": 0.9}, {"params": params[1::2]}], lr=0.01)
+        return optim.SGD([{"params": params[::2], "momentum": 0.9}, {"params": params[1::2]}], lr=0.01, fused=True)
 
-    pair = make_pair(Zoo, make)
+    pair = make_pair(Zoo, make, policy=policy)
     pair.train(3)
     for run in pair:
         run.optimizer.param_groups[1]["momentum"] = 0.5

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch
 from examples import (
     async_checkpoint,
     demo_resume,
-    megatron_slices,
     megatron_style_loop,
     rl_sleep,
     train_gpt,
@@ -187,37 +185,6 @@ def test_a_loop_of_megatrons_shape_says_where_its_state_is(capsys: pytest.Captur
     assert all(host == away[2] for *_, host in others)
 
 
-def wake_as_another(model: torch.nn.Module, optimizer: Any) -> None:
-    WAKE(model, optimizer)
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-
-
-WAKE, RELOAD_BEFORE = rl_sleep.wake, megatron_style_loop.reload_before
-MISTAKES: dict[str, tuple[Any, str, Any, list[str], str]] = {
-    "a model that wakes as another": (rl_sleep, "wake", wake_as_another, RL_SMALL, "FAIL: other losses"),
-    "a hook that does not call what was bound before": (
-        *(megatron_style_loop, "reload_before", lambda _, optimizer: RELOAD_BEFORE(None, optimizer)),
-        *(MEGATRON_SMALL, "FAIL: other bits"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("example", "name", "wrong", "flags", "verdict"), MISTAKES.values(), ids=MISTAKES)
-def test_examples_would_find_a_mistake(
-    example: Any,
-    name: str,
-    wrong: Any,
-    flags: list[str],
-    verdict: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(example, name, wrong)
-    assert example.main(flags) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == verdict
-
-
 FRAMEWORKS: dict[str, tuple[tuple[str, ...], int, str, int]] = {
     "accelerate": (("--width", "64"), 0, "state on the host", 1),
     "trainer": ((), 0, "offload/memory/host_bytes", 1),
@@ -262,13 +229,3 @@ def test_the_bench_of_frameworks(tmp_path: Path, framework: str) -> None:
     assert verdicts == [True] * 4
     table = run("benchmark_frameworks", "table", "--records", str(records))
     assert f"| 2 | {framework} | overlapped | " in table
-
-
-def test_the_example_would_find_a_slice_that_was_loaded_wrongly(mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = megatron_slices.start(mesh, megatron_slices.whole_values())
-    megatron_slices.train(model, optimizer, mesh, first=0)
-    assert megatron_slices.compare(model, optimizer, mesh, megatron_slices.STEPS)
-    bias = model.get_parameter("module.decoder.layers.0.mlp.linear_fc1.bias")
-    optimizer.state[bias]["exp_avg"].to_local()[-1] += 1e-6
-    assert not megatron_slices.compare(model, optimizer, mesh, megatron_slices.STEPS)
-    assert capsys.readouterr().out.splitlines()[-1] == "after 5 steps on 1 ranks: DIFFERENT"

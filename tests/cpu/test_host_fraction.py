@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -37,7 +35,7 @@ from tests.cpu.test_parity_optimizers import FLAGS
 from tests.forks import in_forked_child
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, batch, make_pair, same_value, train_step
+from tests.parity import SMALL, Net, Pair, Zoo, attach, make_pair, train_step
 from tests.tiers import spread
 from tests.twins import make_twins
 
@@ -168,29 +166,6 @@ class _Sum(nn.Module):
         return x.sin().sum()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=8),
-    fraction=st.floats(0, 1),
-    bucket_bytes=st.sampled_from([1024, 2048, 8192]),
-)
-def test_any_sizes(sizes: list[int], fraction: float, bucket_bytes: int) -> None:
-    def model() -> nn.Module:
-        net = nn.Module()
-        for number, size in enumerate(sizes):
-            net.register_parameter(f"p{number}", nn.Parameter(torch.randn(size)))
-        return net
-
-    def train(run: Run, at: int) -> None:
-        generator = torch.Generator().manual_seed(at)
-        for param in run.params.values():
-            param.grad = torch.randn(param.shape, generator=generator)
-        run.optimizer.step()
-
-    pair = make_pair(model, fused_adamw, policy=policy(fraction, bucket_bytes=bucket_bytes))
-    pair.train(3, train)
-
-
 # Whatever the loop does ----------------------------------------------------------------------------------------------
 
 
@@ -215,77 +190,7 @@ def test_autograd_notices_the_update() -> None:
         loss.backward()
 
 
-def test_what_is_trained_changes() -> None:
-    """A parameter leaves its group and comes back, and a group is added. The habit ``freeze`` has the rest."""
-    pair = make_pair(Net, fused_adamw, policy=policy(0.9))
-    pair.train(2)
-    gone = [run.optimizer.param_groups[0]["params"].pop() for run in pair]
-    pair.train(2)
-    for run, param in zip(pair, gone, strict=True):
-        run.optimizer.param_groups[0]["params"].append(param)
-    pair.train(2)
-    before = len(host_names(pair.offloaded.optimizer))
-
-    def add_group(run: Run) -> None:
-        run.parts["more"] = nn.Parameter(torch.randn(300, 7)), nn.Parameter(torch.randn(11))
-        run.optimizer.add_param_group({"params": list(run.parts["more"]), "lr": 0.1})
-
-    def train(run: Run, at: int) -> None:
-        run.optimizer.zero_grad()
-        (run.loss(at) + sum((param.sin() * at).sum() for param in run.parts["more"])).backward()
-        run.optimizer.step()
-
-    pair.each(add_group)
-    pair.train(4, train)
-    assert len(host_names(pair.offloaded.optimizer)) > before
-
-
-def test_hyperparameters_that_change_the_layout() -> None:
-    pair = make_pair(Net, lambda params: optim.RMSprop(params, lr=0.01), policy=policy(0.6))
-    pair.train(2)
-    for run in pair:
-        for state in run.optimizer.state.values():
-            state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
-        run.optimizer.param_groups[0]["momentum"] = 0.5
-    pair.train(4)
-
-
-def test_two_optimizers_share_the_thread(mesh: DeviceMesh) -> None:
-    results = []
-    for fraction in (None, 0.5):
-        torch.manual_seed(0)
-        net = Net()
-        params = list(net.parameters())
-        optimizers = [optim.AdamW(params[::2], lr=0.01, fused=True), optim.SGD(params[1::2], momentum=0.9, fused=True)]
-        if fraction is not None:
-            for optimizer in optimizers:
-                attach(optimizer, policy=policy(fraction))
-        for at in range(5):
-            net.zero_grad()
-            net(batch(at, CPU, torch.float32)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        results.append([param.detach().clone() for param in params])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 # Checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "after"), [(0.0, 0.7), (0.7, 0.0), (1.0, 0.3)])
-def test_saved_at_one_fraction_and_loaded_at_another(before: float, after: float) -> None:
-    pair = make_pair(Net, fused_adamw, policy=policy(before))
-    pair.train(3)
-    plain, saved = (run.optimizer.state_dict() for run in pair)
-    assert same_value(plain["state"], saved["state"])
-    other = make_pair(Net, fused_adamw, policy=policy(after))
-    for run, states in zip(other, (plain, saved), strict=True):
-        run.model.load_state_dict(pair.plain.model.state_dict())
-        run.optimizer.load_state_dict(copy.deepcopy(states))
-    other.steps = pair.steps
-    other.train(3)
-    pair.train(3)
-    assert torch.equal(pair.plain.params["up.weight"], other.offloaded.params["up.weight"])
 
 
 def test_removed_and_attached_again_with_other_fractions() -> None:

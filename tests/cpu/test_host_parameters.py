@@ -1,6 +1,5 @@
 """Parameters that the host updates: whoever writes them in between, whatever they look like."""
 
-import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload.cpu_update import job as host_job
 from fsdp_offload.device.lanes import TurnsLane, pieces_of
 from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
 from tests.overlapping import Loop, policy_of
-from tests.parity import SMALL, Net, Run, Zoo, attach, local, make_pair, train_step
-from tests.policies import with_share
+from tests.parity import SMALL, Run, Zoo, attach, local, make_pair
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 
@@ -67,22 +64,6 @@ def test_every_write_is_followed(mesh: DeviceMesh, write: Callable[[Tensor], obj
     pair.train(4, train)
 
 
-def test_parameters_without_a_gradient_may_be_written_meanwhile() -> None:
-    def train(run: Run, at: int) -> None:
-        run.optimizer.zero_grad()
-        run.loss(at).backward()
-        for number, param in enumerate(run.params.values()):
-            if (at + number) % 3 == 0:
-                param.grad = None
-        run.optimizer.step()
-        for number, param in enumerate(run.params.values()):
-            if (at + number) % 3 == 0 and at % 2:
-                param.data.mul_(0.9)
-
-    pair = make_pair(Net, fused_adamw, policy=with_share(ALL_OF_IT, bucket_bytes=1 << 14, passing=1 << 16))
-    pair.train(9, train)
-
-
 @pytest.mark.parametrize("kind", ["transposed", "strided"])
 def test_parameters_that_are_not_contiguous(kind: str) -> None:
     def make() -> nn.Module:
@@ -102,26 +83,6 @@ def test_parameters_that_are_not_contiguous(kind: str) -> None:
     made = fused_adamw if kind == "transposed" else lambda params: optim.RMSprop(params, lr=0.02)
     pair = make_pair(make, made, policy=ALL_OF_IT)
     pair.train(5, train)
-
-
-def test_a_failed_update_brings_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(Net, fused_adamw, policy=replace(ALL_OF_IT, bucket_bytes=1 << 20))
-    pair.train(2)
-    run, update = pair.offloaded, host_job.update_bucket
-    weights, state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-
-    def failing(*args: Any) -> None:
-        update(*args)
-        raise ValueError("half way")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(host_job, "update_bucket", failing)
-        with pytest.raises(RuntimeError, match="half way"):
-            train_step(run, 2)
-    assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
-    run.optimizer.load_state_dict(state)
-    pair.plain.optimizer.load_state_dict(copy.deepcopy(state))  # which torch lists otherwise then
-    pair.train(1)
 
 
 class Turns(TurnsLane):

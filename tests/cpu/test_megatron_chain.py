@@ -39,12 +39,14 @@ RESIDENT = with_share(bucket_bytes=1 << 10, passing=1 << 12, staying=1 << 20)
 
 
 class DistributedOptimizer:
-    """One inner optimizer; with ``masters``, on fp32 copies of bf16 parameters."""
+    """One inner optimizer; with ``masters``, on fp32 copies of bf16 parameters, which the attribute ``groups`` has."""
+
+    groups = "shard_fp32_from_float16_groups"
 
     def __init__(self, params: list[Tensor], *, masters: bool, calls: list[str], name: str) -> None:
         self.model_params, self.calls, self.name = params, calls, name
         mains = [param.detach().clone().float().flatten() for param in params] if masters else params
-        self.shard_fp32_from_float16_groups = [mains] if masters else [[None for _ in params]]
+        setattr(self, self.groups, [mains] if masters else [[None for _ in params]])
         self.optimizer = torch.optim.AdamW(mains, lr=0.01)
 
     def prepare_grads(self) -> None:
@@ -170,8 +172,10 @@ def test_room_for_mains_that_require_no_gradient_is_taken_at_once(recwarn: pytes
     assert not [warning for warning in recwarn if "NOTHING IS OFFLOADED" in str(warning.message)]
 
 
-def test_masters_whose_memory_has_been_exchanged_leave_as_well() -> None:
+@pytest.mark.parametrize("groups", [DistributedOptimizer.groups, "fp32_from_float16_groups"])
+def test_masters_whose_memory_has_been_exchanged_leave_as_well(groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron's ``offload_to_cpu`` and ``restore_from_cpu`` do it, by ``param.data = ...``."""
+    monkeypatch.setattr(DistributedOptimizer, "groups", groups)
     on, off = Loop(True), Loop(False)
     for step in range(3):
         train((on, off), step)

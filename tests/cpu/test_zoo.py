@@ -19,14 +19,12 @@ from fsdp_offload import offload_optimizer
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.capabilities import row_of, rows
 from tests.zoo.__main__ import main
-from tests.zoo.libraries import find, load
-from tests.zoo.local import Closure, Diverging, Idle, Matrices, Momentum, NeedsMore, Noisy, SharedNorm, Unrepeatable
+from tests.zoo.libraries import load
+from tests.zoo.local import Momentum, Noisy
 from tests.zoo.outcomes import (
     ATTACH_CRASHED,
     CRASHED,
     DO_NOT_COUNT,
-    NOT_REPEATED,
-    NOT_RUN,
     QUICK,
     REFUSED,
     SAME,
@@ -36,7 +34,6 @@ from tests.zoo.outcomes import (
     Outcome,
     Row,
 )
-from tests.zoo.pool import judged_row
 from tests.zoo.table import TOML_MARK, prose_of, to_markdown, to_toml
 from tests.zoo.training import judge
 from tests.zoo.verdicts import traced_verdict
@@ -166,51 +163,7 @@ def test_what_attaching_breaks_is_noticed(
     assert detail in row.detail
 
 
-@pytest.mark.parametrize(
-    ("cls", "outcome", "detail"),
-    [
-        (Unrepeatable, NOT_REPEATED, "does not repeat itself: step 1: parameter first.weight differs"),
-        (NeedsMore, NOT_RUN, "needs the argument 'horizon_of_the_universe'"),
-        (Idle, NOT_RUN, "12 steps change no parameter"),
-    ],
-)
-def test_what_shows_nothing_does_not_count(cls: type[torch.optim.Optimizer], outcome: str, detail: str) -> None:
-    row = judged(cls, ONE)
-    assert (row.outcome, row.outcome in DO_NOT_COUNT) == (outcome, True)
-    assert detail in row.detail
-
-
-@pytest.mark.parametrize(
-    ("cls", "recipe"),
-    [
-        (Momentum, "all, step()"),
-        (Matrices, "matrices, step()"),
-        (Closure, "all, step(closure)"),
-        (Diverging, "all, step(), lr=1e-05"),
-        (SharedNorm, "all, step()"),
-    ],
-)
-def test_how_to_train_a_class_is_found_out(cls: type[torch.optim.Optimizer], recipe: str) -> None:
-    assert judged(cls, ()).recipe == recipe
-
-
-@pytest.mark.long
-def test_one_that_hangs_and_one_that_takes_the_interpreter_down_are_a_row_each() -> None:
-    dying, hanging = (judged_row("local", "", f"{HERE}:{name}", ONE, limit_s=4) for name in ("Dying", "Hanging"))
-    assert (dying.outcome, hanging.outcome) == (NOT_RUN, NOT_RUN)
-    assert "the process ended with -6" in dying.detail
-    assert "no answer within 4 s of CPU, in direction (local.py:" in hanging.detail
-
-
 # Libraries, files, the command line -----------------------------------------------------------------------------------
-
-
-def test_a_library_is_looked_through_and_each_class_counts_where_it_is_defined() -> None:
-    pytest.importorskip("schedulefree")
-    found = find("schedulefree")
-    assert "schedulefree.adamw_schedulefree:AdamWScheduleFree" in found.classes
-    assert not found.problems
-    assert len(found.classes) == len(set(found.classes)) == 9
 
 
 def row_with(*outcomes: str) -> Row:

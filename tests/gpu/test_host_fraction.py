@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update.job import HostJob, Slot
+from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.engine.engine import engine_of
 from tests import host_worker_gate
@@ -22,7 +22,7 @@ from tests.conformance.axes import Case
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.gpu.streams import LONG_CYCLES, SIZES, offloaded, plain
-from tests.overlapping import POLICIES, Loop, deafen
+from tests.overlapping import POLICIES, Loop
 from tests.parity import attach, local
 
 pytestmark = pytest.mark.usefixtures("mesh")
@@ -106,24 +106,6 @@ def test_other_bits_without_the_wait_for_late_writes(
     update = HostUpdates.update
     monkeypatch.setattr(HostUpdates, "update", lambda self, *args: update(self, *args[:-1], ()))
     assert compare(case_of("step", 1.0, (late,) * 6), device, LATE) != []
-
-
-def test_other_bits_without_the_wait_for_a_slot(
-    device: torch.device, slow_streams: SlowStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What goes up is overwritten by what comes down."""
-    slow_streams("up")
-    monkeypatch.setattr(Slot, "uploaded", property(lambda slot: None, lambda slot, mark: None))
-    assert compare(case_of("step", 1.0), device, HABITS) != []
-
-
-def test_other_bits_without_the_wait_before_the_gather(
-    device: torch.device, slow_streams: SlowStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Only the last two buckets can still be on their way up: the others have given their slots to these.
-    slow_streams("up", HELD_CYCLES // 10)
-    deafen("compute", monkeypatch.setattr)
-    assert compare(case_of("forward", 1.0), device, HABITS) != []
 
 
 def test_a_slow_host_never_blocks_the_device(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from fsdp_offload import clip_grad_norm_
 from fsdp_offload.cpu_update.worker import host_worker
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
-from tests.gpu.streams import BUCKET_BYTES, LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
+from tests.gpu.streams import LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same
 
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
@@ -64,37 +64,6 @@ def test_gradients_live_until_updates_have_read_them(
 ) -> None:
     slow("U", LONG_CYCLES)
     assert same(expected, offloaded(mesh, POLICIES[overlap]).train(8, others_take_what_is_free))
-
-
-IN_STEP, FORWARD = POLICIES["step"], POLICIES["forward"]
-STREAMED = {"overlap": "iteration", "parameters": True, "device_bytes": 10 * BUCKET_BYTES}
-
-
-# Each slows down what somebody should wait for.
-@pytest.mark.parametrize(
-    ("fields", "kind", "deaf"),
-    [
-        *((IN_STEP, "L", "compute"), (IN_STEP, "S", "load"), (IN_STEP, "U", "store")),
-        *((FORWARD, "U", "compute"), (FORWARD, "S", "load"), (FORWARD, "U", "store")),
-        *((STREAMED, "L", "compute"), (STREAMED, "S", "load")),
-    ],
-    ids=str,
-)
-def test_other_bits_without_a_wait(
-    mesh: DeviceMesh,
-    expected: Loop,
-    slow: Slow,
-    monkeypatch: pytest.MonkeyPatch,
-    fields: dict[str, Any],
-    kind: str,
-    deaf: str,
-) -> None:
-    """The suite can fail: updates and gathers do not wait for loads or updates, loads not for stores, …"""
-    slow(kind, LONG_CYCLES)
-    deafen(deaf, monkeypatch.setattr)
-    loop = offloaded(mesh, fields).train(8)
-    torch.cuda.synchronize()
-    assert not same(expected, loop)
 
 
 def test_other_bits_without_the_wait_for_gradients(

@@ -34,6 +34,7 @@ from tests.distributed import megatron_optimizer as megatron
 from tests.distributed.launch import DEVICE_TYPE, spawn
 from tests.distributed.test_fused_adam import fused_adam
 from tests.fused_adam import BF16, FP32, MASTERS, FusedPair, same_state_dicts
+from tests.proofs import TRAINS, proves
 
 if DEVICE_TYPE == "cpu":  # the process from which ranks are forked imports it for all of them
     with warnings.catch_warnings():
@@ -81,6 +82,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, ranks, marks=pytest.mark.long if "overlapped" in name or ranks == 1 else ())
 
 
+@proves("Megatron-LM's optimizers", "megatron-core", TRAINS)
 @pytest.mark.distributed
 @pytest.mark.parametrize(("state", "ranks"), [*cases()])
 def test_the_three_call_sites_leave_the_bits_and_free_all_of_the_state(state: str, ranks: int, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_importing_touches_no_device_and_no_optional_package(module: str, forbid
     seen = import_in_fresh_process(module)
     assert seen["device_initialised"] is False
     assert seen["device_requests"] == 0
-    assert OPTIONAL_PACKAGES & set(seen["modules"]) == set()
+    assert forbidden & set(seen["modules"]) == set()
 
 
 # --- reading the source ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def private_torch_uses(source: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if PRIVATE_TORCH.fullmatch(name))
 
 
-def import_in_fresh_process(module: str, root: Path = ROOT) -> dict[str, Any]:
+def import_in_fresh_process(module: str) -> dict[str, Any]:
     """What importing ``module`` did to a Python that had imported torch alone."""
     # torch._C initialises the device through _lazy_init, which is called, and then fails, on a machine without one too.
     code = f"""
@@ -233,52 +233,8 @@ print(json.dumps(dict(
     modules=sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
 )))
 """
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": path}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import fsdp_offload.arena", {"arena"}),
-        ("from fsdp_offload import arena, offload_optimizer", {"arena", "__init__"}),
-        ("import fsdp_offload", {"__init__"}),
-        ("from .arena import Arena", {"arena"}),
-        ("from . import arena", {"arena"}),
-        ("def f():\n    from .arena import Arena", {"arena"}),
-        ("if TYPE_CHECKING:\n    from .arena import Arena", {"arena"}),
-        ("import torch.distributed\nfrom arena import x", set()),
-    ],
-)
-def test_every_form_of_import_is_seen(source: str, expected: set[str]):
-    modules = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("arena", "policy", "plan", "plan.trace"))}
-    assert {room_of(m) for m in imported_modules(source, f"{PACKAGE}.policy", modules)} == expected
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
-        "import torch.distributed as dist\ndist._functional_collectives",
-        "from torch import distributed\ndistributed._functional_collectives",
-        "import torch\ntorch.distributed._tensor",
-        "from torch._C import Generator",
-        "local = shard._local_tensor",
-        "getattr(shard, '_spec')",
-        "module._get_fsdp_state()._fsdp_param_groups",
-    ],
-)
-def test_private_torch_names_are_seen(source: str):
-    assert list(private_torch_uses(source))
-
-
-@pytest.mark.parametrize(
-    "source", ["import typer", "import torch\ntry:\n    torch.cuda.init()\nexcept (AssertionError, RuntimeError): ..."]
-)
-def test_an_optional_package_and_a_touch_of_the_device_are_seen(source: str, tmp_path: Path):
-    (tmp_path / "heavy.py").write_text(source)
-    seen = import_in_fresh_process("heavy", tmp_path)
-    assert ("typer" in seen["modules"], seen["device_requests"] > 0) == ("typer" in source, "torch" in source)

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks.timeline import Lane, Phase, Span, Timeline, read_trace, timeline_of
-from examples.benchmarks.train import Bench, chosen_policies
-from fsdp_offload import OffloadPolicy
+from examples.benchmarks.train import Bench
 from tests.policies import with_share
 
 COMPUTE, GATHER, REDUCE, LOAD, LOAD_TOO, UPDATE, STORE = 7, 13, 14, 20, 21, 22, 23  # streams
@@ -111,28 +110,6 @@ def test_an_iteration_is_shown_with_what_the_one_before_has_left_running() -> No
     )
 
 
-def test_a_kernel_whose_launch_was_before_the_trace_belongs_to_no_range() -> None:
-    trace = Trace()
-    trace.range("train forward", 0, 1)
-    trace.runs(0.5, COMPUTE, 2, 7)
-    trace.runs(-3, GATHER, 3, 4)
-    trace.events = [event for event in trace.events if event["ts"] >= 0]  # the launch is gone, the kernel is not
-    assert trace.timeline().spans == (Span(Lane.COMPUTE, 0.0, 5.0), Span(Lane.GATHER, 1.0, 2.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "launched", "message"),
-    [("train backward", True, "no range 'train forward'"), ("train forward", False, "no kernels, copies or ops")],
-)
-def test_a_trace_that_shows_no_iteration_is_refused(name: str, launched: bool, message: str) -> None:
-    trace = Trace()
-    trace.range(name, 0, 1)
-    if launched:
-        trace.runs(0.5, COMPUTE, 1, 2)
-    with pytest.raises(ValueError, match=message):
-        trace.timeline()
-
-
 SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
 
 
@@ -182,13 +159,3 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
-
-
-def test_a_policy_is_beside_plain_training_that_clips_as_often() -> None:
-    chosen = chosen_policies("iteration_rarely,forward_limited_always", {"bucket_bytes": 1 << 20}, 3 << 20)
-    assert chosen == {
-        "plain_rarely": None,
-        "plain_always": None,
-        "iteration_rarely": OffloadPolicy(overlap="iteration", bucket_bytes=1 << 20),
-        "forward_limited_always": OffloadPolicy(overlap="forward", bucket_bytes=1 << 20, device_bytes=3 << 20),
-    }

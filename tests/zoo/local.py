@@ -1,6 +1,5 @@
 """Optimizers of our own, each for one thing that the harness has to tell."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +37,6 @@ class Noisy(Momentum):
         return grad + torch.randn_like(grad) * 1e-3
 
 
-class Matrices(Momentum):
-    """For matrices only."""
-
-    def direction(self, grad: Tensor) -> Tensor:
-        rows, _ = grad.shape
-        return grad / rows
-
-
 class SharedNorm(Momentum):
     """Not separable."""
 
@@ -59,48 +50,3 @@ class LateNorm(SharedNorm):
 
     def direction(self, grad: Tensor) -> Tensor:
         return super().direction(grad) if self.calls > 100 else grad
-
-
-class Closure(Momentum):
-    """Its step needs one."""
-
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        closure()
-        return super().step()
-
-
-class Diverging(Momentum):
-    """With its own learning rate only."""
-
-    def __init__(self, params: Any, lr: float = 1e20) -> None:
-        super().__init__(params, lr)
-
-
-class Unrepeatable(Momentum):
-    """No seed brings its numbers back."""
-
-    def direction(self, grad: Tensor) -> Tensor:
-        return grad * (1 + os.urandom(1)[0] / 256)
-
-
-class NeedsMore(Momentum):
-    """Than the table of arguments has."""
-
-    def __init__(self, params: Any, horizon_of_the_universe: float) -> None:
-        super().__init__(params, horizon_of_the_universe)
-
-
-class Idle(Momentum):
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return None
-
-
-class Hanging(Momentum):
-    def direction(self, grad: Tensor) -> Tensor:
-        while True:
-            grad = grad + 0
-
-
-class Dying(Momentum):
-    def direction(self, grad: Tensor) -> Tensor:
-        os.abort()
