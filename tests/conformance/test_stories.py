@@ -439,17 +439,6 @@ def test_two_losses_with_blocks_of_their_own(mesh: DeviceMesh, fields: dict[str,
     assert same(plain.train(6), offloaded.train(6))
 
 
-@EVERY_POLICY
-def test_inference_mode_is_the_first_to_need_parameters(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """Outside it, what it has loaded is written by updates and read by autograd."""
-    plain, loop = pair(mesh, on_host(fields, passing=1))
-    assert_same_each_step(plain, loop, 3)
-    loop.optimizer.release_states()
-    with torch.inference_mode():
-        assert torch.equal(plain.model(plain.batch(0)), loop.model(loop.batch(0)))
-    assert_same_each_step(plain, loop, 2)
-
-
 class Outside(Net):
     """``shift`` is in no group of fully_shard."""
 

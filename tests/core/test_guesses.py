@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,29 +98,6 @@ def test_a_plain_optimizer_is_clipped_as_torch_does(mesh: DeviceMesh) -> None:
     norm = nn.utils.clip_grad_norm_(one.params, ALWAYS)
     assert torch.equal(norm.full_tensor(), clip_grad_norm_(other.optimizer, ALWAYS).full_tensor())
     assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(one.params, other.params, strict=True))
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_the_norm_is_that_of_the_parameters_in_the_order_of_the_model(mesh: DeviceMesh, is_wrapped: bool) -> None:
-    """Its last bit depends on the order: groups have another one, and an evaluation exchanges the root's parameters."""
-
-    def in_two_groups(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2], "lr": 0.01}], lr=0.02)
-
-    orders = set()
-    plain, loop = pair(mesh, clipping(), in_two_groups)
-    for at in range(12):
-        for each in (plain, loop):
-            each.backward(at)
-            look(each)
-        wrapper: Any = SimpleNamespace(optimizer=loop.optimizer, zero_grad=None) if is_wrapped else loop.optimizer
-        norm = clip_grad_norm_(wrapper, 0.1).full_tensor()
-        grads = [param.grad for param in plain.params]
-        orders.add(torch.equal(norm, nn.utils.get_total_norm([*grads[1::2], *grads[::2]]).full_tensor()))
-        assert torch.equal(norm, nn.utils.clip_grad_norm_(plain.params, 0.1).full_tensor())
-        for each in (plain, loop):
-            each.step()
-    assert False in orders, "these gradients do not tell orders apart"
 
 
 def test_who_begins_to_clip_late_is_told_the_line_to_write(mesh: DeviceMesh) -> None:

@@ -26,7 +26,7 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.overlapping import Loop, Net, same
-from tests.parity import local, loss_of, offloaded_names
+from tests.parity import Zoo, local, loss_of, make_pair, offloaded_names
 
 
 class Own(Optimizer):
@@ -142,6 +142,31 @@ class Factors(Own):
         )
 
 
+class Sharing(Own):
+    """One tensor under two names from the constructor on, with a note on it, and a gradient on state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["mean"] = self.state[param]["velocity"] = torch.zeros_like(param)
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["mean"].mul_(0.9).add_(param.grad)
+        state["mean"].largest = state["mean"].abs().max()
+        state.setdefault("own", torch.zeros_like(param)).grad = param.grad.clone()
+        param.sub_(state["velocity"], alpha=group["lr"])
+
+
+class Aliasing(Own):
+    """State that is the parameter, and its gradient."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("weights", param.detach())
+        state["mean"] = state.get("mean", torch.zeros_like(param)) + state.get("before", param.grad)
+        state["before"] = param.grad
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
 class Nesting(AdamW):
     """Subclasses inherit no row of the table."""
 
@@ -178,6 +203,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "listing": Listing,
     "holding": Holding,
     "factors": Factors,
+    "sharing": Sharing,
     "nesting": partial(Nesting, foreach=True),
     "SGD without state": type("Plain", (SGD,), {}),
     "failing": Failing,
@@ -348,6 +374,14 @@ def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
     loop.train(1)
     assert Failing.seen
     assert Failing.seen.isdisjoint(one.data_ptr() for one in exchanged)
+
+
+def test_state_that_is_the_parameter_or_its_gradient() -> None:
+    pair = make_pair(Zoo, Aliasing)
+    pair.train(5)
+    pair.detach()
+    pair.train(2)
+    pair.assert_trained()
 
 
 def test_state_by_name(mesh: DeviceMesh) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from fsdp_offload.device import arena
 from fsdp_offload.device.arena import Region
 from tests.forks import in_forked_child, resident_bytes
-from tests.parity import attach
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -139,24 +136,6 @@ def test_a_forked_child_that_drops_it_keeps_what_it_has_put_there() -> None:
     assert not regions[0].bytes.any()
 
 
-class Squares(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(float(index) ** 2)
-
-
-def test_a_data_loader_with_forked_workers_runs_beside_an_offloaded_optimizer() -> None:
-    param = nn.Parameter(torch.zeros(1000))
-    optimizer = attach(torch.optim.AdamW([param], lr=0.5))
-    for batch in DataLoader(Squares(), num_workers=1, multiprocessing_context="fork"):
-        param.grad = batch.expand(1000).clone()
-        optimizer.step()
-    assert optimizer.state[param]["step"] == 8
-    assert param.isfinite().all()
-
-
 # Touch ---------------------------------------------------------------------------------------------------------------
 
 
@@ -180,15 +159,6 @@ def test_a_piece_is_locked_once_all_of_it_is_touched(monkeypatch: pytest.MonkeyP
     errors: dict[int, int] = {}
     arena._touch_and_lock(places, lambda address, nbytes: int(any(ctypes.string_at(address, nbytes))), errors)
     assert errors == dict.fromkeys(dict(places), 0)
-
-
-def test_an_exception_while_locking_is_not_lost() -> None:
-    def lock(address: int, nbytes: int) -> int:
-        raise RuntimeError("no context")
-
-    _content, places = pieces(100)
-    with pytest.raises(RuntimeError, match="no context"):
-        arena._touch_and_lock(places, lock, {})
 
 
 @needs_smaps

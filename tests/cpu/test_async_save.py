@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
-from tests.async_writers import FailingWriter, HeldWriter, Waits, copied, loaded, not_the_same, runs_within
+from tests.async_writers import HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.loading import memory_of, ragged
 from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
 from tests.policies import with_share
@@ -535,17 +534,6 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
     assert report.memory.spare_home_bytes == report.memory.host_bytes // 2
 
 
-def test_a_larger_model_gets_a_larger_buffer_and_a_smaller_one_the_same(tmp_path: Path) -> None:
-    stager, addresses = ArenaStager(), []
-    for number, numel in enumerate((100, 5000, 200)):
-        values = torch.randn(numel)
-        dcp.async_save({"a": values}, checkpoint_id=tmp_path / str(number), async_stager=stager).result()
-        assert_holds(tmp_path / str(number), {"a": values})
-        assert runs_within(60, stager._loan.wait)
-        addresses.append((stager._buffer.bytes.data_ptr(), stager._buffer.nbytes))
-    assert addresses[0] != addresses[1] == addresses[2]
-
-
 def write_in_place(training: Training) -> None:
     training.optimizers[0].state[training.net.weight]["exp_avg"].mul_(2)
 
@@ -573,18 +561,3 @@ def test_state_that_is_written_in_place_during_a_save_is_told_of(
         assert "Do not use it" in caplog.text
         caplog.clear()
         training.train()  # once is enough
-
-
-def test_what_is_written_after_a_save_has_failed_is_nobodys_business(tmp_path: Path, waits: Waits) -> None:
-    training = trained(POLICY)
-    stager, writer = ArenaStager(*training.optimizers), FailingWriter(tmp_path / "failed")
-    future = save(training, stager, writer)
-    writer.let_go()
-    with pytest.raises(CheckpointException):
-        future.result()
-    assert stager._loan is not None
-    stager._loan.wait()
-    write_in_place(training)
-    del future
-    training.train()
-    stager.close()

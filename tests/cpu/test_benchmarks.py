@@ -4,8 +4,11 @@ Iterations of any loop are recorded through hooks alone.
 """
 
 import importlib
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -17,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks import figures
 from examples.benchmarks.figures import record_iterations
-from examples.benchmarks.timeline import Lane, read_trace
+from examples.benchmarks.timeline import Lane, Timeline, read_trace, timeline_of
+from examples.benchmarks.train import Bench
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.overlapping import Loop, adamw, same
+from tests.policies import with_share
 
 POLICY = OffloadPolicy(bucket_bytes=16 << 10)
 
@@ -96,3 +101,54 @@ def test_gradients_that_an_update_has_used_are_not_touched(mesh: DeviceMesh, tmp
     names = [one.name for one in recording.moments]
     assert names[0] == "forward"
     assert names[-2:] == ["blocks.0 backward", "step"]
+
+
+SIZES = {"bucket_bytes": 1 << 17, "passing": 5 << 17}
+
+
+@pytest.fixture(scope="module")
+def bench(mesh: DeviceMesh) -> Iterator[Bench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny ops: more threads only wait for each other
+    yield Bench(torch.device(mesh.device_type), layers=2, width=128, sequences=1, length=8, vocabulary=256, clip=True)
+    torch.set_num_threads(threads)
+
+
+def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
+    """The phases in which a lane began anything."""
+    begins = [span.begin_ms for span in timeline.spans if span.lane is lane]
+    return {one.name for one in timeline.phases for begin in begins if one.begin_ms <= begin < one.end_ms}
+
+
+@pytest.mark.parametrize(
+    ("fields", "phases", "loaded_in", "updated_in"),
+    [
+        ({}, ["forward", "backward", "clip", "step"], {"step"}, {"step"}),
+        ({"overlap": "iteration"}, ["forward", "backward", "step"], {"backward"}, {"backward"}),
+    ],
+    ids=["step", "iteration"],
+)
+def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
+    fields: dict[str, Any],
+    phases: list[str],
+    loaded_in: set[str],
+    updated_in: set[str],
+    bench: Bench,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.trace.json.gz"
+    with bench.settled(with_share(**SIZES, **fields)) as (optimizer, clip):
+        bench.trace(optimizer, path, clip=clip)
+    timeline = timeline_of(read_trace(path))
+    assert [one.name for one in timeline.phases] == phases
+    assert begun_in(timeline, Lane.LOAD) == loaded_in
+    # In the step the optimizer also counts it.
+    assert begun_in(timeline, Lane.UPDATE) == updated_in
+    found = {lane: [bar.bucket for bar in timeline.bars(lane, 0.0)] for lane in (Lane.LOAD, Lane.UPDATE, Lane.STORE)}
+    buckets = set(found[Lane.LOAD])
+    assert len(buckets) > 20
+    assert set(found[Lane.STORE]) == buckets
+    updated_buckets = set(found[Lane.UPDATE]) - {None}
+    assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
+    # The host does one thing at a time: an op and what it consists of are not both there.
+    assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))

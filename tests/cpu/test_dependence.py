@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tests.zoo.dependence import DependenceTrace
 
-torchao = pytest.importorskip("torchao.optim")
-
 
 @pytest.fixture
 def tensors() -> list[Tensor]:
@@ -107,33 +105,3 @@ def test_numbers_of_several_parameters_that_are_read_on_the_host(
         assert not trace.mixed_reads
         read(torch.stack(tensors))
     assert trace.mixed_reads
-
-
-def test_a_wrapper_takes_itself_apart(trace: DependenceTrace, tensors: list[Tensor]) -> None:
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    state = OptimState8bit.zeros((64, 64), block_size=256, device=torch.device("cpu"))
-    large = torch.randn(64, 64)
-    trace.mark(large, 1)
-    with trace:
-        state.copy_(large)
-        mixed = state.dequantize() + tensors[0].sum()
-    assert trace.origins_of(state.codes) == {1}
-    assert trace.origins_of(mixed) == {0, 1}
-
-
-def test_a_custom_operator_that_promises_too_little() -> None:
-    """A table that its schema calls written, and that is not."""
-
-    @torch.library.custom_op("fsdp_offload_tests::update", mutates_args={"param", "table"})
-    def update(param: Tensor, grad: Tensor, table: Tensor) -> None:
-        param.sub_(grad * table[0])
-
-    params, table = [torch.zeros(3) for _ in range(2)], torch.ones(4)
-    trace = DependenceTrace()
-    for number, param in enumerate(params):
-        grad = torch.randn(3)
-        trace.mark(grad, number)
-        with trace:
-            update(param, grad, table)
-    assert [trace.origins_of(one) for one in (*params, table)] == [{0}, {1}, set()]

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
 from fsdp_offload.cpu_update import job as host_job
-from fsdp_offload.cpu_update import worker as host_worker_module
 from fsdp_offload.cpu_update.job import HostJob
 from fsdp_offload.cpu_update.updates import HostUpdates
 from fsdp_offload.cpu_update.worker import host_worker
@@ -32,7 +31,6 @@ from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
-from tests.forks import in_forked_child
 from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
 from tests.parity import SMALL, Net, Pair, Zoo, attach, make_pair, train_step
@@ -138,32 +136,6 @@ def test_masters(kind: str, fraction: float) -> None:
     twins = make_twins(Zoo, fused_adamw, kind, policy=policy(fraction))
     twins.train(6)
     twins.assert_trained()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_worker_module._workers.pop(CPU, None)  # whatever still holds one that was made before
-    monkeypatch.setattr(host_worker_module, "update_threads", lambda: threads)
-    mine = torch.get_num_threads()
-    seen = []
-    update = host_job.update_bucket
-    monkeypatch.setattr(
-        host_job, "update_bucket", lambda *args: (seen.append(torch.get_num_threads()), update(*args))[1]
-    )
-    monkeypatch.setattr(host_worker_module, "cores_near", lambda device: frozenset(range(8)))
-    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
-    wide = lambda: nn.Sequential(nn.Linear(16, 1031), nn.Linear(1031, 257), nn.Linear(257, 1), _Sum())  # noqa: E731
-    make_pair(wide, fused_adamw, policy=policy(1.0, bucket_bytes=1 << 20)).train(4)
-    assert set(seen) == {threads}
-    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    other.start()
-    other.join()
-    assert seen[-1] == torch.get_num_threads() == mine
-
-
-class _Sum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin().sum()
 
 
 # Whatever the loop does ----------------------------------------------------------------------------------------------
@@ -546,19 +518,6 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
     again.step()
     assert len(threads_of_ours()) == 1
-
-
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
-    of_parent.train(2)
-
-    def train() -> bool:
-        pair = make_pair(Net, fused_adamw, policy=policy(0.5))
-        pair.train(2)
-        return bool(host_names(pair.offloaded.optimizer))
-
-    assert in_forked_child(train) == 0
-    of_parent.train(2)
 
 
 def test_gradients_are_let_go_when_they_have_been_read() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_offload.checkpoint import Loaded, LoadPlanner, chunks, chunks_of, load, with_chunks
+from fsdp_offload.checkpoint import LoadPlanner, chunks, chunks_of, load, with_chunks
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 from fsdp_offload.fsdp.dtensor import over_local
 from tests.async_writers import emptied
@@ -103,17 +103,6 @@ def test_meta_tensors_get_memory_only_if_the_load_is_right(folder: Path):
     loaded["a"]["c"] = zeros()
     load(loaded, checkpoint_id=folder)
     assert torch.equal(loaded["a"]["b"], WHOLE)
-
-
-def test_a_planner_can_be_used_again(folder: Path):
-    dcp.save({"a": WHOLE}, checkpoint_id=folder)
-    planner = some(missing=True)
-    assert load({"a": zeros(), "b": 1}, checkpoint_id=folder, planner=planner) == Loaded(("a",), ("b",))
-    refused({"a": torch.zeros(2), "b": 1}, folder, "Size mismatch", planner=planner)
-    assert planner.loaded == Loaded()
-    dcp.save({"c": WHOLE}, checkpoint_id=folder / "other")
-    dcp.load({"c": zeros()}, checkpoint_id=folder / "other", planner=planner)
-    assert planner.loaded == Loaded(("c",))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

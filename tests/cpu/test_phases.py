@@ -194,14 +194,6 @@ def warned(optimizer: Optimizer, steps: int, wrapped: Callable[[], Any] | None =
     return found
 
 
-def test_a_hook_that_nobody_calls_is_told_once() -> None:
-    optimizer = offloaded()
-    wrapped = reload_before(None, optimizer)
-    assert warned(optimizer, 7) == [3]
-    reload_before(wrapped, optimizer)  # as a loop that wraps in each iteration
-    assert warned(optimizer, 7) == []
-
-
 @pytest.mark.parametrize("first_call", [1, 2, 3])
 @pytest.mark.parametrize("anew", [True, False], ids=["attached anew", "another hook"])
 def test_a_hook_that_is_called_is_fine_and_another_one_is_watched_anew(first_call: int, anew: bool) -> None:

@@ -11,7 +11,7 @@ from torch import optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.parity import Net, Pair, Run, make_pair, train_step
+from tests.parity import Net, Pair, Run, Zoo, adamw, attach, make_pair, take_step, train_step
 
 
 def one_cycle(optimizer: optim.Optimizer) -> OneCycleLR:
@@ -129,3 +129,24 @@ def test_hooks_see_and_change_what_the_step_uses() -> None:
     pair.attach()
     pair.train(5)
     assert list(counts.values()) == [[1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+
+
+def test_a_pre_hook_may_replace_the_arguments_of_a_step() -> None:
+    optimizer = attach(adamw(Net().parameters()))
+    take_step(optimizer)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0
+    optimizer.register_step_pre_hook(lambda *_: 1)
+    with pytest.raises(RuntimeError, match="must return None or a tuple"):
+        optimizer.step()
+
+
+def test_a_compiled_step_runs_as_it_is() -> None:
+    pair = make_pair(Zoo, adamw)
+    compiled = torch.compile(pair.offloaded.optimizer.step)
+
+    def step(run: Run, number: int) -> None:
+        run.loss(number).backward()
+        compiled() if run is pair.offloaded else run.optimizer.step()
+
+    pair.train(2, step)

@@ -9,7 +9,7 @@ import io
 import logging
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
@@ -175,28 +174,6 @@ def test_inference_mode_changes_nothing() -> None:
     model(batch(0)).backward()  # which inference tensors would refuse
 
 
-def test_pieces_end_where_locked_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage that is larger than the distance of breaks, and lies across several, is copied in pieces."""
-    monkeypatch.setattr(room, "BREAK_BYTES", 4096)
-    model = nn.ParameterList([torch.randn(1000), torch.randn(50, 100), torch.randn(1024), torch.randn(7)])
-    before = snapshot(model)
-    copied: list[tuple[int, int]] = []
-    pieces = room.Parking._pieces
-
-    def noting(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        for host, device in pieces(self):
-            begin = host.data_ptr() - self.region.bytes.data_ptr()
-            copied.append((begin, begin + host.numel()))
-            yield host, device
-
-    monkeypatch.setattr(room.Parking, "_pieces", noting)
-    assert offload_model(model) == sum(end - begin for begin, end in copied) == 4 * (1000 + 5000 + 1024 + 7)
-    assert all(begin // 4096 == (end - 1) // 4096 for begin, end in copied)
-    with torch.no_grad():
-        reload_model(model)
-    assert_same(snapshot(model), before)
-
-
 # Sharded ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,17 +235,6 @@ def test_what_fully_shard_keeps_on_the_host_is_at_home(mesh: DeviceMesh) -> None
     assert offload_model(model) == 0
     model(batch(0)).backward()
     reload_model(model)
-
-
-def test_replicated_parameters(mesh: DeviceMesh) -> None:
-    weight = torch.randn(4, 4)
-    model = nn.Linear(4, 4, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
-    assert offload_model(model) == 64
-    with pytest.raises(RuntimeError, match=ASLEEP):
-        model.weight.to_local()
-    reload_model(model)
-    assert torch.equal(model.weight.to_local(), weight)
 
 
 def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
@@ -439,15 +405,6 @@ def test_memory_that_is_not_torchs_stays_and_is_named(caplog: pytest.LogCaptureF
     assert "leaves 5 tensors where they are" in message
     assert "foreign: its memory is not torch's to free" in message
     assert "unused.grad: it is torch.sparse_coo" in message
-
-
-def test_meta_parameters_have_nothing_to_move() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 3)
-    assert offload_model(model) == 0
-    model.to_empty(device="cpu")
-    assert offload_model(model) == 48
-    reload_model(model)
 
 
 class Wrapper(Tensor):
