@@ -1,15 +1,13 @@
 """Optimizers whose step is not that of one parameter after the other, and several of them at once."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn, optim
 
 from fsdp_offload import offload_optimizer
-from tests.parity import Run, Zoo, attach, make_pair
+from tests.parity import Zoo, attach, make_pair
 
 
 class Lookahead(optim.Optimizer):
@@ -69,27 +67,3 @@ def test_the_offloaded_class_is_not_a_constructor() -> None:
 def test_a_model_of_another_type() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Mo"):
         offload_optimizer(optim.AdamW(Zoo().parameters()), model=[nn.Linear(1, 1)])  # type: ignore[arg-type]
-
-
-def test_threads_with_optimizers_of_their_own() -> None:
-    """All optimizers of a device share its ring; steps of several threads take turns."""
-    pairs = [make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.02)) for _ in range(3)]
-    before = threading.Barrier(len(pairs))
-
-    def train(number: int, run: Run, wait: Callable[[], object]) -> None:
-        for step in range(40):
-            wait()
-            for index, param in enumerate(run.model.parameters()):
-                param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
-            run.optimizer.step()
-
-    threads = [
-        threading.Thread(target=train, args=(number, pair.offloaded, before.wait)) for number, pair in enumerate(pairs)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, pair in enumerate(pairs):
-        train(number, pair.plain, lambda: None)
-        pair.assert_same()

@@ -1,6 +1,6 @@
 """``optimizer.state``, ``state_dict`` and ``load_state_dict`` are as users and torch expect them.
 
-``distributed/test_sharded_checkpoints`` and ``test_same_files`` go through torch.distributed.checkpoint.
+``distributed/test_sharded_checkpoints`` and ``same_files`` go through torch.distributed.checkpoint.
 """
 
 import copy

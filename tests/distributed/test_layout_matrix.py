@@ -23,8 +23,8 @@ from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, load,
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, build, decay_groups
+from tests.distributed.same_files import state_of
 from tests.distributed.test_fused_adam import fused_adam
-from tests.distributed.test_same_files import state_of
 from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
 from tests.fused_adam import BF16, MASTERS
 from tests.parity import Run, assert_at_home, attach

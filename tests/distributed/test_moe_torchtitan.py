@@ -36,7 +36,7 @@ from fsdp_offload.integrations.torchtitan import offloaded
 from tests.async_writers import read_checkpoint
 from tests.distributed.frameworks import POLICIES
 from tests.distributed.launch import DEVICE_TYPE, run_cases, spawn, this_device
-from tests.distributed.test_same_files import digests, metadata_differences
+from tests.distributed.same_files import digests, metadata_differences
 from tests.parity import leaves, local, same_bits, same_value
 from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.fsdp.dtensor import has_inner_tensors
-from tests.async_writers import copied, not_the_same
+from tests.async_writers import not_the_same
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, mesh, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
@@ -74,14 +74,6 @@ def never_stopped(shard: models.ShardNet, make_optimizer: MakeOptimizer, steps: 
 # Ways to get from one process to another -----------------------------------------------------------------------------
 
 
-def resume_in_memory(source: Run, target: Run, folder: Path, options: StateDictOptions | None = None) -> None:
-    del folder
-    saved_model = copied(get_model_state_dict(source.model))
-    saved = copied(get_optimizer_state_dict(source.model, source.optimizer, options=options))
-    set_model_state_dict(target.model, saved_model)
-    set_optimizer_state_dict(target.model, target.optimizer, saved, options=options)
-
-
 def resume_full(source: Run, target: Run, folder: Path) -> None:
     """Gathered on rank 0, and sent from there to all."""
     del folder
@@ -101,13 +93,6 @@ def resume_torch_save(source: Run, target: Run, folder: Path) -> None:
     saved = torch.load(path, weights_only=False)
     target.model.load_state_dict(saved["model"])
     target.optimizer.load_state_dict(saved["optimizer"])
-
-
-def resume_state_dict(source: Run, target: Run, folder: Path) -> None:
-    """Straight from optimizer to optimizer: what is loaded must not stay connected with what it was loaded from."""
-    del folder
-    target.model.load_state_dict(source.model.state_dict())
-    target.optimizer.load_state_dict(source.optimizer.state_dict())
 
 
 def muon(net: Net) -> optim.Optimizer:
@@ -136,11 +121,8 @@ STATES: dict[str, MakeOptimizer] = {
 
 
 WAYS: dict[str, Resume] = {
-    "in memory": resume_in_memory,
-    "in memory, flat": partial(resume_in_memory, options=FLAT),
     "full": resume_full,
     "torch.save": resume_torch_save,
-    "state_dict": resume_state_dict,
 }
 
 
@@ -187,9 +169,9 @@ def tidy_groups(optimizer: Optimizer) -> None:
 
 
 def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
-    """What the conformance suite, which saves by torch's functions and ``dcp`` alone, does not go through.
+    """What the conformance suite, which saves in memory, and by torch's functions and ``dcp``, does not go through.
 
-    Files of ``dcp``, also to and from plain training, are in ``test_same_files.py``.
+    Files of ``dcp``, also to and from plain training, are those of ``either_resumes_from_either``.
     """
     ways: dict[str, dict[str, Any]] = {
         "offloaded to offloaded, in use": {"target_steps": 2},
@@ -197,8 +179,7 @@ def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
         "plain to offloaded": {"source_policy": None},
     }
     found = {f"{name}, {how}": partial(resumes, way, **ways[how]) for name, way in WAYS.items() for how in ways}
-    found["in memory, Shard(1)"] = partial(resumes, resume_in_memory, shard=models.shard_columns)
-    found["in memory, to some kept"] = partial(resumes, resume_in_memory, target_policy=SOME_KEPT)
+    found["torch.save, to some kept"] = partial(resumes, resume_torch_save, target_policy=SOME_KEPT)
     found["full, TP"] = partial(resumes, resume_full, shard=models.shard_tensor_parallel)
     found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
     for kind, make in STATES.items():

@@ -42,8 +42,8 @@ from tests.distributed.megatron_model import (
     own_of,
     wrong_values,
 )
+from tests.distributed.same_files import digests
 from tests.distributed.test_no_collectives import alone, refusing
-from tests.distributed.test_same_files import digests
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import attach, local
 from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves

@@ -12,10 +12,11 @@ from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_model, offload_report, reload_model
 from tests.distributed import models
-from tests.distributed.launch import run_cases, spawn
-from tests.distributed.test_same_files import either_resumes_from_either
+from tests.distributed.launch import spawn_cases
+from tests.distributed.same_files import either_resumes_from_either
 from tests.overlapping import Loop, same
 from tests.parity import Zoo, leaves, make_pair
+from tests.tiers import world_sizes
 
 BUCKET_BYTES = 1 << 10
 POLICY = OffloadPolicy(bucket_bytes=BUCKET_BYTES, device_bytes=4 * BUCKET_BYTES)
@@ -87,17 +88,26 @@ def test_state_is_on_the_device_only_in_the_step_and_in_as_many_parts_as_asked_f
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def run_checkpoints(rank: int, world_size: int, folder: Path) -> None:
-    """Either way between offloaded and plain training; their files have the same bytes."""
-    del rank, world_size
-    case = partial(either_resumes_from_either, shard=models.shard_even)
-    run_cases({form: partial(case, folder / form, flat=form == "flattened") for form in ("nested", "flattened")})
+LAYOUTS: dict[int, list[models.ShardNet]] = {
+    3: [models.shard_even],
+    2: [models.shard_columns, models.shard_bfloat16],
+    4: [models.shard_hybrid, models.shard_tensor_parallel],
+}
 
 
 @pytest.mark.distributed
-def test_dcp_saves_swapped_state_as_the_shards_that_it_is(tmp_path: Path) -> None:
-    """Local tensors beside sharded parameters would be taken for replicas: ranks would resume from one rank's."""
-    spawn(run_checkpoints, 3, tmp_path, tmp_path)
+@world_sizes(*LAYOUTS)
+def test_dcp_saves_swapped_state_as_the_shards_that_it_is(world_size: int, tmp_path: Path) -> None:
+    """Local tensors beside sharded parameters would be taken for replicas: ranks would resume from one rank's.
+
+    Either way between offloaded and plain training; their files have the same bytes.
+    """
+    cases = {f"{shard.__name__}, {flat}": (shard, flat) for shard in LAYOUTS[world_size] for flat in (False, True)}
+    made = {
+        name: partial(either_resumes_from_either, tmp_path / name, shard, flat=flat)
+        for name, (shard, flat) in cases.items()
+    }
+    spawn_cases(made, world_size, tmp_path)
 
 
 # RL ------------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ then lets each side resume from the files of the other.
 import hashlib
 import pickle
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,12 +23,9 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.distributed import models
-from tests.distributed.launch import agree, spawn_cases
+from tests.distributed.launch import agree
 from tests.distributed.test_sharded_checkpoints import TINY, MakeOptimizer, adamw, compared, new_run, train
 from tests.parity import Run
-from tests.tiers import some_cases
-
-pytestmark = pytest.mark.distributed
 
 # Saving and loading, by whoever --------------------------------------------------------------------------------------
 
@@ -116,37 +111,3 @@ def either_resumes_from_either(
         for what, (run, _) in resumed.items():
             train(run, 3, last)
             yield from compared(never_stopped, run, f"{what}, after {last} steps")
-
-
-LAYOUTS: dict[int, dict[str, models.ShardNet]] = {
-    1: {"one rank": models.shard_even},
-    2: {"rows": models.shard_even, "columns": models.shard_columns, "TP only": models.shard_tensor_parallel},
-    3: {"rows": models.shard_even},
-    4: {
-        "rows, some ranks empty": models.shard_even,
-        "columns": models.shard_columns,
-        "HSDP": models.shard_hybrid,
-        "TP and FSDP": models.shard_tensor_parallel,
-    },
-}
-
-
-@some_cases({1: 1, 2: 3, 3: 0, 4: 0})
-def test_files_are_those_of_a_run_without_offload(world_size: int, every: int, tmp_path: Path) -> None:
-    cases = {
-        f"{name}, {form}": partial(
-            either_resumes_from_either, tmp_path / f"{name}, {form}", shard, flat=form == "flattened"
-        )
-        for name, shard in LAYOUTS[world_size].items()
-        for form in ("nested", "flattened")
-    }
-    if world_size == 2:
-        cases["fused"] = partial(
-            either_resumes_from_either,
-            tmp_path / "fused",
-            models.shard_even,
-            flat=False,
-            make_optimizer=partial(adamw, fused=True),
-        )
-        cases["bfloat16"] = partial(either_resumes_from_either, tmp_path / "bf16", models.shard_bfloat16, flat=True)
-    spawn_cases(cases, world_size, tmp_path, every)
