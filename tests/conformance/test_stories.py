@@ -33,7 +33,6 @@ from tests.conformance.axes import Case
 from tests.conformance.oracle import Loop as Run
 from tests.conformance.oracle import compare
 from tests.conformance.programs import usual
-from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import (
     EVERY_POLICY,
     POLICIES,
@@ -244,19 +243,6 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], para
     look(loop)
 
 
-def test_refusals(mesh: DeviceMesh) -> None:
-    """Overlap without a model, or without groups of fully_shard; nothing has been changed."""
-    loop = Loop(mesh, adamw, None)
-    with pytest.raises(ValueError, match=r"OffloadPolicy\(overlap='forward'\) needs model=\.\.\."):
-        offload_optimizer(loop.optimizer, policy=policy_of({"overlap": "forward"}))
-    plain = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(ValueError, match=r"overlap='iteration'\) hooks into fully_shard, and none"):
-        offload_optimizer(optimizer, model=plain, policy=policy_of({"overlap": "iteration"}))
-    assert "_offload_engine" not in vars(optimizer)
-    assert type(optimizer) is torch.optim.AdamW
-
-
 @EVERY_POLICY
 def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     """They get room in the middle of training, in a step of which the backward may have done a part."""
@@ -382,13 +368,6 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
-
-
-def test_decoupled_gradients_are_refused(mesh: DeviceMesh) -> None:
-    """Gradients that fully_shard does not reduce end in no backward of its own."""
-    loop = Loop(mesh, lambda params: FusedAdam(params, use_decoupled_grad=True), None)
-    with pytest.raises(ValueError, match=r"reads param\.decoupled_grad"):
-        offload_optimizer(loop.optimizer, model=loop.model, policy=policy_of({"overlap": "iteration"}))
 
 
 @EVERY_POLICY

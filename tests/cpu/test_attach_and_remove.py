@@ -50,6 +50,12 @@ def test_an_optimizer_is_its_own_again_after_removal(steps: int) -> None:
     pair.train(2)
 
 
+def test_the_offloaded_class_is_not_a_constructor() -> None:
+    optimizer = make_pair(Zoo, KINDS["adamw"]).offloaded.optimizer
+    with pytest.raises(TypeError, match="build one of the class AdamW"):
+        type(optimizer)(Zoo().parameters())
+
+
 @spread(
     kind={kind: kind for kind in KINDS if kind != "adagrad"},  # torch's fails itself, up to 2.11
     after_steps={"0": 0, "3": 3},

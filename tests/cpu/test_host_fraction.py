@@ -31,7 +31,6 @@ from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
-from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
 from tests.parity import SMALL, Net, Pair, Zoo, attach, make_pair, train_step
 from tests.tiers import spread
@@ -470,23 +469,6 @@ def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch
     backward(net)
     with pytest.raises(RuntimeError, match="BoomError: lost"):
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda params: optim.Muon([p for p in params if p.dim() == 2]), "host_fraction=0.5 is for the elementwise"),
-        (optim.Adafactor, "Adafactor is not one of them"),
-        (FusedAdam, "FusedAdam is not one of them.*its kernels are the device's"),
-        (lambda params: type("Mine", (optim.SGD,), {})(params, momentum=0.9), "Mine is not one of them"),
-    ],
-)
-def test_refused(make: Any, message: str) -> None:
-    net = nn.Sequential(nn.Linear(4, 4))
-    optimizer = make(list(net.parameters()))
-    with pytest.raises(ValueError, match=message):
-        attach(optimizer, policy=policy(0.5))
-    assert "_offload_engine" not in vars(optimizer)
 
 
 # Lifetimes -----------------------------------------------------------------------------------------------------------

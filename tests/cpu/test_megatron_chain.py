@@ -30,12 +30,10 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from tests.async_writers import copied
-from tests.policies import with_share
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 
 POLICY = OffloadPolicy(bucket_bytes=1 << 10)
-RESIDENT = with_share(bucket_bytes=1 << 10, passing=1 << 12, staying=1 << 20)
 
 
 class DistributedOptimizer:
@@ -251,21 +249,6 @@ def test_one_that_cannot_be_offloaded_leaves_none_offloaded() -> None:
             offload_states(other)
         with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
             offload_optimizer(other)
-
-
-class HybridDeviceOptimizer(torch.optim.AdamW):
-    """What Megatron's class of that name holds."""
-
-    def __init__(self, params: list[Tensor], offload_fraction: float) -> None:
-        super().__init__(params)
-        self.offload_fraction = offload_fraction
-        self.cpu_optimizers, self.gpu_optimizer = [torch.optim.AdamW(params)], None
-
-
-def test_megatrons_hybrid_optimizer_is_refused_with_what_does_the_same_here() -> None:
-    optimizer = HybridDeviceOptimizer([nn.Parameter(torch.ones(3))], 0.5)
-    with pytest.raises(ValueError, match=r"HybridDeviceOptimizer: .*OffloadPolicy\(host_fraction=0\.5\)"):
-        offload_optimizer(optimizer, policy=POLICY)
 
 
 def test_functions_of_one_optimizer_reach_those_of_a_chain() -> None:

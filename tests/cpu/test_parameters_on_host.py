@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import add_masters, offload_optimizer, remove_offload, synchronize
+from fsdp_offload import add_masters, remove_offload, synchronize
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.items import Item
@@ -266,20 +265,6 @@ def test_conversions_reach_buffers_and_parameters_that_nobody_streams(mesh: Devi
     params = {id(param) for param in loop.model.parameters()}
     assert seen & params == params - trained
     assert_same_each_step(plain, loop, 3)
-
-
-def test_refusals(mesh: DeviceMesh) -> None:
-    policy = on_host({})
-    plain = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    with pytest.raises(ValueError, match=r"parameters=True\) needs model=\.\.\."):
-        offload_optimizer(optimizer, policy=policy)
-    with pytest.raises(ValueError, match="needs a model whose parameters fully_shard has sharded"):
-        offload_optimizer(optimizer, model=plain, policy=policy)
-    other = nn.Linear(3, 3)
-    fully_shard(other, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(ValueError, match=r"CPUOffloadPolicy.*parameters=True"):
-        offload_optimizer(torch.optim.AdamW(other.parameters()), model=other, policy=policy)
 
 
 def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

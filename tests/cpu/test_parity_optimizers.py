@@ -124,15 +124,6 @@ def test_complex_parameters(cls: type[optim.Optimizer], kwargs: dict[str, Any]) 
         train()
 
 
-@pytest.mark.parametrize("cls", [optim.Adam, optim.RMSprop, optim.NAdam])
-def test_capturable_is_refused_where_torch_refuses_it(cls: type[optim.Optimizer]) -> None:
-    pair = make_pair(Zoo, lambda params: cls(params, foreach=False, capturable=True), policy=None)
-    with pytest.raises(AssertionError, match="capturable"):
-        train_step(pair.plain, 0)
-    with pytest.raises(ValueError, match="capturable"):
-        pair.attach()
-
-
 @pytest.mark.parametrize("kwargs", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_the_implementation_is_the_users(kwargs: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for each bucket: another one would give other bits, or be many times slower."""

@@ -143,6 +143,12 @@ def test_trust_in_what_is_known_to_be_otherwise_is_an_error(make: Any, message: 
         trusting(make)
 
 
+def test_a_closure_of_a_trusted_class_is_refused() -> None:
+    optimizer = attach(Counting(Zoo().parameters()), trust_separable=True)
+    with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
+        optimizer.step(lambda: 1.0)
+
+
 def test_a_listed_class_of_another_library_runs_as_its_row_says_if_trusted() -> None:
     alone = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
     notes = offload_report(alone.offloaded.optimizer).notes

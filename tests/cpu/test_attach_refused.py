@@ -1,0 +1,128 @@
+"""What attaching refuses: the error says what was expected, what was found and what to do, and nothing has changed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import offload_optimizer
+from tests.fused_adam_reference import FusedAdam
+
+pytestmark = pytest.mark.usefixtures("mesh")
+
+Asked = tuple[Optimizer, dict[str, Any]]
+
+
+def asked(
+    make: Callable[..., Optimizer] = optim.AdamW,
+    *,
+    shard: dict[str, Any] | None = None,
+    model: bool = False,
+    **policy: Any,
+) -> Callable[[], Asked]:
+    """An optimizer, and with what it is attached; ``shard``: options of ``fully_shard``, if it is called."""
+
+    def ask() -> Asked:
+        net = nn.Linear(4, 4)
+        if shard is not None:
+            fully_shard(net, mesh=init_device_mesh("cpu", (1,)), **shard)
+        return make(net.parameters()), {"policy": policy, **({"model": net} if model else {})}
+
+    return ask
+
+
+def listed_twice(params: Any) -> Optimizer:
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return optim.AdamW([*(both := [*params]), *both])
+
+
+def matrices(params: Any) -> Optimizer:
+    return optim.Muon([param for param in params if param.dim() == 2])
+
+
+def with_more_state(params: Any) -> Optimizer:
+    optimizer = optim.SGD(params, lr=0.1, momentum=0.9)
+    optimizer.state["k"] = 3  # type: ignore[index]
+    return optimizer
+
+
+class Own(optim.SGD):
+    """A class that no table has."""
+
+
+class Lookahead(Optimizer):
+    def __init__(self, params: Any) -> None:
+        self.inner = optim.AdamW(params)
+        super().__init__(self.inner.param_groups, {})
+
+
+class HybridDeviceOptimizer(optim.AdamW):
+    """What Megatron's class of that name holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.offload_fraction, self.gpu_optimizer = 0.5, None
+        self.cpu_optimizers: list[Tensor | Optimizer] = [optim.AdamW(self.param_groups[0]["params"])]
+
+
+NO_OTHER_KERNEL = "FusedAdam is not one of them.*its kernels are the device's"
+REFUSED: dict[str, tuple[Callable[[], Asked], str]] = {
+    "a parameter twice": (asked(listed_twice), "lists a parameter more than once"),
+    "pinned without an accelerator": (asked(pin_memory=True), "pin_memory=True needs an accel"),
+    "a step that autograd follows": (
+        asked(partial(optim.AdamW, differentiable=True)),
+        r"\[0\] has differentiable=True",
+    ),
+    "sparse gradients": (asked(optim.SparseAdam), "SparseAdam .*sparse"),
+    **{
+        f"capturable {cls.__name__}": (asked(partial(cls, foreach=False, capturable=True)), "capturable")
+        for cls in (optim.Adam, optim.RMSprop, optim.NAdam)
+    },
+    "state of no parameter": (asked(with_more_state), "'k', which is not a parameter"),
+    "around another optimizer": (asked(Lookahead), r"'inner'.*Attach to the inner optimizer"),
+    "Megatron's hybrid": (
+        asked(HybridDeviceOptimizer),
+        r"HybridDeviceOptimizer: .*OffloadPolicy\(host_fraction=0\.5\)",
+    ),
+    "whole parameters on the CPU": (asked(matrices, host_fraction=0.5), "host_fraction=0.5 is for the elementwise"),
+    "Adafactor on the CPU": (asked(optim.Adafactor, host_fraction=0.5), "Adafactor is not one of them"),
+    "FusedAdam on the CPU": (asked(FusedAdam, host_fraction=0.5), NO_OTHER_KERNEL),
+    "an own class on the CPU": (asked(partial(Own, momentum=0.9), host_fraction=0.5), "Own is not one of them"),
+    "overlap without a model": (asked(shard={}, overlap="forward"), r"\(overlap='forward'\) needs model=\.\.\."),
+    "overlap without groups": (
+        asked(model=True, overlap="iteration"),
+        r"'iteration'\) hooks into fully_shard, and none",
+    ),
+    "gradients that nobody reduces": (
+        asked(partial(FusedAdam, use_decoupled_grad=True), shard={}, model=True, overlap="iteration"),
+        r"reads param\.decoupled_grad",
+    ),
+    "parameters without a model": (asked(parameters=True), r"parameters=True\) needs model=\.\.\."),
+    "parameters without groups": (
+        asked(model=True, parameters=True),
+        "needs a model whose parameters fully_shard has sharded",
+    ),
+    "parameters that are on the host": (
+        asked(shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, model=True, parameters=True),
+        r"CPUOffloadPolicy.*parameters=True",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED.values(), ids=REFUSED)
+def test_attaching_is_refused_and_leaves_the_optimizer_as_it_was(ask: Callable[[], Asked], message: str) -> None:
+    optimizer, options = ask()
+
+    def looked_at() -> Any:
+        entries = (vars(optimizer), optimizer.state, optimizer._optimizer_step_pre_hooks)
+        return type(optimizer), [dict(entry) for entry in entries]
+
+    before = looked_at()
+    with pytest.raises(ValueError, match=message):
+        offload_optimizer(optimizer, **options)
+    assert looked_at() == before
