@@ -1,17 +1,35 @@
 """LR schedulers and step hooks, made before and after attaching: both go through the offloaded step, once.
 
-A scheduler that is made before attaching, and is stepped before and after it, is in every case of ``conformance``.
+A scheduler that is made before attaching, and is stepped before and after it, is in every case of ``conformance``. In
+the end: state that a hook makes before the first step.
 """
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.parity import Net, Pair, Run, Zoo, adamw, attach, make_pair, take_step, train_step
+from fsdp_offload import OffloadPolicy
+from tests.parity import (
+    SMALL,
+    Net,
+    Pair,
+    Run,
+    Zoo,
+    adamw,
+    attach,
+    local,
+    make_pair,
+    offloaded_names,
+    take_step,
+    train_step,
+)
+from tests.policies import with_share
 
 
 def one_cycle(optimizer: optim.Optimizer) -> OneCycleLR:
@@ -150,3 +168,64 @@ def test_a_compiled_step_runs_as_it_is() -> None:
         compiled() if run is pair.offloaded else run.optimizer.step()
 
     pair.train(2, step)
+
+
+# State that a step hook makes before the first step, in another dtype than the optimizer's own: torchtitan's bf16 -----
+
+
+def make_in_bfloat16(optimizer: optim.Optimizer, args: object, kwargs: object) -> None:
+    """A hook that makes the state of every parameter that has a gradient and no state yet."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and not optimizer.state[param]:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(local(param), dtype=torch.bfloat16)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> optim.Optimizer:
+    optimizer = optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
+    optimizer.register_step_pre_hook(make_in_bfloat16)
+    return optimizer
+
+
+def assert_in_bfloat16(pair: Pair) -> None:
+    optimizer = pair.offloaded.optimizer
+    assert offloaded_names(optimizer)
+    homes = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert {value.dtype for value in homes if value.dim()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("policy", [SMALL, with_share(bucket_bytes=2048, passing=8192, staying=4000)])
+def test_it_keeps_its_dtype(policy: OffloadPolicy) -> None:
+    pair = make_pair(Net, sgd, policy=policy)
+    bytes_at_attach = pair.offloaded.optimizer.offload_report().memory.host_bytes
+    pair.train(6)
+    assert_in_bfloat16(pair)
+    assert pair.offloaded.optimizer.offload_report().memory.host_bytes < bytes_at_attach
+    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
+    pair.train(2)
+    for run in pair:
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
+        for state in run.optimizer.state.values():  # torch widens it, and torchtitan narrows it again
+            state.update({name: value.bfloat16() for name, value in state.items() if isinstance(value, Tensor)})
+    pair.train(2)
+
+
+def test_attached_after_a_step_and_a_parameter_that_thaws_later() -> None:
+    pair = make_pair(Net, sgd, policy=None)
+    pair.each(lambda run: run.model.down.requires_grad_(False))
+    pair.train(2)
+    pair.attach()
+    pair.train(3)
+    assert_in_bfloat16(pair)
+    pair.each(lambda run: run.model.down.requires_grad_(True))
+    pair.train(3)
+    assert_in_bfloat16(pair)
+
+
+def test_no_dtype_changes_once_there_is_state() -> None:
+    pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.05, momentum=0.9, foreach=False))
+    pair.train(2)
+    for state in pair.offloaded.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+    with pytest.raises(ValueError, match="State is neither cast nor resized"):
+        train_step(pair.offloaded, 2)
