@@ -28,7 +28,7 @@ def main(
     markdown: Annotated[Path | None, typer.Option(help="A page of the documentation: its table is replaced.")] = None,
     table: Annotated[Path | None, typer.Option(help="The package's table.toml: rows of others are replaced.")] = None,
     processes: Annotated[int, typer.Option(help="How many run at the same time.")] = os.cpu_count() or 1,
-    limit_s: Annotated[float, typer.Option(help="CPU seconds that a worker may take for one answer.")] = 300.0,
+    limit_s: Annotated[float, typer.Option(help="Seconds that a worker may take for one answer.")] = 900.0,
 ) -> list[Row]:
     """Train every optimizer class plain and offloaded. Fails if any has neither the same bits nor is refused."""
     rows: list[Row] = []
