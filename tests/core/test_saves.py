@@ -19,6 +19,8 @@ ALL = 1 << 20
 
 policy_of = partial(OffloadPolicy, parameters=True, bucket_bytes=2048)
 ROWS = [
+    *(("adamw", policy_of(parameters=False, **one)) for one in ({}, {"snapshot_bytes": 6000}, {"snapshot_bytes": ALL})),
+    ("adamw", policy_of(parameters=False, device_bytes=1 << 20, snapshot_bytes=ALL)),
     ("adamw", policy_of()),
     ("adamw", policy_of(overlap="iteration", device_bytes=6000)),
     ("adamw", policy_of(overlap="forward", device_bytes=6000, snapshot_bytes=6000)),

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
 from fsdp_offload.checkpoint import ArenaStager, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.loading import memory_of, ragged
 from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
@@ -66,75 +67,56 @@ def set_gradients(net: nn.Module, step: int) -> None:
             param.grad = 0.1 * param.detach() + torch.randn(param.shape, generator=generator)
 
 
-MakeOptimizers = Callable[[Net], list[Optimizer]]
-
-
-def adamw(net: Net) -> list[Optimizer]:
+def adamw(net: Net) -> Optimizer:
     """Two groups that take turns in the model's order; one has its learning rate in a tensor."""
     params = list(net.parameters())
     groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": torch.tensor(2e-2)}]
-    return [optim.AdamW(groups, lr=1e-2, foreach=False)]
-
-
-def several(net: Net) -> list[Optimizer]:
-    params = list(net.parameters())
-    return [optim.Adam(params[::2], lr=1e-2, amsgrad=True, foreach=True), optim.SGD(params[1::2], lr=0.1, momentum=0.9)]
+    return optim.AdamW(groups, lr=1e-2, foreach=False)
 
 
 class Training:
-    """A model and its optimizers; ``step`` is the next one."""
+    """A model and its optimizer; ``step`` is the next one."""
 
-    def __init__(self, make: MakeOptimizers, policy: OffloadPolicy | None) -> None:
+    def __init__(self, policy: OffloadPolicy | None) -> None:
         self.net = Net()
-        self.optimizers = make(self.net)
+        self.optimizer = adamw(self.net)
         self.step = 0
         if policy is not None:
-            for optimizer in self.optimizers:
-                attach(optimizer, model=self.net, policy=policy)
+            attach(self.optimizer, model=self.net, policy=policy)
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             set_gradients(self.net, self.step)
             rate = 0.02 * 0.9**self.step
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-                optimizer.step()
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+            self.optimizer.step()
             self.net.seen += 1
             self.step += 1
 
     def state(self) -> dict[str, Any]:
         """What is saved: nothing in it is a copy."""
-        optimizer = get_optimizer_state_dict(self.net, self.optimizers)
+        optimizer = get_optimizer_state_dict(self.net, self.optimizer)
         return {"model": self.net.state_dict(), "optimizer": optimizer, "step": self.step}
 
     def load(self, path: Path) -> None:
         state = {
             "model": self.net.state_dict(),
-            "optimizer": get_optimizer_state_dict(self.net, self.optimizers, for_load=True),
+            "optimizer": get_optimizer_state_dict(self.net, self.optimizer, for_load=True),
             "step": 0,
         }
         dcp.load(state, checkpoint_id=path)
-        set_optimizer_state_dict(self.net, self.optimizers, state["optimizer"])
+        set_optimizer_state_dict(self.net, self.optimizer, state["optimizer"])
         self.step = state["step"]
 
-    def engines(self) -> list[Any]:
-        return [vars(optimizer)["_offload_engine"].engine for optimizer in self.optimizers]
 
-
-def assert_same(plain: Training, offloaded: Training) -> None:
-    assert plain.step == offloaded.step
-    for one, other in zip(plain.optimizers, offloaded.optimizers, strict=True):
-        sides = ((plain.net, one), (offloaded.net, other))
-        found = list(differences(*(Run(*side, torch.device("cpu"), torch.float32) for side in sides)))
-        assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
-
-
-def assert_exact_after(offloaded: Training, make: MakeOptimizers = adamw) -> None:
+def assert_exact_after(offloaded: Training) -> None:
     """All that training has left behind is what it would have been without offload and without saves."""
-    plain = Training(make, None)
+    plain = Training(None)
     plain.train(offloaded.step)
-    assert_same(plain, offloaded)
+    sides = (Run(one.net, one.optimizer, torch.device("cpu"), torch.float32) for one in (plain, offloaded))
+    found = list(differences(*sides))
+    assert not found, f"after {plain.step} steps: " + "; ".join(found[:5])
 
 
 def save(training: Training, stager: ArenaStager, writer: HeldWriter) -> Future[Any]:
@@ -149,7 +131,7 @@ class Saving:
 
     def __init__(self, training: Training, path: Path, stager: Any = None, waits: Waits | None = None) -> None:
         self.path, self.state = path, copied(training.state())
-        self.stager = stager or ArenaStager(*training.optimizers)
+        self.stager = stager or ArenaStager(training.optimizer)
         self.writer = HeldWriter(path) if waits is None else waits.hold(path)
         self.future = save(training, self.stager, self.writer)
         assert self.writer.arrived.wait(60)
@@ -173,43 +155,13 @@ def assert_holds(path: Path, state: Any) -> None:
 
 
 def trained(chosen: OffloadPolicy, steps: int = 2) -> Training:
-    training = Training(adamw, chosen)
+    training = Training(chosen)
     training.train(steps)
     return training
 
 
 def policy(**options: Any) -> OffloadPolicy:
     return with_share(bucket_bytes=2048, **options)
-
-
-CASES: dict[str, tuple[OffloadPolicy, MakeOptimizers, bool]] = {
-    "all": (policy(snapshot_bytes=ALL), adamw, True),
-    "half": (policy(snapshot_bytes=12 << 10), adamw, False),
-    "none": (policy(), adamw, False),
-    "some resident": (policy(snapshot_bytes=ALL, staying=5000), adamw, True),
-    "several optimizers": (policy(snapshot_bytes=ALL), several, True),
-}
-"""And whether a step can be made without waiting for the writer."""
-
-
-@pytest.mark.parametrize(("chosen", "make", "overlaps"), CASES.values(), ids=CASES)
-def test_ten_saves_in_a_row_hold_the_state_of_their_call(
-    chosen: OffloadPolicy, make: MakeOptimizers, overlaps: bool, tmp_path: Path, waits: Waits
-) -> None:
-    """Every save meets the next step, and the next save where no step waits for it."""
-    plain, offloaded = (Training(make, one) for one in (None, chosen))
-    stager, savings = ArenaStager(*offloaded.optimizers), []
-    for number in range(10):
-        savings.append(Saving(offloaded, tmp_path / str(number), stager, waits))
-        before = waits.count
-        for side in (plain, offloaded):
-            side.train(1 + number % 2)
-        if number:  # before, there is no state that could be lent
-            assert waits.count - before == (not overlaps)
-        assert_same(plain, offloaded)
-    for saving in savings:
-        saving.end()
-    stager.close()
 
 
 # Overlap -------------------------------------------------------------------------------------------------------------
@@ -221,7 +173,7 @@ def test_a_step_that_touches_nothing_of_what_is_read_waits_for_nothing(tmp_path:
     for param in training.net.parameters():
         param.grad = None
     training.net.late.grad = torch.ones(30)  # its first: this state is in no file yet
-    training.optimizers[0].step()
+    training.optimizer.step()
     assert waits.count == 0
     saving.end()
 
@@ -254,7 +206,7 @@ def test_a_save_whose_future_is_done_is_not_running(tmp_path: Path) -> None:
 
 def test_what_a_stager_is_made_of_is_checked() -> None:
     with pytest.raises(ValueError, match=r"expected an offloaded optimizer, got a AdamW.*offload_optimizer\(\) first"):
-        ArenaStager(*adamw(Net()))
+        ArenaStager(adamw(Net()))
 
 
 # Writers that fail ---------------------------------------------------------------------------------------------------
@@ -263,7 +215,7 @@ def test_what_a_stager_is_made_of_is_checked() -> None:
 def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> None:
     """As where no writer is found for the path: a disk that is read-only, a scheme that nobody knows."""
     training = trained(NO_SPARE)
-    stager = ArenaStager(*training.optimizers)
+    stager = ArenaStager(training.optimizer)
     future = dcp.async_save(training.state(), checkpoint_id="unknown://nowhere", async_stager=stager)
     assert future.exception() is not None
     stopped = not runs_within(2, training.train)
@@ -274,7 +226,7 @@ def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> N
 def test_a_state_dict_that_cannot_be_staged_costs_nothing(tmp_path: Path) -> None:
     """No home is lent to a writer that there never is."""
     training = trained(NO_SPARE)
-    stager = ArenaStager(*training.optimizers)
+    stager = ArenaStager(training.optimizer)
     with pytest.raises(TypeError, match="cannot pickle"):
         dcp.async_save(training.state() | {"lock": threading.Lock()}, checkpoint_id=tmp_path, async_stager=stager)
     assert runs_within(10, training.train)
@@ -300,40 +252,40 @@ Change = Callable[[Training], object]
 
 def load_own(training: Training) -> None:
     """Other values than those that are being written."""
-    saved = copied(training.optimizers[0].state_dict())
+    saved = copied(training.optimizer.state_dict())
     for state in saved["state"].values():
         state["exp_avg"] += 1
-    training.optimizers[0].load_state_dict(saved)
+    training.optimizer.load_state_dict(saved)
 
 
 def set_by_name(training: Training) -> None:
-    saved = copied(get_optimizer_state_dict(training.net, training.optimizers))
+    saved = copied(get_optimizer_state_dict(training.net, training.optimizer))
     for state in saved["state"].values():
         state["exp_avg_sq"] *= 3
-    set_optimizer_state_dict(training.net, training.optimizers, saved)
+    set_optimizer_state_dict(training.net, training.optimizer, saved)
 
 
 def load_in_place(training: Training) -> None:
-    template = get_optimizer_state_dict(training.net, training.optimizers, for_load=True)
+    template = get_optimizer_state_dict(training.net, training.optimizer, for_load=True)
     for state in template["state"].values():
         for value in state.values():
             value.fill_(7)
-    set_optimizer_state_dict(training.net, training.optimizers, template)
+    set_optimizer_state_dict(training.net, training.optimizer, template)
 
 
 def exchange(training: Training) -> None:
     """The user's own tensors in place of homes."""
     for param in (training.net.weight, training.net.long):
-        state = training.optimizers[0].state[param]
+        state = training.optimizer.state[param]
         state["exp_avg"] = state["exp_avg"] * 2
 
 
 def remove(training: Training) -> None:
-    remove_offload(training.optimizers[0])
+    remove_offload(training.optimizer)
 
 
 def attach_again(training: Training) -> None:
-    attach(training.optimizers[0], model=training.net, policy=NO_SPARE)
+    attach(training.optimizer, model=training.net, policy=NO_SPARE)
 
 
 CHANGES: dict[str, tuple[Change, ...]] = {
@@ -361,7 +313,7 @@ def test_what_changes_state_during_a_save_does_not_spoil_it(
 
 
 def arena_of(training: Training) -> list["weakref.ref[object]"]:
-    return [weakref.ref(region._owner) for engine in training.engines() for region in engine.plan.regions]
+    return [weakref.ref(region._owner) for region in engine_of(training.optimizer).plan.regions]
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
@@ -374,7 +326,7 @@ def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) ->
     if not during:
         saving.end()
         assert runs_within(60, saving.stager._loan.wait)
-    engine = weakref.ref(training.engines()[0])
+    engine = weakref.ref(engine_of(training.optimizer))
     del training
     assert engine() is None
     if during:
@@ -396,12 +348,12 @@ def test_a_step_that_fails_during_a_save(
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, fails_at)
         with pytest.raises(ArithmeticError, match="a bit has flipped"):
-            training.optimizers[0].step()
-    for refused in (training.optimizers[0].state_dict, training.state):
+            training.optimizer.step()
+    for refused in (training.optimizer.state_dict, training.state):
         with pytest.raises(RuntimeError, match=r"state_dict\(\) refused.*ArithmeticError.*Load a checkpoint"):
             refused()
     with pytest.raises(RuntimeError, match=r"dcp.async_save\(\) refused"):
-        ArenaStager(*training.optimizers).stage({"model": training.net.state_dict()})
+        ArenaStager(training.optimizer).stage({"model": training.net.state_dict()})
     saving.end()
     training.load(tmp_path)
     training.train(3)
@@ -465,9 +417,9 @@ def test_tied_weights_are_staged_once() -> None:
 def test_views_of_a_home_are_what_they_show() -> None:
     """Also those that begin where it begins."""
     training = trained(POLICY)
-    home = training.optimizers[0].state[training.net.weight]["exp_avg"]
+    home = training.optimizer.state[training.net.weight]["exp_avg"]
     views = [home, home.t(), home.view(-1), home[0], home[:, 0], home[::2], home[1:3], home.view(torch.uint8)]
-    staged = ArenaStager(*training.optimizers).stage({str(number): view for number, view in enumerate(views)})
+    staged = ArenaStager(training.optimizer).stage({str(number): view for number, view in enumerate(views)})
     assert all(torch.equal(staged[str(number)], view) for number, view in enumerate(views))
 
 
@@ -489,7 +441,7 @@ def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path, mesh: Device
 def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
     """``AsyncCheckpointerType.PROCESS`` pickles what it is given."""
     training = trained(POLICY)
-    staged = ArenaStager(*training.optimizers).stage(training.state())
+    staged = ArenaStager(training.optimizer).stage(training.state())
     with pytest.raises(TypeError, match=r"lends memory of this process.*AsyncCheckpointerType.THREAD, or .*Default"):
         dump(staged)
 
@@ -503,7 +455,7 @@ STAGERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", STAGERS)
 def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> None:
-    training = Training(adamw, NO_SPARE)
+    training = Training(NO_SPARE)
     for number in range(3):
         training.train(2)
         saving = Saving(training, tmp_path / str(number), STAGERS[name]())
@@ -514,9 +466,9 @@ def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> Non
 
 
 def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
-    training = Training(adamw, POLICY)
+    training = Training(POLICY)
     training.train(LATE_STEP + 1)  # from now on the same state exists
-    stager, host_bytes, buffers = ArenaStager(*training.optimizers), set(), set()
+    stager, host_bytes, buffers = ArenaStager(training.optimizer), set(), set()
     for number in range(10):
         staged = stager.stage(training.state())
         buffers.add((staged["model"]["weight"].data_ptr(), stager._buffer.nbytes))
@@ -524,10 +476,10 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
         future = dcp.async_save(training.state(), checkpoint_id=tmp_path / str(number), async_stager=stager)
         training.train()
         future.result()
-        host_bytes.add(training.optimizers[0].offload_report().memory.host_bytes)
+        host_bytes.add(training.optimizer.offload_report().memory.host_bytes)
     assert len(buffers) == 1
     assert len(host_bytes) == 1
-    report = training.optimizers[0].offload_report()
+    report = training.optimizer.offload_report()
     assert report.memory.host_bytes == pytest.approx(
         2 * report.memory.host_state_bytes, rel=0.2
     )  # both homes, with their padding
@@ -535,7 +487,7 @@ def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:
 
 
 def write_in_place(training: Training) -> None:
-    training.optimizers[0].state[training.net.weight]["exp_avg"].mul_(2)
+    training.optimizer.state[training.net.weight]["exp_avg"].mul_(2)
 
 
 @pytest.mark.parametrize("options", [{"snapshot_bytes": 1 << 20}, {}])
@@ -543,9 +495,9 @@ def test_state_that_is_written_in_place_during_a_save_is_told_of(
     tmp_path: Path, waits: Waits, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The file has some old values and some new ones: whoever goes on to train, to save or to close hears of it."""
-    training = Training(adamw, policy(**options))
+    training = Training(policy(**options))
     training.train(2)
-    stager = ArenaStager(*training.optimizers)
+    stager = ArenaStager(training.optimizer)
     for number, goes_on in enumerate([training.train, lambda: stager.stage(training.state()), stager.close]):
         write_in_place(training)  # between saves it may be
         writer = waits.hold(tmp_path / str(number))

@@ -308,8 +308,8 @@ def test_an_optimizer_is_dropped_in_any_phase() -> None:
 @pytest.mark.usefixtures("mesh")
 @EVERY_SEQUENCE
 def test_a_step_that_fails(phases: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = saving.Training(saving.adamw, with_share(saving.NO_SPARE, staying=9_000))
-    optimizer = training.optimizers[0]
+    training = saving.Training(with_share(saving.NO_SPARE, staying=9_000))
+    optimizer = training.optimizer
     training.train(3)
     dcp.save(training.state(), checkpoint_id=tmp_path)
     go_through(optimizer, PHASES)
