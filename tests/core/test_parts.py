@@ -139,6 +139,13 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
     assert cache.pools[0].made == 1
 
 
+def test_a_block_that_an_evaluation_makes_may_be_written_later() -> None:
+    with torch.inference_mode():
+        _, items = cache_of("a", "a", 1)
+    assert items["a"].block is not None
+    assert not items["a"].block.memory.is_inference()
+
+
 @pytest.mark.parametrize(
     ("groups_mib", "device_mib", "small", "expected_mib"),
     [

@@ -247,10 +247,3 @@ def test_metrics_are_flat_numbers_and_only_those_that_are_known() -> None:
     assert "step/store_gb_per_s" not in metrics
     assert "kept/reason" not in metrics
     assert all(type(value) is float for value in metrics.values())
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_500_000, "1.50 MB"), (10**9, "1.00 GB")]
-)
-def test_sizes_have_the_units_of_rates(nbytes: int, text: str) -> None:
-    assert _bytes(nbytes) == text
