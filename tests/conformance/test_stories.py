@@ -171,12 +171,13 @@ def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_a_backward_that_fails(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("make_policy", [policy_of, on_host])
+def test_a_backward_that_fails(mesh: DeviceMesh, make_policy: Callable[..., OffloadPolicy]) -> None:
     """Some parameters have been updated with gradients of a backward that never ended: they are not saved."""
-    loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"])).train(3)
+    loop = Loop(mesh, adamw, make_policy(POLICIES["iteration"])).train(4)
     loop.model.blocks[0].register_full_backward_pre_hook(_fail)
     with pytest.raises(ZeroDivisionError):
-        loop.backward(3)
+        loop.backward(4)
     assert engine_of(loop.optimizer).core.done
     with pytest.raises(RuntimeError, match="refused"):
         loop.optimizer.state_dict()
