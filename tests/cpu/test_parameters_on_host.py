@@ -6,7 +6,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import add_masters, remove_offload, synchronize
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.items import Item
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
-from fsdp_offload.fsdp.gradients import note_freed, spend
 from fsdp_offload.fsdp.optim import foreach_supports
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
 from tests.overlapping import (
-    EVERY_POLICY,
     POLICIES,
     Loop,
     Net,
@@ -44,7 +34,6 @@ from tests.overlapping import (
     on_host,
     pair,
     policy_of,
-    same_values,
 )
 from tests.parity import fail_in_bucket, same_value
 from tests.tiers import spread
@@ -64,41 +53,6 @@ def write_parameters(loop: Loop, step: int) -> None:
                 torch._foreach_add_([param], 0.001)
 
 
-def freeze(model: nn.Module, *, but: str) -> None:
-    for name, param in model.named_parameters():
-        param.requires_grad_(but in name)
-
-
-def trained(params: Any) -> Optimizer:
-    return torch.optim.AdamW([param for param in params if param.requires_grad], lr=0.02)
-
-
-@spread(fields=POLICIES, make={"only-trained": trained, "all-in-optimizer": adamw})
-def test_frozen_parameters_stream_and_are_never_stored(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], make: Any
-) -> None:
-    plain, loop = pair(mesh, on_host(fields), make, prepare=partial(freeze, but="norm"))
-    frozen = [param for param in loop.model.parameters() if not param.requires_grad]
-    homes = [local_shard(param) for param in frozen]
-    before, stored = [home.clone() for home in homes], set()
-    put = Cache.put
-
-    def noted(self: Cache, item: Item) -> None:
-        copies = item.copies(changed=True)
-        stored.update(at for home, _ in copies for at in (home.data_ptr(), home.data_ptr() + home.numel() - 1))
-        put(self, item)
-
-    monkeypatch.setattr(Cache, "put", noted)
-    assert_same_each_step(plain, loop, 6)
-    assert stored
-    if make is not trained:
-        return  # what the optimizer has may be trained later
-    for home, old, param in zip(homes, before, frozen, strict=True):
-        assert local_shard(param) is home
-        assert torch.equal(home, old)
-        assert not any(home.data_ptr() <= at < home.data_ptr() + home.nbytes for at in stored)
-
-
 # Optimizers ------------------------------------------------------------------------------------------------------
 
 
@@ -112,45 +66,6 @@ def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
     make = lambda params: add_masters(adamw(params), kind)  # noqa: E731
     loops = [Loop(mesh, make, on_host(fields, parameters=streams), net=narrow) for streams in (False, True)]
     assert_same_each_step(*loops, 6, write_parameters)
-
-
-# Gradients -------------------------------------------------------------------------------------------------------
-
-
-def test_a_gradient_that_was_not_cleared_where_nothing_reduces_it(mesh: DeviceMesh) -> None:
-    """Of a module that the next iteration does not use: ``step()`` refuses it, and has changed nothing."""
-
-    def without_extra(one: Loop, step: int) -> None:
-        one.backward(step, extra=False)
-        one.step()
-
-    plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
-    assert_same_each_step(plain, loop, 5)
-    assert_same_each_step(plain, loop, 5, without_extra)  # other gradients are final
-    weight = loop.model.extra.up.weight
-    spend(weight)  # as a step with it leaves it
-    note_freed(weight)
-    before = [value.clone() for value in loop.everything()]
-    loop.backward(10, extra=False)
-    with pytest.raises(RuntimeError, match=r"extra.up.weight cannot be updated.*Nothing has been changed"):
-        loop.optimizer.step()
-    assert same_values(before[1:], loop.everything()[1:])
-    loop.optimizer.zero_grad()
-    loop.seen.pop()
-    assert_same_each_step(plain, loop, 4, without_extra)
-
-
-@EVERY_POLICY
-def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    loops = pair(mesh, on_host(fields))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    assert_same_each_step(*loops, 3)
-    saved = [get_model_state_dict(one.model, options=options) for one in loops]
-    assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
-    assert_same_each_step(*loops, 2)
-    for one, values in zip(loops, saved, strict=True):
-        set_model_state_dict(one.model, values, options=options)
-    assert_same_each_step(*loops, 3)
 
 
 # Outside the uses ------------------------------------------------------------------------------------------------
@@ -318,32 +233,6 @@ def fail_once(loop: Loop, step: int) -> None:
 def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
     plain, loop = pair(mesh, on_host(POLICIES[name]), net=Failing)
     assert_same_each_step(plain, loop, 6, fail_once)
-
-
-# Nothing grows ---------------------------------------------------------------------------------------------------
-
-
-def generate(loop: Loop, step: int) -> None:
-    with torch.no_grad():
-        for at in range(4):
-            loop.model(loop.batch(900 + at), extra=at % 2 == 0)
-    loop.backward(step)
-    loop.step()
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_piles_up(mesh: DeviceMesh, name: str) -> None:
-    """Groups of other sizes pass through the same memory; what was noted of it is forgotten."""
-    loop = Loop(mesh, adamw, on_host(POLICIES[name]), net=partial(Net, 31, 7)).train(8, generate)
-    core = engine_of(loop.optimizer).core
-    noted = []
-    for step in range(8, 40):
-        loop.train(1, generate, step)
-        items = [*core.weights.values(), *(bucket.state for bucket in core.buckets)]
-        marks = max(len(item.used) + len(item.home_read) for item in items)
-        noted.append((marks, len(core._gradients), len(core._used_by), core.cache.nbytes))
-    early, late = (list(zip(*part, strict=True)) for part in (noted[:16], noted[16:]))
-    assert list(map(max, late)) <= list(map(max, early))
 
 
 # Freshness -----------------------------------------------------------------------------------------------------------

@@ -43,18 +43,6 @@ def test_state_is_keyed_by_the_models_parameters() -> None:
     assert [len(values) for values in state.values()] == [3] * 6
 
 
-def test_a_state_dict_is_a_view_and_its_copy_is_not() -> None:
-    """As without offload: who wants to keep it while training goes on has to copy it."""
-    run = Run().train(0)
-    view = run.optimizer.state_dict()
-    kept = copy.deepcopy(view)
-    before = kept["state"][0]["exp_avg"].clone()
-    run.train(1)
-    run.optimizer.synchronize()
-    assert not torch.equal(view["state"][0]["exp_avg"], before)
-    assert torch.equal(kept["state"][0]["exp_avg"], before)
-
-
 @spread(
     pairs=True,
     make=MAKERS,
