@@ -1,7 +1,8 @@
 """The core beside others: several models, several optimizers on each, and models that sleep."""
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import linear_blocks
-from tests.parity import attach, host_copy
+from tests.parity import Run, Zoo, attach, host_copy, make_pair
 
 OVERLAPS = ["step", "forward", "iteration"]
 
@@ -144,3 +145,27 @@ def test_random_optimizers_of_random_models(mesh: DeviceMesh, seed: int) -> None
     for step, (one, other) in enumerate(zip(plain.run(seed), ours.run(seed), strict=True)):
         assert len(one) == len(other)
         assert all(map(torch.equal, one, other)), f"after step {step}"
+
+
+def test_threads_with_optimizers_of_their_own() -> None:
+    """All optimizers of a device share its lanes; steps of several threads take turns."""
+    pairs = [make_pair(Zoo, lambda params: AdamW(params, lr=0.02)) for _ in range(3)]
+    before = threading.Barrier(len(pairs))
+
+    def train(number: int, run: Run, wait: Callable[[], object]) -> None:
+        for step in range(40):
+            wait()
+            for index, param in enumerate(run.model.parameters()):
+                param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
+            run.optimizer.step()
+
+    threads = [
+        threading.Thread(target=train, args=(number, pair.offloaded, before.wait)) for number, pair in enumerate(pairs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, pair in enumerate(pairs):
+        train(number, pair.plain, lambda: None)
+        pair.assert_same()

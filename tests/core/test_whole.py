@@ -26,7 +26,7 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.overlapping import Loop, Net, same
-from tests.parity import Zoo, local, loss_of, make_pair, offloaded_names
+from tests.parity import Matrices, Zoo, local, loss_of, make_pair, offloaded_names
 
 
 class Own(Optimizer):
@@ -165,6 +165,18 @@ class Aliasing(Own):
         state["mean"] = state.get("mean", torch.zeros_like(param)) + state.get("before", param.grad)
         state["before"] = param.grad
         param.sub_(state["mean"], alpha=group["lr"])
+
+
+class Hessian(Own):
+    """Goes through the graph of the gradient in every third step."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] % 3 == 0:
+            with torch.enable_grad():
+                (product,) = torch.autograd.grad(param.grad, param, torch.ones_like(param.grad), retain_graph=True)
+            state["mean"] = product.abs()
+        param.sub_(param.grad.detach() + state.get("mean", torch.zeros_like(param)), alpha=group["lr"])
 
 
 class Nesting(AdamW):
@@ -374,6 +386,20 @@ def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
     loop.train(1)
     assert Failing.seen
     assert Failing.seen.isdisjoint(one.data_ptr() for one in exchanged)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_step_through_the_graph_of_the_gradients() -> None:
+    def step(run: Any, number: int) -> None:
+        run.optimizer.zero_grad()
+        run.loss(number).backward(create_graph=True)
+        run.optimizer.step()
+
+    pair = make_pair(Matrices, Hessian)
+    pair.train(7, step)
+    pair.detach()
+    pair.train(3, step)
+    pair.assert_trained()
 
 
 def test_state_that_is_the_parameter_or_its_gradient() -> None:

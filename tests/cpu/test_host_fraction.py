@@ -536,6 +536,29 @@ def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: Devic
     assert all(map(torch.equal, expected, found))
 
 
+FORKING = """
+from tests.cpu.test_host_fraction import fused_adamw, host_names, policy
+from tests.forks import in_forked_child
+from tests.parity import Net, make_pair
+
+def train():
+    pair = make_pair(Net, fused_adamw, policy=policy(0.5))
+    pair.train(2)
+    return bool(host_names(pair.offloaded.optimizer))
+
+of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
+of_parent.train(2)
+assert in_forked_child(train) == 0
+of_parent.train(2)
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """In a fresh process: once autograd has threads, torch refuses a backward in a forked child."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 EXITING = """
 import torch
 from torch import nn

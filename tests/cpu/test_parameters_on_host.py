@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from fsdp_offload.fsdp.optim import foreach_supports
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
 from tests.overlapping import (
+    EVERY_POLICY,
     POLICIES,
     Loop,
     Net,
@@ -66,6 +68,19 @@ def test_masters(mesh: DeviceMesh, fields: dict[str, Any], kind: Any) -> None:
     make = lambda params: add_masters(adamw(params), kind)  # noqa: E731
     loops = [Loop(mesh, make, on_host(fields, parameters=streams), net=narrow) for streams in (False, True)]
     assert_same_each_step(*loops, 6, write_parameters)
+
+
+@EVERY_POLICY
+def test_full_state_dicts(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loops = pair(mesh, on_host(fields))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    assert_same_each_step(*loops, 3)
+    saved = [get_model_state_dict(one.model, options=options) for one in loops]
+    assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
+    assert_same_each_step(*loops, 2)
+    for one, values in zip(loops, saved, strict=True):
+        set_model_state_dict(one.model, values, options=options)
+    assert_same_each_step(*loops, 3)
 
 
 # Outside the uses ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ megatron-core is installed they are run here as well.
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,11 @@ from tests.distributed.megatron_reference import (
     KINDS,
     MESHES,
     case_name,
+    megatron_layout,
+    megatron_state,
+    numbered_by_megatron,
     reference_of,
+    split_by_megatron,
 )
 
 pytestmark = pytest.mark.distributed
@@ -207,3 +212,42 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     optimizer.step()
     save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
     assert torch.equal(read_checkpoint(folder / "state")["state.w.exp_avg"], whole)
+
+
+# With the package ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_megatrons_own_code_beside_ours(dp: int, tp: int, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="what it gave is in the fixture, which is compared without it")
+    spawn(run_beside, dp * tp, tmp_path, dp, tp)
+
+
+def run_beside(rank: int, world_size: int, dp: int, tp: int) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
+
+    warnings.filterwarnings("ignore")
+    assert world_size == dp * tp
+
+    def compare(kind: str) -> Iterator[str]:
+        layout = megatron_layout(dp, tp, kind)
+        their_model, *their_state = megatron_state(layout)
+        theirs = split_by_megatron(their_model, *their_state)
+        model, optimizer = offloaded(layout, make_fsdp_dtensor)
+        ours = live(model, optimizer)
+        if hasattr(handlers, "handle_gdn_in_state_dict"):
+            ours = split(layout, model, *ours)
+        else:  # 0.16.1: what it does not split stays fused
+            ours = split_state_dict(*ours, preset("megatron-swiglu"), values={"tp_size": layout.tp}, model=model)
+        found = [described({"model": values, "optimizer": optim}) for values, optim in (ours, theirs)]
+        yield from different(*found, (rank,))
+
+    run_cases({kind: partial(compare, kind) for kind in KINDS})
+
+
+def test_megatron_numbers_experts_as_the_fixture_says() -> None:
+    pytest.importorskip("megatron.core", reason="the fixture says it without the package")
+    keys = [key for key in SHAPES if "experts" in key]
+    assert numbered_by_megatron(1, 2, keys) == json.loads(FIXTURE.read_text())["experts"]
