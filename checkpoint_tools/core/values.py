@@ -2,7 +2,7 @@
 
 import itertools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,15 +40,29 @@ def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
         return total
     for parts in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        differs = _bits(parts[0]) != _bits(parts[1])
-        differs = differs.view(len(parts[0]), -1).any(dim=1) if a.itemsize == 16 else differs
-        part_a, part_b = (part[differs] for part in parts)
-        gaps = _gaps(part_a, part_b)
-        if gaps is not None and (rtol or atol):
-            gaps = gaps[(gaps > atol + rtol * _wide(part_b).abs()) | gaps.isinf()]
-        largest = float(gaps.max()) if gaps is not None and gaps.numel() else None
-        total = total.plus(Comparison(len(part_a if gaps is None else gaps), 0, largest))
+        (found,) = compare_parts(*parts, [len(parts[0])], rtol, atol)
+        total = total.plus(found._replace(numel=0))
     return total
+
+
+def compare_parts(
+    a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0
+) -> list[Comparison]:
+    """Compare flat tensors of the same dtype, that consist of parts with so many elements, part by part."""
+    differs = _bits(a) != _bits(b)
+    where = (differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs).nonzero().flatten()
+    part_a, part_b = a[where], b[where]
+    gaps = _gaps(part_a, part_b)
+    if gaps is not None and (rtol or atol):
+        too_far = (gaps > atol + rtol * _wide(part_b).abs()) | gaps.isinf()
+        gaps, where = gaps[too_far], where[too_far]
+    parts = torch.bucketize(where, torch.tensor(numels).cumsum(0), right=True)
+    counts = torch.bincount(parts, minlength=len(numels)).tolist()
+    if gaps is None:
+        return [Comparison(count, numel, None) for count, numel in zip(counts, numels, strict=True)]
+    largest = torch.zeros(len(numels), dtype=gaps.dtype).scatter_reduce(0, parts, gaps, "amax").tolist()
+    found = zip(counts, numels, largest, strict=True)
+    return [Comparison(count, numel, gap if count else None) for count, numel, gap in found]
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
+
 from ..core.regions import stretches, whole_of
 from ..core.text import (
     CheckpointError,
@@ -24,7 +26,7 @@ from ..core.text import (
     natural_order,
     short_repr,
 )
-from ..core.values import Comparison, compare_values, same_values
+from ..core.values import Comparison, compare_parts, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
@@ -32,6 +34,7 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
+_PAIRS = 256  # of small tensors, which are compared together: an operation of torch takes longer than their elements
 
 
 class Difference(NamedTuple):
@@ -46,6 +49,15 @@ class Difference(NamedTuple):
     differing: int | None = None
     numel: int | None = None
     max_abs_diff: float | None = None
+
+
+class _Pair(NamedTuple):
+    """The elements of a small tensor on both sides, whose bytes differ."""
+
+    key: str
+    dtype: torch.dtype
+    a: memoryview
+    b: memoryview
 
 
 def diff(
@@ -67,11 +79,19 @@ def diff(
     nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
     def compare(some: Sequence[str]) -> list[Difference]:
-        found = []
+        found: list[Difference] = []
+        pairs: dict[torch.dtype, list[_Pair]] = {}
         for key in some:
-            found.append(sides.difference(key))
+            each = sides.difference(key)
+            if isinstance(each, _Pair):
+                same = pairs.setdefault(each.dtype, [])
+                same.append(each)
+                if len(same) == _PAIRS:
+                    found += sides.of_pairs(pairs.pop(each.dtype))
+            elif each is not None:
+                found.append(each)
             advance(nbytes[key])
-        return [each for each in found if each is not None]
+        return [*found, *(each for same in pairs.values() for each in sides.of_pairs(same))]
 
     # All small tensors in one thread: several would mostly wait for each other. Large ones in whichever thread is free.
     small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
@@ -116,7 +136,7 @@ class _Sides:
         self._tolerance = tolerance
         self._memory_bytes = memory_bytes
 
-    def difference(self, key: str) -> Difference | None:
+    def difference(self, key: str) -> Difference | _Pair | None:
         kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
         if None in kinds:
             name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
@@ -132,8 +152,15 @@ class _Sides:
             return Difference(key, "dtype", f"{dtype_name(a.dtype)} in A, {dtype_name(b.dtype)} in B")
         readers = self._readers
         if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
-            if readers[0].view(a.chunks[0]) == readers[1].view(b.chunks[0]):
+            views = readers[0].view(a.chunks[0]), readers[1].view(b.chunks[0])
+            if views[0] == views[1]:
                 return None
+            both = [
+                reader.elements(tensor.chunks[0], tensor.dtype, view)
+                for reader, tensor, view in zip(readers, (a, b), views, strict=True)
+            ]
+            if isinstance(both[0], memoryview) and isinstance(both[1], memoryview) and both[0]:
+                return _Pair(key, a.dtype, both[0], both[1])
         else:
             for checkpoint, tensor in zip(self._both, (a, b), strict=True):
                 for _, text in check_coverage(tensor):
@@ -145,9 +172,18 @@ class _Sides:
         for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
             values = readers[0].read_region(a, block), readers[1].read_region(b, block)
             total = total.plus(compare_values(*values, *self._tolerance))
-        if not total.differing:
-            return None
-        return Difference(key, "values", f"{total.differing:,} of {total.numel:,} differ", *total)
+        return _of_values(key, total)
+
+    def of_pairs(self, pairs: Sequence[_Pair]) -> list[Difference]:
+        """Compare pairs of one dtype."""
+        dtype = pairs[0].dtype
+        a, b = (
+            torch.frombuffer(bytearray().join(side), dtype=dtype)
+            for side in zip(*(each[2:] for each in pairs), strict=True)
+        )
+        numels = [len(pair.a) // dtype.itemsize for pair in pairs]
+        found = zip(pairs, compare_parts(a, b, numels, *self._tolerance), strict=True)
+        return [each for pair, total in found if (each := _of_values(pair.key, total)) is not None]
 
     def _of_objects(self, key: str) -> Difference | None:
         a, b = (checkpoint.objects[key] for checkpoint in self._both)
@@ -160,6 +196,12 @@ class _Sides:
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
         detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
         return None if is_same else Difference(key, "object", detail)
+
+
+def _of_values(key: str, found: Comparison) -> Difference | None:
+    if not found.differing:
+        return None
+    return Difference(key, "values", f"{found.differing:,} of {found.numel:,} differ", *found)
 
 
 def _is_one_small_item(tensor: StoredTensor) -> bool:

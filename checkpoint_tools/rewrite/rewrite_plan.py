@@ -11,7 +11,7 @@ split      what one stored item has of a part: a view of the bytes of the fused 
 merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
 =========  ============================================================================================================
 
-Each rank keeps a file of its own: its files become one of the new checkpoint. No data are read here.
+Each rank keeps files of its own, of at most about 1 GiB. No data are read here.
 """
 
 import bisect
@@ -46,6 +46,8 @@ from ..stored.items import ItemReader, typed
 
 LARGEST_PIECE_BYTES = 128 << 20
 """Pieces that are put together in memory are not larger."""
+
+_FILE_BYTES = 1 << 30  # of a rank that has more, several threads write several files
 
 Read = Callable[[ItemReader], Tensor | bytes | memoryview]
 
@@ -127,7 +129,11 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     for fusion in dict.fromkeys(merged.values()):
         new.add_merged(fusion)
     paths = {key: path for key, path in {**checkpoint.paths, **exchange.paths}.items() if key in new.keys}
-    files = {f"__{number}_0.distcp": pieces for number, pieces in enumerate(new.pieces.values())}
+    files = {
+        f"__{rank}_{number}.distcp": some
+        for rank, pieces in enumerate(new.pieces.values())
+        for number, some in enumerate(in_files(pieces, _FILE_BYTES))
+    }
     return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange)
 
 
@@ -275,6 +281,8 @@ def _chunk(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor
 
 def _carved(dtype: torch.dtype, source: StoredChunk, part: Chunk, reader: ItemReader) -> Tensor:
     view = _view(reader.bits(source, dtype), part)
+    if view.is_contiguous():  # written from where it is, as a storage of its own: torch.save writes whole storages
+        return typed(torch.from_numpy(view.numpy()), dtype)
     return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
 

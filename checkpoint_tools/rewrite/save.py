@@ -1,8 +1,8 @@
-"""Write a new checkpoint with torch's own writer, in a folder beside its place that takes its name at the end.
+"""Write a new checkpoint in a folder beside its place, which takes its name at the end.
 
 ::
 
-    Rewrite ──a SavePlan for each file──▶ FileSystemWriter ──▶ DST.partial/ ──rename──▶ DST
+    Rewrite ──torch.save of each piece──▶ DST.partial/ ──rename──▶ DST
 
 DST is there as a whole or not at all. What a killed process has left in DST.partial, the next one removes.
 """
@@ -11,19 +11,19 @@ import contextlib
 import errno
 import fcntl
 import io
-import itertools
 import os
+import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, StorageMeta, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,84 +32,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ..core.regions import TensorRegion
 from ..core.text import CheckpointError
 from ..look.verify import Advance
 from ..stored.items import ItemReader
 from ..stored.metadata import METADATA_FILE
-from ..stored.storage import RemoteFolder
+from ..stored.storage import RemoteFolder, write_file
 from .rewrite_plan import Piece, Rewrite
 
 _SLICE_BYTES = 1 << 20
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
-
-class _Planner:
-    """Gives each piece when the writer asks for it: all that torch's writer calls of a ``SavePlanner``."""
-
-    def __init__(self, rewrite: Rewrite, reader: ItemReader, advance: Advance) -> None:
-        self._rewrite = rewrite
-        self._reader = reader
-        self._advance = advance
-        self._pieces: dict[MetadataIndex, Piece] = {}
-        # DCP looks for a chunk first at the number that its index has.
-        pieces = (piece for pieces in rewrite.files.values() for piece in pieces)
-        regions = sorted((piece.key, piece.region) for piece in pieces if piece.region is not None)
-        self._numbers = {
-            each: number
-            for _, same_key in itertools.groupby(regions, key=lambda each: each[0])
-            for number, each in enumerate(same_key)
-        }
-        self._entries = {
-            key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
-            for key, tensor in rewrite.tensors.items()
-        }
-        self._written = threading.local()
-        self.stop = threading.Event()
-
-    def plan_of(self, pieces: Sequence[Piece]) -> SavePlan:
-        """Return the plan of a file."""
-        plan = SavePlan([])
-        for piece in pieces:
-            item = WriteItem(MetadataIndex(piece.key), WriteItemType.BYTE_IO)
-            if piece.region is not None:
-                entry, chunk = self._entries[piece.key], ChunkStorageMetadata(*map(torch.Size, piece.region))
-                index = MetadataIndex(piece.key, chunk.offsets, self._numbers[piece.key, piece.region])
-                data = TensorWriteData(chunk, entry.properties, entry.size)
-                item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-            self._pieces[item.index] = piece
-            plan.items.append(item)
-        return plan
-
-    def metadata(self) -> Metadata:
-        """Return the metadata of all plans."""
-        for key, region in self._numbers:
-            self._entries[key].chunks.append(ChunkStorageMetadata(*map(torch.Size, region)))
-        objects = {key: BytesStorageMetadata() for key in self._rewrite.objects}
-        return Metadata(state_dict_metadata={**objects, **self._entries}, planner_data=dict(self._rewrite.paths))
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read the piece of an item of a plan.
-
-        Torch's writer keeps the last tensor of each key until its file is closed: each is emptied before the next one.
-        """
-        storage: torch.UntypedStorage | None = vars(self._written).pop("storage", None)
-        if storage is not None and storage.resizable():  # and no view of a mapped file
-            storage.resize_(0)
-        found = self.read(self._pieces[write_item.index])
-        if not isinstance(found, Tensor):
-            return io.BytesIO(found)
-        self._written.storage = found.untyped_storage()
-        return found
-
-    def read(self, piece: Piece) -> Tensor | bytes | memoryview:
-        """Read a piece."""
-        if self.stop.is_set():
-            raise CheckpointError("another file could not be written")
-        found = piece.read(self._reader)
-        self._advance(piece.nbytes)
-        return found
+_Place = tuple[str, TensorRegion | None, _StorageInfo]
+"""The key and the rectangle of a piece, and where it was written."""
 
 
 class _Stream(io.BufferedWriter):
@@ -122,57 +58,67 @@ class _Stream(io.BufferedWriter):
         )
 
 
-class _Files(FileSystem):
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with _Stream(io.FileIO(path, mode)) as stream:
-            yield stream
-
-
-class _Writer(FileSystemWriter):
-    """Torch's writer, into a folder that is going to have another name."""
-
-    destination = ""
-
-    @property
-    def checkpoint_id(self) -> str:
-        """See :class:`FileSystemWriter`."""
-        return self.destination
-
-
 def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
     """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
-    planner = _Planner(rewrite, reader, advance)
+    stop = threading.Event()
 
-    def write_safetensors(file: str) -> None:
-        with (folder / file).open("wb") as stream:
-            stream.write(rewrite.heads[file])
-            for piece in rewrite.files[file]:
-                values = planner.read(piece)
-                assert isinstance(values, Tensor)
-                stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
+    def write(file: str) -> list[_Place]:
+        places = []
+        with _Stream(io.FileIO(folder / file, "w")) as stream:
+            stream.write(rewrite.heads.get(file, b""))
+            for piece in sorted(
+                rewrite.files[file], key=lambda piece: piece.region is not None
+            ):  # as torch orders them
+                if stop.is_set():
+                    raise CheckpointError("another file could not be written")
+                begin = stream.tell()
+                _write(piece, reader, stream, is_bare=bool(rewrite.heads))
+                places.append((piece.key, piece.region, _StorageInfo(file, begin, stream.tell() - begin)))
+                advance(piece.nbytes)
             stream.flush()
             os.fsync(stream.fileno())
+        return places
 
-    if rewrite.heads:
-        _in_threads(write_safetensors, [*rewrite.files], threads, planner.stop)
-        return
-    writer = _Writer(folder, per_thread_copy_ahead=0)
-    writer.destination, writer.fs = destination, _Files()
-    writer.set_up_storage_writer(True)
-    plans = [writer.prepare_local_plan(planner.plan_of(pieces)) for pieces in rewrite.files.values()]
-    plans = writer.prepare_global_plan(plans)
-    results = _in_threads(lambda plan: writer.write_data(plan, cast(Any, planner)).wait(), plans, threads, planner.stop)
-    writer.finish(planner.metadata(), results)
-
-
-def _in_threads(run: Callable[[Any], Any], things: Sequence[Any], threads: int, stop: threading.Event) -> list[Any]:
     with ThreadPoolExecutor(max_workers=threads) as pool:
         try:
-            return [*pool.map(run, things)]
+            places = [place for found in pool.map(write, rewrite.files) for place in found]
         except BaseException:
             stop.set()
             raise
+    if not rewrite.heads:
+        write_file(folder / METADATA_FILE, pickle.dumps(_metadata(rewrite, places, destination)))
+
+
+def _write(piece: Piece, reader: ItemReader, stream: io.BufferedWriter, *, is_bare: bool) -> None:
+    """Write a piece, which does not stay in memory."""
+    found = piece.read(reader)
+    if not isinstance(found, Tensor):
+        stream.write(found)
+    elif is_bare:
+        stream.write(found.reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        torch.save(found, cast(IO[bytes], stream))
+
+
+def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> Metadata:
+    entries = {
+        key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
+        for key, tensor in rewrite.tensors.items()
+    }
+    # DCP looks for a chunk first at the number that its index has.
+    stored = {MetadataIndex(key): info for key, region, info in places if region is None}
+    regions = {(key, region): info for key, region, info in places if region is not None}
+    for key, region in sorted(regions):
+        chunk, chunks = ChunkStorageMetadata(*map(torch.Size, region)), entries[key].chunks
+        stored[MetadataIndex(key, chunk.offsets, len(chunks))] = regions[key, region]
+        chunks.append(chunk)
+    return Metadata(
+        {**{key: BytesStorageMetadata() for key in rewrite.objects}, **entries},
+        planner_data=dict(rewrite.paths),
+        storage_data=stored,
+        storage_meta=StorageMeta(destination),
+        version=CURRENT_DCP_VERSION,
+    )
 
 
 @contextlib.contextmanager

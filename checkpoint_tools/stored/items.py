@@ -298,16 +298,24 @@ class ItemReader:
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
-        numel, itemsize, view = chunk.numel, dtype.itemsize, self.view(chunk)
+        found = self.elements(chunk, dtype, self.view(chunk))
+        if isinstance(found, Tensor):
+            return found.contiguous().view(-1).view(torch.uint8).view(chunk.numel, dtype.itemsize)
+        if not found:
+            return torch.empty(0, dtype.itemsize, dtype=torch.uint8)
+        return torch.frombuffer(found, dtype=torch.uint8).view(chunk.numel, dtype.itemsize)
+
+    def elements(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> memoryview | Tensor:
+        """Return the elements of a chunk, compared with their CRC-32: where they are, or as ``torch.load`` gives them.
+
+        ``view`` is the chunk's.
+        """
         layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
-            return self._whole(chunk, dtype).contiguous().view(-1).view(torch.uint8).view(numel, itemsize)
-        if not numel:
-            return torch.empty(0, itemsize, dtype=torch.uint8)
-        flat = torch.frombuffer(view, dtype=torch.uint8, count=numel * itemsize, offset=layout.start_bytes)
-        return flat.view(numel, itemsize)
+            return self._whole(chunk, dtype)
+        return view[layout.start_bytes : layout.start_bytes + chunk.numel * dtype.itemsize]
 
     def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
         """Read the elements of a rectangle from all chunks that it meets."""

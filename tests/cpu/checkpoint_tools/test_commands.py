@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint_tools import preset_names
 from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
-from checkpoint_tools.rewrite import rewrite
-from checkpoint_tools.rewrite.save import _Planner, held
+from checkpoint_tools.rewrite import rewrite, rewrite_plan
+from checkpoint_tools.rewrite.save import held
+from checkpoint_tools.stored.items import ItemReader
 from tests.checkpoint_tools import saves, tool
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
 
@@ -275,20 +277,29 @@ def test_a_source_that_is_written_to_meanwhile(fused: Path, tmp_path: Path, monk
 
 
 def test_what_is_written_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's writer keeps a tensor of each key until the file is closed: of a large file, half of all bytes."""
     source = save(tmp_path / "source", {f"{n}.gate_up.weight": torch.ones(8, 2) for n in range(9)})
-    storages: list[torch.UntypedStorage] = []
-    kept, read = [], _Planner.read
+    pieces: list[weakref.ref[torch.Tensor]] = []
+    kept, read, write = [], ItemReader.bits, torch.save
 
-    def noted(planner: _Planner, piece: Any) -> Any:
-        kept.append(sum(each.nbytes() for each in storages))
-        found = read(planner, piece)
-        storages.append(found.untyped_storage())
-        return found
+    def reads(*args: Any) -> torch.Tensor:
+        kept.append(sum(piece() is not None for piece in pieces))
+        return read(*args)
 
-    monkeypatch.setattr(_Planner, "read", noted)
+    def writes(piece: torch.Tensor, stream: Any) -> None:
+        pieces.append(weakref.ref(piece))
+        write(piece, stream)
+
+    monkeypatch.setattr(ItemReader, "bits", reads)
+    monkeypatch.setattr(torch, "save", writes)
     tool.made("split", source, tmp_path / "new", rule(), threads=1)
-    assert kept == [0] * 18
+    assert (kept, len(pieces)) == ([0] * 18, 18)
+
+
+def test_a_rank_with_much_has_several_files(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite_plan, "_FILE_BYTES", 100)
+    new = tool.made("split", fused, tmp_path / "new", rule())
+    assert len(list(new.glob("__0_*.distcp"))) == 5
+    tool.assert_same(tool.made("merge", new, tmp_path / "back", rule()), fused)
 
 
 # Other places --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def counted(owner, name):
 counted(Path, "rename")
 counted(Path, "unlink")
 counted(os, "fsync")
-counted(save._Planner, "read")
+counted(save, "_write")
 app(sys.argv[2:])
 """
 
