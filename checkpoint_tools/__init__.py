@@ -4,11 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .fuse import preset_names
     from .fuse.live import merge_state_dict, split_state_dict
-    from .fuse.preset_files import preset_names
     from .fuse.rules import Rule, excluding, load_rules, preset
-    from .integrity.seal import seal
-    from .look.verify import verify
+    from .look.verify import seal, verify
 
 __all__ = [
     "Rule",
@@ -25,7 +24,7 @@ __all__ = [
 _ELSEWHERE = {
     "merge_state_dict": ".fuse.live",
     "split_state_dict": ".fuse.live",
-    "seal": ".integrity.seal",
+    "seal": ".look.verify",
     "verify": ".look.verify",
 }
 

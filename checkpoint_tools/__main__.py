@@ -5,16 +5,12 @@ import sys
 from .core.text import NEED_EXTRA
 
 try:
-    import typer
-
-    from .cli import app as cli
+    from .cli import app
 except ImportError as error:
     if (error.name or "").partition(".")[0] == __package__:
         raise
     sys.stderr.write(f"{NEED_EXTRA}\n")
     sys.exit(2)
-
-app: typer.Typer = cli.app
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from ..core.text import MAX_ITEM_BYTES, NEED_EXTRA, CheckpointError, parse_bytes, printable
+from ..core.text import NEED_EXTRA, CheckpointError, printable
 
 if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
     from ..core.text import Table
@@ -38,17 +38,6 @@ WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many bl
 MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
 
 
-def parse_memory(text: str, threads: int, least_items: int) -> int:
-    """Return the bytes of --max-memory, of which each thread holds ``least_items`` elements of the largest dtype."""
-    limit_bytes, least_bytes = parse_bytes(text), least_items * MAX_ITEM_BYTES
-    if limit_bytes // threads < least_bytes:
-        raise CheckpointError(
-            f"--max-memory is at least {least_bytes * threads} bytes for {threads} threads, not {limit_bytes}; give "
-            f"more, or fewer --threads: each needs {least_bytes} bytes"
-        )
-    return limit_bytes
-
-
 def parse_values(values: Sequence[str] | None) -> dict[str, float]:
     """Return the numbers of all --value by name."""
     parsed: dict[str, float] = {}
@@ -58,8 +47,6 @@ def parse_values(values: Sequence[str] | None) -> dict[str, float]:
             parsed[name.strip()] = int(number) if number.strip().lstrip("-").isdecimal() else float(number)
         except ValueError as error:
             raise CheckpointError(f"--value is NAME=NUMBER, for example tp_size=2, not {text}") from error
-    if len(parsed) < len(values or ()):
-        raise CheckpointError(f"--value gives one name twice: {', '.join(values or ())}; give each once")
     return parsed
 
 

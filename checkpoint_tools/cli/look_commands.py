@@ -6,14 +6,22 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import CheckpointError, check_patterns, counted, dtype_name, human_bytes, human_shape, is_excluded
+from ..core.text import (
+    CheckpointError,
+    check_patterns,
+    counted,
+    dtype_name,
+    human_bytes,
+    human_shape,
+    is_excluded,
+    parse_bytes,
+)
 from .common import (
     Folder,
     Json,
     MaxMemory,
     Patterns,
     Threads,
-    parse_memory,
     progress,
     say,
     say_json,
@@ -83,7 +91,7 @@ def verify_checkpoint(
     are as written takes --data, which reads all of them. Exit code: 0 whole, 1 something is wrong, 2 it could not be
     checked.
     """
-    memory_bytes = parse_memory(max_memory, threads, 2)
+    memory_bytes = parse_bytes(max_memory)
     from ..look import verify
     from ..stored.safetensors_folder import open_checkpoint
 
@@ -134,7 +142,7 @@ def compare_checkpoints(
     Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
     Exit code: 0 the same, 1 different, 2 it could not be found out.
     """
-    memory_bytes = parse_memory(max_memory, threads, 16)
+    memory_bytes = parse_bytes(max_memory)
     from ..look import diff
     from ..stored.safetensors_folder import open_checkpoint
 
@@ -162,7 +170,7 @@ def seal_checkpoint(path: Folder, threads: Threads = 4) -> None:
     verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
     has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
     """
-    from ..integrity.seal import seal
+    from ..look.verify import seal
 
     begin_s = time.monotonic()
     say_notes(seal(path, threads=threads))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.text import CheckpointError, check_patterns, counted, parse_bytes
-from ..fuse.preset_files import preset_names
+from ..fuse import preset_names
 from ..stored.storage import CASTABLE, is_torch_file
 from .common import (
     Destination,
@@ -21,7 +21,6 @@ from .common import (
     Source,
     Values,
     WriteThreads,
-    parse_memory,
     parse_values,
     progress,
     say,
@@ -148,7 +147,7 @@ class _Run:
         self._begin_s = time.monotonic()
         self.destination = destination
         self.threads = threads
-        self.memory_bytes = parse_memory(max_memory, threads, 4)
+        self.memory_bytes = parse_bytes(max_memory)
 
     def show(self, new: "Rewrite", plan: "Table") -> None:
         """Print what would be written."""

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..core.regions import whole_of
 from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
-from ..integrity.seal import seal
-from ..look.verify import check_whole, notes_on_checksums
+from ..look.verify import check_whole, notes_on_checksums, seal
 from ..rewrite.rewrite import check_destination
 from ..rewrite.save import appearing
 from ..stored.checkpoint import Checkpoint

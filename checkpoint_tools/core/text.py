@@ -27,9 +27,6 @@ class CheckpointError(Exception):
         super().__init__(" ".join(message.split()))
 
 
-MAX_ITEM_BYTES = 16
-"""Size of the largest element of any dtype: complex128."""
-
 MAX_DIMS = 64
 """Most dimensions of a tensor: numpy's limit."""
 
@@ -141,18 +138,10 @@ class Table:
 
     def lines(self) -> list[str]:
         """Return the lines, of which the first is the header; the terminal wraps those that are too long."""
-        widths = [max(map(_width, column)) for column in zip(*self._rows, strict=True)]
-        lines = []
-        for row in self._rows:
-            rooms = [" " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)]
-            both = enumerate(zip(row, rooms, strict=True))
-            lines.append("  ".join(cell + room if n < self._texts else room + cell for n, (cell, room) in both))
-        return [line.rstrip() for line in lines]
-
-
-def _width(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
+        columns = list(zip(*self._rows, strict=True))
+        aligned = []
+        for number, column in enumerate(columns):
+            width = max(map(len, column))
+            align = str.ljust if number < self._texts else str.rjust
+            aligned.append([align(cell, width) for cell in column])
+        return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]

@@ -33,9 +33,9 @@ from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
 from ..stored.storage import read_small
 from ..stored.unpickle import PickledObject
+from . import preset_names
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, listed, plan_exchange
-from .preset_files import preset_names
 from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
 
 RECORD_FILE = "split_record.json"

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..core.regions import Comb, Layout, Shape, combs_of
 from ..core.text import is_excluded, shortened
-from .preset_files import preset_names, preset_text
+from . import preset_names, preset_text
 
 Size = int | str
 

@@ -1,12 +1,14 @@
-"""Check that a checkpoint is whole, and report everything that is wrong with it.
+"""Check that a checkpoint is whole, and report everything that is wrong with it; seal one that is.
 
 ::
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
                ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
                ──check_items──────▶ data that are not those that were written
+             ──seal─────────────▶ .checksums: each item, with the CRC-32 of its contents
 
-Files are looked at in parallel.
+Files are looked at in parallel. ``torch.save`` has taken the CRC-32 of all contents from memory: so sealing does not
+read large ones, and finds those that were damaged between the save and the seal as well.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,10 +27,11 @@ from torch import Tensor
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
 from ..core.text import CheckpointError, counted
-from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Stored, StoredChunk, StoredTensor
+from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Item, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
-from ..stored.metadata import MANIFEST_FILE
-from ..stored.safetensors_folder import open_checkpoint
+from ..stored.metadata import MANIFEST_FILE, manifest_bytes, read_content
+from ..stored.safetensors_folder import is_safetensors, open_checkpoint
+from ..stored.storage import RemoteFolder, open_folder, write_file
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call, from any thread."""
@@ -273,7 +277,7 @@ def check_finite(
         if not isinstance(item, StoredChunk) or not _may_be_infinite(dtype) or not item.numel:
             return
         bad = 0
-        for block in reader.bits(item, dtype).split(block_bytes // dtype.itemsize):
+        for block in reader.bits(item, dtype).split(max(block_bytes // dtype.itemsize, 1)):
             bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
         if bad:
@@ -297,3 +301,58 @@ def _not_finite(values: Tensor) -> int:
             return 0
     wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for small ones
     return sum(int(block.numel() - torch.isfinite(block.to(wide)).sum()) for block in values.split(_COUNTED_NUMEL))
+
+
+# The seal ------------------------------------------------------------------------------------------------------------
+
+
+def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
+    """Write the checksums of a finished checkpoint of DCP beside it, in the file ``.checksums``.
+
+    ``verify`` with its data then finds every bit that has changed, also in ``.metadata``, and files of another
+    checkpoint that look the same. For one process, when the save has ended on all ranks::
+
+        dcp.save(state, checkpoint_id=path)
+        if dist.get_rank() == 0:
+            seal(path)
+
+    Args:
+        path: its folder, or its fsspec URL.
+        threads: how many files are read at the same time.
+
+    Returns:
+        Which data have no checksum to be compared with, and why; mostly nothing.
+
+    Raises:
+        CheckpointError: no whole checkpoint of DCP, one that is sealed, changes meanwhile, or cannot be written to.
+    """
+    if is_safetensors(path):
+        raise CheckpointError(
+            f"{os.fspath(path)} has safetensors, which have no checksums; list those of the files, with sha256sum"
+        )
+    content = read_content(open_folder(path))
+    checkpoint = open_checkpoint(path)
+    if MANIFEST_FILE in checkpoint.folder.files():
+        raise CheckpointError(
+            f"{checkpoint.path} is sealed: verify compares it with {MANIFEST_FILE}. If another save has written there "
+            f"since, remove {MANIFEST_FILE} and seal it again"
+        )
+    check_whole(checkpoint, threads)
+    files: dict[str, set[Item]] = {}
+    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
+        around_crc = checkpoint.opened[item.place].around_crc
+        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, around_crc))
+    if read_content(checkpoint.folder) != content:
+        raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
+    made, where = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.path
+    try:  # there as a whole, or not at all
+        if isinstance(checkpoint.folder, RemoteFolder):
+            remote = checkpoint.folder
+            remote.fs.pipe_file(f"{remote.root.rstrip('/')}/{MANIFEST_FILE}", made)
+        else:
+            unfinished = Path(where) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
+            write_file(unfinished, made)
+            unfinished.rename(Path(where) / MANIFEST_FILE)
+    except OSError as error:
+        raise CheckpointError(f"{where}/{MANIFEST_FILE} cannot be written: {error}") from error
+    return notes_on_checksums(checkpoint)

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape
 from ..fuse.files import RECORD_FILE, Request, Split, find_exchange, read_record, record_bytes
 from ..fuse.rules import Way
-from ..integrity.seal import seal
-from ..look.verify import check_whole, notes_on_checksums
+from ..look.verify import check_whole, notes_on_checksums, seal
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, is_zip_end
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE, open_dcp

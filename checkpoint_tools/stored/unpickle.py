@@ -115,21 +115,14 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"a {type(target).__name__} gets a state")
         target.state = state
 
-    def frame(self) -> None:
-        if int.from_bytes(self.read(8), "little") > len(self.content) - self.tell():
-            raise pickle.UnpicklingError("it is cut short")  # as in C; nothing here needs the frame
-
-    def empty_dict(self) -> None:
-        self.append(_Dict())
-
     dispatch: ClassVar[dict[int, Any]] = {
         **{
             ord(code): pickle._Unpickler.dispatch[ord(code)] for code in map(vars(pickle).__getitem__, _OPCODES.split())
         },
         **dict.fromkeys((ord(pickle.REDUCE), ord(pickle.NEWOBJ)), call),
         ord(pickle.BUILD): build,
-        ord(pickle.FRAME): frame,
-        ord(pickle.EMPTY_DICT): empty_dict,
+        ord(pickle.FRAME): lambda self: self.read(8),  # nothing here needs the frame
+        ord(pickle.EMPTY_DICT): lambda self: self.append(_Dict()),
         # A set becomes a list, whose values need no hashes.
         ord(pickle.EMPTY_SET): pickle._Unpickler.dispatch[ord(pickle.EMPTY_LIST)],
         ord(pickle.ADDITEMS): pickle._Unpickler.dispatch[ord(pickle.APPENDS)],

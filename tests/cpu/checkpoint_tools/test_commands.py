@@ -139,8 +139,6 @@ diff @saved @gone                             | __0_0.distcp cannot be read
 inspect @saved no.such.*                      | PATTERN that matches nothing: no.such.*.
 diff @saved @saved no.such.*                  | PATTERN that matches nothing: no.such.*.
 diff @saved @saved model.* no.such.*          | nothing: no.such.*. Look at the keys
-verify @saved --max-memory 127                | --max-memory is at least 128 bytes for 4 threads, not 127
-diff @saved @saved --max-memory 511           | --max-memory is at least 512 bytes for 2 threads, not 511
 diff @saved @saved --key-prefix model.        | no key of one side is that and a key of the other
 inspect unheard-of://x                        | cannot be opened
 split @nowhere @new --rules @rules            | is not a folder
@@ -170,7 +168,6 @@ split @fused @new --rules @rules --exclude x* --exclude *down* | --exclude that 
 split @fused @new --rules @rules --value tp=2             | --value that no rule uses: tp. The rules name none
 split @fused @new --rules @valued --value n=4 --value m=1 | no rule uses: m. The rules name n
 split @fused @new --rules @valued                         | give it with --value n=NUMBER
-split @fused @new --rules @rules --max-memory 255         | --max-memory is at least 256 bytes for 4 threads, not 255
 merge @fused @new --rules @rules                          | rules that match nothing
 convert @nowhere @new                         | is not a folder
 convert @nowhere.safetensors @new             | nowhere.safetensors cannot be read
@@ -188,7 +185,6 @@ convert @saved @new --exclude *               | has nothing that would be conver
 convert @made @new --exclude *                | has nothing that would be converted
 convert @saved @new --exclude *.weight --exclude x        | --exclude that matches nothing: x.
 convert @made @new --exclude x                | --exclude that matches nothing: x.
-convert @saved @new --max-memory 1            | --max-memory is at least 256 bytes for 4 threads
 convert @saved @new --shard-size large        | 'large' is not a size
 convert @saved @made                          | made exists; give a name that is not taken
 convert @made @made/new                       | lies inside of

@@ -334,7 +334,7 @@ def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypa
         check_whole(*args)
         save(folder, {"a": torch.ones(3)})
 
-    monkeypatch.setattr("checkpoint_tools.integrity.seal.check_whole", saved_again)
+    monkeypatch.setattr("checkpoint_tools.look.verify.check_whole", saved_again)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         seal(folder)
     assert not (folder / MANIFEST).exists()

@@ -1,1 +1,0 @@
-"""Checksums of a finished checkpoint."""
