@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.text import CheckpointError, is_excluded
+from ..core.text import CheckpointError, is_excluded, some_of
 from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, relisted, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
@@ -127,9 +127,6 @@ def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> 
     return rules_of({"rule": made}, "frameworks")
 
 
-_NAMES_IN_ERRORS = 3
-
-
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
     """Exchange every key for that with the new name. What keys have in front (``model.``) is left out."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
@@ -156,9 +153,8 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
         if fqns:
             found.objects[name.key] = relisted(content, name, fqns)
     if unknown:
-        more = f" and {len(unknown) - _NAMES_IN_ERRORS:,} more" if len(unknown) > _NAMES_IN_ERRORS else ""
         raise CheckpointError(
-            f"no name is known for {', '.join(unknown[:_NAMES_IN_ERRORS])}{more}. Is it this family, and this "
+            f"no name is known for {some_of(unknown, 3)}. Is it this family, and this "
             "framework? What is to be left out can be named with --exclude"
         )
     try:

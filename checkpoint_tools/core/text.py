@@ -79,6 +79,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def some_of(names: Sequence[str], most: int) -> str:
+    """Format the first of many names: ``a, b and 3 more``."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def human_shape(shape: Iterable[int]) -> str:
     """Format a shape: ``(4, 8)`` → ``4 × 8``; ``()`` → ``scalar``."""
     return " × ".join(map(str, shape)) or "scalar"

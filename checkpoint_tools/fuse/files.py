@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ..core.regions import Shape, whole_of
-from ..core.text import MAX_INT64, CheckpointError, is_excluded, shortened
+from ..core.text import MAX_INT64, CheckpointError, is_excluded, shortened, some_of
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
 from ..stored.storage import read_small
@@ -95,9 +95,6 @@ def _crc(splits: Any) -> int:
     return zlib.crc32(json.dumps(splits).encode())
 
 
-_NAMES_IN_ERRORS = 5
-
-
 class Request(NamedTuple):
     """A split or merge as the user asked for it; without rules, to undo the last split.
 
@@ -153,11 +150,10 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
 
 def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
     """Format the error for parts of which no record says that they were ever fused, and how to go on."""
-    more = len(matched) - _NAMES_IN_ERRORS
-    names = ", ".join(matched[:_NAMES_IN_ERRORS]) + (f" and {more:,} more" if more > 0 else "")
     return (
         f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the rules "
-        f"match would be: {names}. Look at it with --dry-run, and pass --yes, or --only PATTERN for some of it"
+        f"match would be: {some_of(matched, 5)}. Look at it with --dry-run, and pass --yes, or --only PATTERN for some"
+        " of it"
     )
 
 

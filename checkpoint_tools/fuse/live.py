@@ -271,7 +271,8 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
     found = {}
     for number, (key, comb) in enumerate(zip(fusion.parts, fusion.combs, strict=True)):
         if is_plain:
-            part = _plain_part(memory, fusion.dim, comb)
+            blocks = _blocks_of(memory, fusion.dim, comb)  # copied where strides cannot express the part
+            part = blocks if comb.is_dropped else blocks.flatten(fusion.dim, fusion.dim + 1)
         else:
             begin, of_part = span_of(part_chunks(chunks, fusion.dim, comb))
             stretch = memory.view(-1)[begin : begin + of_part.local_numel]
@@ -299,12 +300,6 @@ def _chunks_in(
     is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
     is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
-
-
-def _plain_part(whole: Tensor, dim: int, comb: Comb) -> Tensor:
-    """A view where strides can express one, or else a copy."""
-    blocks = _blocks_of(whole, dim, comb)
-    return blocks if comb.is_dropped else blocks.flatten(dim, dim + 1)
 
 
 def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
-from ..core.text import CheckpointError, counted
+from ..core.text import CheckpointError, counted, some_of
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Item, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE, manifest_bytes, read_content
@@ -237,8 +237,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
                 if (opened := checkpoint.opened.get((file, *place))) is not None and opened.around_crc != crc
             ]
             if others:
-                also = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
-                text = f"{others[0]}{also}: another item than was saved; is the file of another checkpoint?"
+                text = f"{some_of(others, 1)}: another item than was saved; is the file of another checkpoint?"
                 problems.append(CheckpointProblem(file, text))
     return problems
 

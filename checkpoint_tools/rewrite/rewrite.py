@@ -16,11 +16,11 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape
+from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape, some_of
 from ..fuse.files import RECORD_FILE, Request, Split, find_exchange, read_record, record_bytes
 from ..fuse.rules import Way
 from ..look.verify import check_whole, notes_on_checksums, seal
@@ -193,14 +193,9 @@ def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
             room_bytes -= nbytes
         else:
             left.append(name)
-    notes = [f"copied: {_some(files)}"] if files else []
-    notes += [f"not copied, as not of the checkpoint: {_some(left)}"] if left else []
+    notes = [f"copied: {some_of(files, _NAMES_IN_NOTES)}"] if files else []
+    notes += [f"not copied, as not of the checkpoint: {some_of(left, _NAMES_IN_NOTES)}"] if left else []
     return Sidecars(tuple(files), tuple(notes))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_IN_NOTES
-    return ", ".join(names[:_NAMES_IN_NOTES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:

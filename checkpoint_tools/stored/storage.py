@@ -86,15 +86,11 @@ class RemoteFolder(Folder):
         self.path = url
         try:
             from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise CheckpointError(
-                f"{url} is a URL, and those need fsspec: python -m pip install 'fsspec>=2025.5'"
-            ) from error
-        try:
+
             self.fs, self.root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{url} cannot be opened ({error}); is the file system's package installed?"
+                f"{url} cannot be opened ({error}); are fsspec, and the file system's package, installed?"
             ) from error
 
     def open(self, file: str) -> BinaryIO:  # noqa: D102
