@@ -139,10 +139,8 @@ class _Parts:
             if left:
                 self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
             self.others, self.objects = [], []
-        elif not (self.model or self.others or self.objects):
-            raise CheckpointError(f"{checkpoint.path} has nothing that would be converted")
-        elif wanted.what == "optimizer" and not (self.others or self.objects):
-            raise CheckpointError(f"{checkpoint.path} has nothing but a model")
+        elif not (self.model or self.others):
+            raise CheckpointError(f"{checkpoint.path} has nothing that would be converted: no tensors")
         # Tensors of the model that were nested in a way that their keys do not tell.
         paths = checkpoint.paths
         self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}

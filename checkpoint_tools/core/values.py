@@ -51,7 +51,8 @@ def compare_parts(
     """Compare flat tensors of the same dtype, that consist of parts with so many elements, part by part."""
     differs = _bits(a) != _bits(b)
     where = (differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs).nonzero().flatten()
-    part_a, part_b = a[where], b[where]
+    # By their bits: packed dtypes such as float4 cannot be indexed.
+    part_a, part_b = (_bits(each).view(len(each), -1)[where].flatten().view(a.dtype) for each in (a, b))
     gaps = _gaps(part_a, part_b)
     if gaps is not None and (rtol or atol):
         too_far = (gaps > atol + rtol * _wide(part_b).abs()) | gaps.isinf()

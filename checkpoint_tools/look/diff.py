@@ -10,6 +10,7 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -34,7 +35,9 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_PAIRS = 256  # of small tensors, which are compared together: an operation of torch takes longer than their elements
+_PAIRED_BYTES = (
+    1 << 20
+)  # of small tensors are compared together: an operation of torch takes longer than their elements
 
 
 class Difference(NamedTuple):
@@ -81,13 +84,15 @@ def diff(
     def compare(some: Sequence[str]) -> list[Difference]:
         found: list[Difference] = []
         pairs: dict[torch.dtype, list[_Pair]] = {}
+        paired_bytes = Counter[torch.dtype]()
         for key in some:
             each = sides.difference(key)
             if isinstance(each, _Pair):
-                same = pairs.setdefault(each.dtype, [])
-                same.append(each)
-                if len(same) == _PAIRS:
+                pairs.setdefault(each.dtype, []).append(each)
+                paired_bytes[each.dtype] += len(each.a)
+                if paired_bytes[each.dtype] >= _PAIRED_BYTES:
                     found += sides.of_pairs(pairs.pop(each.dtype))
+                    del paired_bytes[each.dtype]
             elif each is not None:
                 found.append(each)
             advance(nbytes[key])
@@ -177,10 +182,8 @@ class _Sides:
     def of_pairs(self, pairs: Sequence[_Pair]) -> list[Difference]:
         """Compare pairs of one dtype."""
         dtype = pairs[0].dtype
-        a, b = (
-            torch.frombuffer(bytearray().join(side), dtype=dtype)
-            for side in zip(*(each[2:] for each in pairs), strict=True)
-        )
+        sides = zip(*(pair[2:] for pair in pairs), strict=True)
+        a, b = (torch.frombuffer(bytearray().join(side), dtype=torch.uint8).view(dtype) for side in sides)
         numels = [len(pair.a) // dtype.itemsize for pair in pairs]
         found = zip(pairs, compare_parts(a, b, numels, *self._tolerance), strict=True)
         return [each for pair, total in found if (each := _of_values(pair.key, total)) is not None]

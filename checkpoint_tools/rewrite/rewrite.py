@@ -150,7 +150,7 @@ def write(
                 write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         except (OSError, RuntimeError) as error:
             raise written(error) from error
-        if not rewrite.heads and (folder / METADATA_FILE).exists():
+        if not rewrite.heads:
             seal(folder, threads=threads)
         if [checkpoint.folder.stamp(file) for file in files] != stamps:
             raise CheckpointError(

@@ -182,6 +182,7 @@ convert @saved @new --to dcp                  | is a checkpoint of DCP already
 convert @made @new --to safetensors           | is safetensors already
 convert @saved @new --to gguf                 | --to is safetensors or dcp
 convert @saved @new --exclude *               | has nothing that would be converted
+convert @objects @new                         | has nothing that would be converted: no tensors
 convert @made @new --exclude *                | has nothing that would be converted
 convert @saved @new --exclude *.weight --exclude x        | --exclude that matches nothing: x.
 convert @made @new --exclude x                | --exclude that matches nothing: x.
@@ -210,6 +211,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "extra": {"model": {"a": one, "a._extra_state": io.BytesIO(b"x")}},
         "object": {"model": {"a": one}, "thing": saves.Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
+        "objects": {"a": "text"},
         "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
     }
     for name, state in states.items():

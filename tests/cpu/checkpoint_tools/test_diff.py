@@ -121,6 +121,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, tuple[Any, ...], tuple[Any, ...]]] = {
     "infinities": (torch.tensor([math.inf]), torch.tensor([-math.inf]), (1, 1, math.inf), (1, 1, math.inf)),
     "infinity and nan": (torch.tensor([math.inf]), NANS[0], (1, 1, math.inf), (1, 1, math.inf)),
     "many": (MANY, MANY.index_fill(0, torch.arange(0, 1_000_000, 1000), 3.0), (1000, 1_000_003, 3.0), (1000,)),
+    "packed": (*(torch.full((3,), n, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for n in (1, 2)), (3, 3), (3,)),
     **{
         f"{dtype}": (torch.zeros(3).to(dtype), torch.tensor([0, 1.0, 0]).to(dtype), (1, 3, 1.0), ())
         for dtype in {*DTYPES.values(), torch.complex128} - {DTYPES["F8_E8M0"]}  # which has no zero
