@@ -1,10 +1,11 @@
 """One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
+import itertools
 import logging
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,35 +19,47 @@ from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update.updates import HostUpdates
-from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.gradients import is_freed
+from ..device.link import device_link
+from ..fsdp.dtensor import local_shard, over_local, version_of
+from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed
-from ..fsdp.optim import scaler_decides
-from ..optimizers import Capabilities, Conventions
+from ..fsdp.optim import scaler_decides, unsupported_gradient
+from ..optimizers import Capabilities
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
+from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
+from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy
-from ..state.layout import is_trained, params_of
+from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import Home, StateShard
-from ..state.store import StateStore, UserState
-from .contents import Contents
-from .early import Early
+from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import Guesses
-from .lending import SpareHomes
+from .homes import Plan
+from .lending import Lending
 from .updates import BucketUpdates
 from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
 
-class Engine(Contents):
-    """The engine of one offloaded optimizer.
+class Engine:
+    """The engine of one offloaded optimizer. It never refers to the optimizer, so that dropping that frees everything.
 
     Attributes:
+        cls: the user's optimizer class.
+        policy: in force.
+        device: of the parameters.
+        names: of all its parameters, for messages.
+        layouts: of their state.
+        conventions: of the class.
+        pinned: whether host memory is page-locked.
+        host: updates the CPU's share of its state; ``None`` if there is none.
+        plan: shards, homes and buckets.
+        lending: who reads which homes.
         core: the loop.
+        guesses: gradients with which the backward has updated, and whether these updates are guesses.
         gathered: parameters that ``fully_shard`` gathers.
         weights: those that live on the host; ``None``: all stay on the device.
         loads_in_backward: hooks on a model tell when a backward begins.
-        early: gradients with which the backward has updated.
         room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
 
@@ -60,35 +73,42 @@ class Engine(Contents):
         together: Mapping[Tensor, int],
         host: HostUpdates | None,
     ) -> None:
+        self.cls, self.policy, self.device, self.names, self.host = cls, policy, device, names, host
+        self.layouts, self.conventions = Layouts(cls, capabilities), capabilities.conventions
+        self.pinned = policy.pins(device.type)
+        self.loads_in_backward, self.gathered = False, together.keys()
+        self.room: Room | None = None
+        self.weights: Weights | None = None
         group_bytes: Counter[int] = Counter()
         for param in names:
             group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
-        bucket_bytes, joined = bucketing(
+        self._bucket_bytes, joined = bucketing(
             policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
         )
-        super().__init__(cls, capabilities, policy, device, names, joined, bucket_bytes, host)
-        self.loads_in_backward = False
-        self.gathered = together.keys()
-        self._together, self._bucket_bytes = together, bucket_bytes
+        self._together = together
         self._params_of: dict[int, list[Tensor]] = defaultdict(list)
-        for param, number in together.items():
-            if param in names:
-                self._params_of[number].append(param)
-        self._spare_homes = SpareHomes(partial(_may_move, self.conventions))
-        self._updates = BucketUpdates(cls, self.layouts, self.plan, self._spare_homes)
-        self._updates.host = host
+        for param in filter(names.__contains__, together):
+            self._params_of[together[param]].append(param)
+        self.plan = Plan(
+            self.layouts, policy, device, bucket_bytes=self._bucket_bytes, pin=self.pinned, together=joined, host=host
+        )
+        self.lending = Lending(self.plan, partial(_call, weakref.ref(self), "settle"), self.conventions.gradient)
+        self._link = device_link(device)
+        self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, host)
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
-        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned)
-        self.early = Early(self.core, self.guesses, self._updates, self.plan, self.names)
-        self._failure = ""
-        self._taken = -1  # the generation of the plan that the core is about
-        self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
-        self.room: Room | None = None
-        self.weights: Weights | None = None
+        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.may_begin_early = False
+        self._failure = ""
+        self._taken = -1  # the generation of the plan that the core is about
+        self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
+        self._param_ids: list[list[int]] = []  # of each group
+        self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
+        self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
+        # Homes and places must not go while a copy still uses them. This runs before the attributes are dropped.
+        weakref.finalize(self, self._link.synchronize).atexit = False
 
     def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
         """Move the parameters of this optimizer home, and those that nobody trains, group by group.
@@ -102,8 +122,10 @@ class Engine(Contents):
 
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
-        wait = partial(_wait_parameter, weakref.ref(self))
-        self.weights = self._updates.weights = Weights(own, wait, self.plan.take_region, spare_bytes, self.names)
+        wait = partial(_call, weakref.ref(self), "wait_parameter_home")
+        self.weights = self._updates.weights = Weights(
+            own, wait, self.plan.take_region, spare_bytes, self.names, self.lending
+        )
         self.plan.of_parameters, self.plan.streamed = self.weights.arena, self.weights.parts.keys()
         self._taken = -1
 
@@ -133,20 +155,17 @@ class Engine(Contents):
             buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
             core.take(buckets, weights)
             limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
-            state = [bucket.state for bucket in buckets if bucket.state.nbytes]
+            whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
+            state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
-            self._share_out(limit)
+            share_out(pools, limit)
             core.choose_kept()
-            learns = limit is None and (self.policy.runs_on_into_forward or self.policy.parameters)
-            learns = learns and not self.layouts.capabilities.moves_whole
+            learns = limit is None and not whole and (self.policy.runs_on_into_forward or self.policy.parameters)
             self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
                     bucket.state.exists = any(states.get(param) for param in bucket.params)
-
-    def _share_out(self, limit_bytes: int | None) -> None:
-        share_out(self.core.cache.pools, limit_bytes)
 
     def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
         planned = self.plan[number]
@@ -160,7 +179,7 @@ class Engine(Contents):
             exists=False,
             lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
-        self._spare_homes.serve(planned, item)
+        self.lending.serve(planned, item)
         groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
         params = tuple(shard.param for shard in shards)
@@ -179,8 +198,9 @@ class Engine(Contents):
             logger.info("no room for all blocks yet; they are taken when they are needed")
 
     def largest_bytes(self) -> int:
-        """Device memory that the largest bucket needs."""
-        return max((bucket.state.nbytes for bucket in self.core.buckets), default=0)
+        """Device memory that the state of one update needs: the largest bucket, or all that moves as a whole."""
+        sizes = [bucket.state.nbytes for bucket in self.core.buckets]
+        return sum(sizes) if self.layouts.capabilities.moves_whole else max(sizes, default=0)
 
     def staging_bytes(self) -> int:
         """Device memory that is taken for what is offloaded."""
@@ -194,14 +214,13 @@ class Engine(Contents):
         Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
         current stream; where updates run on into the forward, each gather waits for those that it reads.
         """
-        core, early, updates = self.core, self.early, self._updates
+        core, guesses, updates = self.core, self.guesses, self._updates
         self.check_usable("step()", mid_step=True)
-        guesses = self.guesses
         self._make_zeroed_gradients(self.plan.shards)
-        early.unwatch()
+        guesses.unwatch()
         core.away = False
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
-        if problem and (not guesses.made or early.written()):
+        if problem and (not guesses.made or guesses.written()):
             guesses.take_back()  # which overwrites what somebody has written, so the step is refused
             self._refuse_step(problem)
         elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
@@ -210,7 +229,8 @@ class Engine(Contents):
             if not core.begun:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                early.freed, "Nothing has been changed." if not core.begun else "Put this right, and call step() again."
+                guesses.freed,
+                "Nothing has been changed." if not core.begun else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
@@ -220,8 +240,8 @@ class Engine(Contents):
             if not core.begun:
                 updates.finish()
             raise
-        numbers = {number for shard in updated for number in shard.buckets} - early.ended
-        early.ended = set()
+        numbers = {number for shard in updated for number in shard.buckets} - guesses.ended
+        guesses.ended = set()
         if not core.begun:
             updates.start(optimizer, states, kwargs)
             core.begun = True
@@ -244,16 +264,14 @@ class Engine(Contents):
         updates.finish()
         steady = core.end() and not new and core.cache.nbytes == made
         self._measure(steady)
-        early.step_ended(scaler_decides(optimizer, kwargs))
-        guesses.step_ended()
+        guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._tell_lost_writes()
         return had
 
     def _tell_lost_writes(self) -> None:
-        lost = list(dict.fromkeys(self._lost))
+        shown = few_of(self._lost)
         self._lost.clear()
-        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-        if lost:
+        if shown:
             warnings.warn(
                 f"State of {shown} was written through a tensor that was fetched from optimizer.state before the last "
                 "step. This state stays on the device, where it is newer, and the write is lost. Fetch it from "
@@ -306,11 +324,10 @@ class Engine(Contents):
             )
         core.abandon()
         core.cache.restore_room()
-        self.early.forget()
+        self.guesses.forget()
 
-    def _names_in(self, buckets: list[Bucket]) -> str:
-        names = list(dict.fromkeys(self.plan.shards[param].name for bucket in buckets for param in bucket.params))
-        return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "none"
+    def _names_in(self, buckets: Iterable[Bucket]) -> str:
+        return few_of(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
 
     def _measure(self, steady: bool) -> None:
         core, room = self.core, self.room
@@ -333,11 +350,11 @@ class Engine(Contents):
         """Gradients of a group have been reduced: load, and update what may be updated."""
         core = self.core
         core.away = False
-        self.early.ended = set()  # these gradients are of another backward than those that a load has overtaken
+        self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
         if not core.begun and not self.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            may_begin = self.core.frees_all or self.early.is_clean
+            may_begin = self.core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not self.core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
@@ -361,9 +378,9 @@ class Engine(Contents):
         if new and self.guesses.made and self._updates.writes_gradients:
             self.refuse("an update has written its gradients", _WRITES_GRADIENTS)
         if core.frees_gradients:
-            self.early.spend(new)
+            self.guesses.spend(new)
         else:
-            self.early.watch(new)
+            self.guesses.watch_used(new)
 
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
@@ -373,7 +390,7 @@ class Engine(Contents):
         core = self.core
         if not core.frees_gradients or self.failure or core.done:
             return
-        if not self.early.is_clean and self.layouts.capabilities.elementwise:
+        if not self.guesses.is_clean and self.layouts.capabilities.elementwise:
             core.frees_all = core.frees_all or not self._gradients_fit()
         if not core.frees_all:
             return
@@ -424,12 +441,12 @@ class Engine(Contents):
         """Note that the state is half updated for ever, and say why."""
         self.failure = failure
         self.core.abandon()
-        self.early.forget()
+        self.guesses.forget()
         raise RuntimeError(message)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         """Say what differs between this step and the one that the backward has begun; empty: nothing."""
-        problem = self.early.problem(states)
+        problem = self.guesses.problem(states)
         if not problem and scaler_decides(optimizer, kwargs):
             problem = "a GradScaler decides only now whether there is a step"
         shared = self._updates.shared
@@ -450,6 +467,129 @@ class Engine(Contents):
         """Parameters of a group are about to be read: take guesses back that have changed them."""
         if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
+
+    # What a step is about --------------------------------------------------------------------------------------------
+
+    def _other_layout(self, param: Tensor) -> str:
+        """Say why the ranges in the buckets of ``param`` are not its elements any more; empty: they are."""
+        shard = self.plan.shards.get(param)
+        if shard is None or len(shard.buckets) < 2 or local_shard(param).is_contiguous():
+            return ""
+        return (
+            "it was contiguous when its state was divided into buckets, and now has strides "
+            f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
+        )
+
+    def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
+        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
+        eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
+        new = [param for param in self._unplanned if eager or gradient(param) is not None]
+        if new:
+            self.add(optimizer, new, states)
+        shards = self.plan.shards.values()
+        updated = [
+            shard
+            for shard in shards
+            if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
+        ]
+        # Also of neighbours without a gradient, whose bytes move as well.
+        self.lending.adopt_user_tensors(shards, states)
+        return updated
+
+    def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
+        """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
+        for param in (*self._unplanned, *self.plan.shards):
+            grad = None if param in used else self.conventions.gradient(param)
+            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
+            if problem:
+                name = self.names.get(param, "a parameter")
+                raise RuntimeError(f"{name} cannot be updated: {problem}. {outcome}")
+
+    def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
+        """Follow param groups that were edited, and hyperparameters that decide which state there is."""
+        ids = _param_ids(optimizer)
+        regrouped = ids != self._param_ids
+        if regrouped:
+            self.settle()  # the host may be at an update that looks at the groups
+            self._param_ids = ids
+            self._unplanned = []
+            for shard in self.plan.shards.values():
+                shard.group = -1  # no longer in any group, unless found below
+            for number, group in enumerate(optimizer.param_groups):
+                for param in group["params"]:
+                    if param in self.plan.shards:
+                        self.plan.shards[param].group = number
+                    else:
+                        self._unplanned.append(param)
+        keys = self._keys(optimizer)
+        if keys != self._layout_keys:
+            live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
+            try:
+                self._check_state_is_complete(optimizer, live, states)
+                still_fit = all(self._still_fits(optimizer, shard) for shard in live)
+            except ValueError as error:
+                cause = error.__cause__
+                why = error if cause is None else f"{type(cause).__name__}: {str(cause).strip()}."
+                raise ValueError(
+                    f"step() cannot run with {_changed_entries(self._layout_keys, keys, optimizer)}: {why} Correct it "
+                    "and call step() again. Nothing has been changed."
+                ) from None
+            self._layout_keys = keys
+            if not still_fit:
+                self.rebuild(optimizer, states)
+        elif regrouped and self._mostly_dead(states):
+            self.rebuild(optimizer, states)
+        made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
+        if any(self._made_otherwise(self.plan.shards[param], states) for param in made):
+            self.rebuild(optimizer, states, as_made=made)
+        for param in made:
+            self.plan.shards[param].existed = True
+
+    def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
+        """Return whether a hook of the step, as torchtitan has, made the first state of a parameter in other dtypes."""
+        state = states.get(shard.param)
+        if shard.group < 0 or not is_exchanged(shard, state):
+            return False
+        return in_dtypes_of(shard.layout, state).values != shard.layout.values
+
+    def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
+        """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
+        if not self.layouts.capabilities.known:
+            return
+        for shard in shards:
+            state = states.get(shard.param)
+            missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
+            if state and missing:
+                raise RuntimeError(
+                    f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
+                    "does not have: it was created under other ones. Set them back, or add that state. Nothing has "
+                    "been changed."
+                )
+
+    def _mostly_dead(self, states: StateStore) -> bool:
+        """Return whether most of the memory belongs to parameters that the user has taken out, with their state."""
+        shards = self.plan.shards.values()
+        dead_bytes = sum(shard.nbytes for shard in shards if self._is_dead(shard, states))
+        return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
+
+    def _is_dead(self, shard: StateShard, states: StateStore) -> bool:
+        return shard.group < 0 and not states.get(shard.param)
+
+    def _keys(self, optimizer: Optimizer) -> list[LayoutKey]:
+        return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
+
+    def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
+        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, optimizer.param_groups[shard.group]):
+            return False  # another implementation now, which rounds pieces differently
+        # State that exists keeps its place, also where the new hyperparameters would no longer create it.
+        return self._learnt(optimizer, shard).values.keys() <= shard.layout.values.keys()
+
+    def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
+        return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
+
+    def _groups_as_before(self, optimizer: Optimizer) -> bool:
+        """Return whether parameters of groups, and hyperparameters that decide on state, are those of the last plan."""
+        return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
 
     # May this be done now? --------------------------------------------------------------------------------------------
 
@@ -521,39 +661,162 @@ class Engine(Contents):
         if self._taken == self.plan.generation:
             self.core.prefetch()
 
-    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """As :meth:`Contents.install`; a step that the backward has begun is forgotten."""
-        self.guesses.take_back()
-        self.early.ended = {bucket.number for bucket in self.core.done}
-        self.core.abandon()
-        self.early.forget()
-        super().install(optimizer, states, loaded)
-        self.failure = ""
+    # The parameters and their state -----------------------------------------------------------------------------------
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
-        """As :meth:`Contents.add`."""
+        """Take over the state of ``params``: what exists moves home, and the rest gets room there.
+
+        Raises:
+            MemoryError: host memory does not suffice; nothing has changed.
+            ValueError: the optimizer cannot be offloaded with these parameters.
+        """
         params = list(params)
-        if params:
-            self.check_usable("taking over more parameters")
-        super().add(optimizer, params, states)
+        if not params:
+            return
+        self.check_usable("taking over more parameters")
+        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
+        self._param_ids = []  # look at the groups again
+        for param in params:
+            state = states.get(param)
+            for name in state.keys() - self.conventions.without_dispensable(param, state).keys():
+                del state[name]
+        self.settle()
+        self.plan.add(optimizer, params, states, self.names)
+        if self.host is not None:
+            self.host.forget()  # buckets are others from now on
+        adopt((self.plan.shards[param], states.get(param)) for param in params)
+        for param in params:
+            self.plan.shards[param].existed = bool(states.get(param))
         if self._taken >= 0:
             self._take_plan(states)
 
+    def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
+        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns.
+
+        Args:
+            optimizer: whose state.
+            states: all of it.
+            as_made: parameters whose state has the layout that somebody gave it, rather than one that is learnt.
+        """
+        self.settle()
+        self._counters_as_made(states)
+        dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
+        kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
+        old = {param: dict(states.get(param)) for param in kept}
+        for param in dead:
+            self.names.pop(param, None)
+        self.clear()
+        for param in old.keys() - as_made:
+            states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
+        try:
+            self.add(optimizer, old, states)
+        finally:
+            for param, state in old.items():
+                if state and param not in as_made:
+                    states.of(param).update(state)
+        adopt((self.plan.shards[param], states.get(param)) for param in old)
+
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
+
+        A step that the backward has begun is forgotten.
+        Tensors of ``loaded`` are as in a state dict. What the optimizer keeps in another form is made one parameter at
+        a time, so that it takes no more device memory than that.
+        """
+        self.guesses.take_back()
+        self.guesses.ended = {bucket.number for bucket in self.core.done}
+        self.core.abandon()
+        self.guesses.forget()
+        self.settle()
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
+        self.lending.wait()
+        if self.conventions.keeps_raw_state:
+            for param, saved in loaded.items():
+                states.of(param).update(saved)
+            adopt((self.plan.shards[param], states.of(param)) for param in loaded)
+        for param, saved in loaded.items():
+            shard, state = self.plan.shards[param], states.of(param)
+            if not self.conventions.keeps_raw_state:
+                state.update(self.conventions.as_kept(optimizer, param, saved, shard.homes))
+                adopt([(shard, state)])
+            home = shard.homes.get(MASTER)
+            if home is not None and state.get(MASTER) is None and can_rebuild(local_shard(home).dtype):
+                weights = over_local(home, local_shard(param).detach().float())
+                state.update(self.conventions.as_kept(optimizer, param, {MASTER: weights}, shard.homes))
+                adopt([(shard, state)])
+        self.failure = ""
+
+    def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
+        """As :meth:`Conventions.as_saved`."""
+        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
+        return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
+
+    def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
+        """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
+
+        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing. A parameter
+        that was frozen when the optimizer was attached, and no longer is, gets room now.
+        """
+        self._follow_groups(optimizer, states)
+        self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+        self._follow_groups(optimizer, states)
+        if self.layouts.capabilities.moves_whole and not any(states.get(param) for param in self.plan.shards):
+            raise ValueError(
+                f"for_load=True: {self.cls.__name__} has no state yet, and which it keeps is not known before its "
+                "first step, so there is nothing to load into. Call get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict once, which makes the state by a step that changes nothing; "
+                "or load with load_state_dict()."
+            )
+        return {
+            param: {name: zero_like(example) for name, example in shard.layout.scalars.items()} | shard.homes
+            for param, shard in self.plan.shards.items()
+            if shard.group >= 0 and not states.get(param)
+        }
+
+    def has_left_device(self) -> None:
+        """Empty the cache of the device's allocator: what is home now has left blocks that activations do not fit."""
+        self._link.empty_cache()
+
     def return_to_device(self, states: StateStore) -> None:
-        """As :meth:`Contents.return_to_device`, with the memory of the places."""
+        """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made.
+
+        Parameters follow.
+        """
         self.settle()
         self.core.cache.release()
-        super().return_to_device(states)
+        # What the user has exchanged since the last step counts.
+        self.lending.wait()
+        adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
+        for param, shard in self.plan.shards.items():
+            state = states.get(param)
+            for name in shard.homes.keys() & state.keys():
+                state[name] = shard.on_device(name, self.device)
+        self._make_zeroed_gradients(self.plan.shards)
+        self._counters_as_made(states)
         if self.weights is not None:
             self.weights.return_to_device(self.device)
             self.weights = self.plan.of_parameters = None
             self.plan.streamed = ()
 
     def clear(self) -> None:
-        """Drop all homes of state, after the last store."""
+        """Drop all homes, after the last store."""
         self.settle()
         self.core.cache.release()
-        super().clear()
+        self.plan.clear()
+        if self.host is not None:
+            self.host.forget()
+
+    def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
+        """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
+        zeroed = list(filter(is_zeroed, params))
+        for param in zeroed:
+            param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
+        return bool(zeroed)
+
+    def _counters_as_made(self, states: StateStore) -> None:
+        if self.host is not None:
+            self.host.counters_as_made(self.plan.host_shards(), states)
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
@@ -593,15 +856,30 @@ class Engine(Contents):
             self.core.updated.synchronize()
 
 
-def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
-    found = engine()
-    if found is not None:
-        found.wait_parameter_home(param)
+def _param_ids(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _may_move(conventions: Conventions, shard: StateShard) -> bool:
-    # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
-    return len(shard.buckets) == 1 or conventions.gradient(shard.param) is not None
+def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
+    """Name the entries of param groups that differ, with their values."""
+    return ", ".join(
+        f"param_groups[{number}][{name!r}] = {optimizer.param_groups[number][name]!r}"
+        for number, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=()))
+        for name, kind in new
+        if (name, kind) not in old
+    )
+
+
+def _call(engine: "weakref.ref[Engine]", method: str, *args: Tensor) -> None:
+    """Call a method of an engine that may be gone."""
+    if (found := engine()) is not None:
+        getattr(found, method)(*args)
+
+
+def few_of(names: Iterable[str]) -> str:
+    """Name the first few, each once, and how many more there are."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _versions_at(home: Home) -> int:

@@ -1,4 +1,6 @@
-"""Updates in the backward that are guesses: gradients stay as they are until ``step()``, or are multiplied by 1.
+"""Updates in the backward: which gradients they have used, who has touched these since, and those that are guesses.
+
+A guess: gradients stay as they are until ``step()``, or are multiplied by 1.
 
 ::
 
@@ -11,7 +13,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +23,23 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from ..core.buckets import Bucket
 from ..core.loop import Core
 from ..core.way_back import WayBack
-from ..device.lanes import HostFlag
-from ..fsdp.gradients import USED_UP, is_spent, is_watched, unwatch, watch
+from ..device.arena import Region, aligned
+from ..device.lanes import Copy, HostFlag
+from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of
+from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
 from ..optimizers import Capabilities
+from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
 from .homes import Plan
-from .old_parameters import OldParameters
 from .updates import BucketUpdates
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED, STOPS_ABOVE, GOES_ON_BELOW = 20, 1 / 5, 1 / 10
 """Stop guessing above 20 % taken-back steps, resume at 10 %, over the last 20 steps."""
+
+_CLEAN_STEPS = 2
+"""Updates move into the backward after so many steps in which nobody touched gradients before ``step()``."""
 
 Version = tuple[int, int]
 Scale = Callable[[Sequence[Tensor]], None]
@@ -48,6 +55,8 @@ class Guesses:
         committed, taken_back: steps.
         used: by parameter, the gradient that an update of this step has used or would have; its version, and that of
             the parameter then.
+        freed: parameters whose gradient was let go of with its update, and their versions then.
+        ended: numbers of buckets updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
     def __init__(
@@ -58,8 +67,9 @@ class Guesses:
         capabilities: Capabilities,
         device: torch.device,
         pin: bool,
+        names: Mapping[Tensor, str],
     ) -> None:
-        self._core, self._plan, self._updates = core, plan, updates
+        self._core, self._plan, self._updates, self._names = core, plan, updates, names
         self._old = OldParameters(plan, device, pin=pin)
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
@@ -80,6 +90,10 @@ class Guesses:
         self._watched: list[TensorWeakRef] = []  # gradients
         self._written: list[TensorWeakRef] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
+        self.freed: dict[Tensor, Version] = {}
+        self.ended: set[int] = set()
+        self._touches = _Touches()
+        self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
     @property
     def made(self) -> bool:
@@ -91,6 +105,11 @@ class Guesses:
         """Return whether updates in the backward are guesses."""
         ready = self.announced and self._is_on and not self.unavailable and not self._core.frees_all
         return ready and bool(self._old.buckets) and self._old.are_of_this_plan
+
+    @property
+    def is_clean(self) -> bool:
+        """Return whether the first steps have shown that nobody touches gradients before ``step()``."""
+        return self._clean_steps >= _CLEAN_STEPS
 
     @property
     def sentence(self) -> str:
@@ -185,8 +204,21 @@ class Guesses:
         _unwatch(self._written)
         self._scale_now()
 
-    def step_ended(self) -> None:
-        """``step()`` has issued everything, or gradients were cleared instead: decide about the next one."""
+    def step_ended(self, scaler_decides: bool) -> None:
+        """``step()`` has issued everything: learn from it. A GradScaler that decides about a step changes gradients."""
+        for param in self.freed:
+            note_freed(param)
+        used, touched = self.used, self._touches.written
+        self.freed, self.used, self._touches.written = {}, {}, False
+        if used and 0 <= self._clean_steps < _CLEAN_STEPS and not self.announced:
+            if touched or _exchanged(used) or scaler_decides:
+                logger.info("gradients are changed between the backward and step(): all updates stay in step()")
+                self._clean_steps = -1
+            else:
+                self._clean_steps += 1
+        self._decide_on_next()
+
+    def _decide_on_next(self) -> None:
         if self._learns_later:
             self._history.append(not self._flags[1].get())
         self._learns_later = False
@@ -213,7 +245,7 @@ class Guesses:
         self.take_back()
         if self.blocked or self._all_one is not None:
             self.unwatch()
-            self.step_ended()
+            self._decide_on_next()
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
@@ -252,6 +284,72 @@ class Guesses:
         for grads, scale in put_off:
             scale(grads)
 
+    # Gradients that updates ahead of step() have used, or would have --------------------------------------------------
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
+        if self.announced:
+            if not (self._core.frees_all or self.unavailable):
+                self.watch(param.grad for param in params if param in self._plan.shards and param.grad is not None)
+        elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self._core.frees_all:
+            self.watch_used(params)
+
+    def watch_used(self, params: Iterable[Tensor]) -> None:
+        """Watch gradients with which the backward has updated ``params``."""
+        if self.made:
+            self.watch((), [param for param in params if param not in self._plan.streamed])
+        for param in params:
+            if (grad := param.grad) is not None:
+                if not self.made:
+                    watch(grad, self._touches)
+                self.used[param] = grad, version_of(grad), version_of(param)
+
+    def spend(self, params: Iterable[Tensor]) -> None:
+        """Let go of gradients whose updates have all been issued."""
+        done = {bucket.number for bucket in self._core.done}
+        for param in params:
+            shard = self._plan.shards[param]
+            if shard.group < 0:
+                continue  # it has left the param groups: its gradient has not been used, and goes on adding up
+            if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
+                self.freed[param] = version_of(param)
+                spend(param)
+
+    def forget(self) -> None:
+        """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
+        self.unwatch()
+        self.used, self.freed, self._touches.written = {}, {}, False
+
+    def written(self) -> list[Tensor]:
+        """List parameters that somebody else has written since their update, as their versions tell."""
+        versions = [*((param, version) for param, (_, _, version) in self.used.items()), *self.freed.items()]
+        return [param for param, version in versions if version_of(param) != version]
+
+    def problem(self, states: StateStore) -> str:
+        """Say what somebody has changed since the updates of this step; empty: nothing."""
+        if written := self.written():
+            return f"{self._names.get(written[0], 'a parameter')} has been written since then"
+        exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self.used)]
+        if exchanged:
+            return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
+        if self._touches.written:
+            return "gradients have been changed since then"
+        done = self._core.done
+        used = {param for params in self._updates.used.values() for param in params}
+        if self.made:  # all bytes of a bucket move to the spare home
+            used = {param for bucket in done for param in bucket.params}
+        items = (bucket.state for bucket in done)
+        is_written = any(item.exposed and item.seen != item.version() for item in items)
+        return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
+
+    def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
+        """Return whether somebody has put other tensors in the place of homes."""
+        return any(
+            states.get(param).get(name, home) is not home
+            for param in params
+            for name, home in self._plan.shards[param].homes.items()
+        )
+
     # What is done with gradients and parameters (:class:`Watcher`) --------------------------------------------------
 
     def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
@@ -263,9 +361,11 @@ class Guesses:
                     references.append(TensorWeakRef(tensor))
 
     def unwatch(self) -> None:
-        """Watch nothing any more."""
+        """Let everybody touch gradients and parameters again."""
         _unwatch(self._watched)
         _unwatch(self._written)
+        for grad, _, _ in self.used.values():
+            unwatch(grad)
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
@@ -290,3 +390,104 @@ def _unwatch(references: list[TensorWeakRef]) -> None:
         if (tensor := reference()) is not None:
             unwatch(tensor)
     references.clear()
+
+
+def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
+    """List the parameters whose gradient is another one, or another version of it, than was noted."""
+    return [param for param, (grad, seen, _) in used.items() if param.grad is not grad or version_of(grad) != seen]
+
+
+class _Touches:
+    """Notes that somebody writes watched gradients, or may.
+
+    Attributes:
+        written: it has happened in this step.
+    """
+
+    written = False
+
+    def reads(self, grads: Sequence[Tensor]) -> None:
+        """Looking at gradients changes nothing."""
+
+    def writes(self, grads: Sequence[Tensor]) -> None:
+        """They are about to be written."""
+        self.written = True
+
+    shares = writes
+
+
+class OldParameters:
+    """The memory that it takes to take a step back.
+
+    Attributes:
+        buckets: numbers of those whose updates can be taken back.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, *, pin: bool) -> None:
+        self._plan, self._device, self._pin = plan, device, pin
+        self.buckets: frozenset[int] = frozenset()
+        self._generation = -1  # of the plan, for which there is memory
+        self._region: Region | None = None
+        self._begins: dict[int, int] = {}
+        self._pairs: dict[int, tuple[list[int], list[Copy]]] = {}
+
+    @property
+    def are_of_this_plan(self) -> bool:
+        """Return whether :meth:`take` has seen all buckets."""
+        return self._generation == self._plan.generation
+
+    def take(self) -> str:
+        """Take the memory, if there is as much; else say how much it would be."""
+        plan = self._plan
+        self.buckets, self._generation = frozenset(), plan.generation
+        numbers = self._takeable()
+        begins, nbytes = {}, 0
+        for number in numbers:
+            begins[number] = nbytes
+            nbytes += sum(aligned(param.numel()) for param in self._ranges(number))
+        plan.others = [one for one in plan.others if one is not self._region]
+        self._region = None
+        needed_bytes = plan.missing_spare_bytes() + nbytes
+        try:
+            plan.check_host_memory(needed_bytes)
+            plan.take_spare_homes()
+            self._region = Region(nbytes, device=self._device, pin=self._pin)
+        except (MemoryError, RuntimeError) as error:
+            return f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
+        plan.others.append(self._region)
+        self._begins, self._pairs, self.buckets = begins, {}, frozenset(numbers)
+        return ""
+
+    def _takeable(self) -> list[int]:
+        """Buckets of shards all of whose buckets are such: ranges of a parameter are updated in order."""
+        plan = self._plan
+
+        def is_takeable(shard: StateShard) -> bool:
+            fixed = local_shard(shard.param).is_contiguous() and not has_inner_tensors(shard.param)
+            return not (shard.on_host or shard.layout.left_out) and (fixed or shard.param in plan.streamed)
+
+        left = {number for number in range(plan.bucket_count) if all(map(is_takeable, plan[number].covers()))}
+        while torn := {n for n in left if any(not left.issuperset(shard.buckets) for shard in plan[n].covers())}:
+            left -= torn
+        return sorted(left)
+
+    def _ranges(self, number: int) -> Iterable[Tensor]:
+        """Flat bytes on the device of the parameters in a bucket that stay there."""
+        planned = self._plan[number]
+        for piece, shard in zip(planned.bucket.ranges, planned.covers(), strict=True):
+            if shard.param not in self._plan.streamed:
+                flat = local_shard(shard.param).detach().view(-1)
+                yield flat[piece.start : piece.stop].view(torch.uint8)
+
+    def pairs_of(self, bucket: Bucket) -> Sequence[Copy]:
+        """Their host bytes and their device bytes."""
+        addresses = [local_shard(param).data_ptr() for param in bucket.params]
+        known, pairs = self._pairs.get(bucket.number, ([], []))
+        if known != addresses:
+            assert self._region is not None, "guesses begin when there is memory"
+            pairs, at = [], self._begins[bucket.number]
+            for param in self._ranges(bucket.number):
+                pairs += [(self._region.bytes[at : at + param.numel()], param)] if param.numel() else []
+                at += aligned(param.numel())
+            self._pairs[bucket.number] = addresses, pairs
+        return pairs

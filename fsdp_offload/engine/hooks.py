@@ -146,7 +146,7 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine()
         if optimizer is None or engine is None:
             return
-        engine.early.note(self._groups[number].params)
+        engine.guesses.note(self._groups[number].params)
         engine.reduced(number, event if engine.device.type != "cpu" else None, optimizer, self._get_states(optimizer))
 
 

@@ -10,13 +10,15 @@ them have been updated when the step is complete: then the shard lives there.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import Generic
+from typing import Any
+
+from torch import Tensor
 
 from ..core.items import BytesAtHome, Item
 from ..fsdp.dtensor import version_of
-from ..state.shard import EntryOf, Home, Reader, StateShard
+from ..state.shard import Home, Housed, Reader, StateShard
 from ..state.store import StateStore, adopt, is_exchanged
 from .homes import AnyHoused, Plan, PlannedBucket
 
@@ -30,11 +32,18 @@ _SPOILED = (
 
 
 class Lending:
-    """Knows who reads which homes of one plan."""
+    """Knows who reads which homes of one plan, and moves state and parameters to spare ones.
 
-    def __init__(self, plan: Plan, settle: Callable[[], None]) -> None:
-        """Take what brings everything home: homes are about to be written."""
-        self._plan, self._settle = plan, settle
+    Attributes:
+        moving: what lives in its other home once the step is complete; parameters move at once, unless it is a guess.
+        guessing: updates may be taken back, so none of them may change a home.
+    """
+
+    def __init__(self, plan: Plan, settle: Callable[[], None], gradient: Callable[[Tensor], Tensor | None]) -> None:
+        """Take what brings everything home, as homes are about to be written, and what finds a gradient."""
+        self._plan, self._settle, self._gradient = plan, settle, gradient
+        self.moving: dict[Housed, None] = {}
+        self.guessing = False
         self._readers: list[Reader] = []  # some of them may have finished
         self._is_spoiled = False
 
@@ -93,28 +102,15 @@ class Lending:
             self.wait()
             adopt(exchanged)
 
+    # Spare homes ------------------------------------------------------------------------------------------------------
 
-class SpareHomes(Generic[AnyHoused]):
-    """Moves the state of one optimizer, or its parameters, to spare homes.
-
-    Attributes:
-        moving: what lives in its other home once the step is complete.
-        guessing: updates may be taken back, so none of them may change a home.
-    """
-
-    def __init__(self, may_move: Callable[[AnyHoused], bool], *, at_once: bool = False) -> None:
-        """``may_move``: asked before a shard moves. ``at_once``: not at the end of a step, unless it is a guess."""
-        self._may_move, self._at_once = may_move, at_once
-        self.moving: dict[AnyHoused, None] = {}
-        self.guessing = False
-
-    def serve(self, planned: PlannedBucket[AnyHoused], item: Item) -> None:
+    def serve(self, planned: PlannedBucket[Any], item: Item) -> None:
         """Let the item of a bucket ask here for its home."""
         item.spare_home = partial(self._spare_home, planned)
         item.wait_unread = partial(self._wait_unread, planned)
 
     def turn(self, planned: PlannedBucket[AnyHoused]) -> list[AnyHoused]:
-        """An update changes a bucket; returns which of its shards live in their other home after the step."""
+        """An update changes a bucket; returns what of it lives in the other home when the step is complete."""
         shards = planned.changed()
         for shard in shards:
             spare, turns = shard.spare, self.guessing or shard.home.is_read()
@@ -123,32 +119,45 @@ class SpareHomes(Generic[AnyHoused]):
                 self.moving[shard] = None
         return [shard for shard in shards if shard in self.moving]
 
-    def _spare_home(self, planned: PlannedBucket[AnyHoused]) -> BytesAtHome | None:
+    def _may_move(self, one: Housed) -> bool:
+        # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
+        return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._gradient(one.param) is not None
+
+    def _spare_home(self, planned: PlannedBucket[Any]) -> BytesAtHome | None:
         if not self.turn(planned):
             return None
-        if self._at_once and not self.guessing:
-            self.commit()
+        if not self.guessing:
+            self._move_parameters()
         return planned.copies(self.side_of)
 
-    def side_of(self, shard: AnyHoused) -> int:
+    def side_of(self, one: Housed) -> int:
         """Which of its places is the newest."""
-        return 1 - shard.side if shard in self.moving else shard.side
+        return 1 - one.side if one in self.moving else one.side
 
-    def _wait_unread(self, planned: PlannedBucket[AnyHoused]) -> None:
-        for shard in planned.changed():
-            home = shard.places[self.side_of(shard)]
-            if home.readers:
-                home.wait_unread()
+    def _wait_unread(self, planned: PlannedBucket[Any]) -> None:
+        for one in planned.changed():
+            one.places[self.side_of(one)].wait_unread()
+
+    def commit(self, states: StateStore, done: Container[int] | None = None) -> None:
+        """A step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
+        for shard in self.moving:
+            if isinstance(shard, StateShard) and (done is None or all(number in done for number in shard.buckets)):
+                shard.move(states.get)
+        self.moving = {}
+
+    def commit_guesses(self) -> None:
+        """Updates of this step will not be taken back."""
+        self.guessing = False
+        self._move_parameters()
 
     def drop_guesses(self) -> None:
         """Updates of this step have been taken back: nothing moves."""
         self.guessing, self.moving = False, {}
 
-    def commit(self, entry_of: EntryOf = lambda _: {}, moved: Collection[AnyHoused] | None = None) -> None:
-        """A step is complete, or has failed when the state of ``moved`` was."""
-        for shard in self.moving if moved is None else moved:
-            shard.move(entry_of)
-        self.moving = {}
+    def _move_parameters(self) -> None:
+        for one in [one for one in self.moving if not isinstance(one, StateShard)]:
+            one.move(lambda _: {})
+            del self.moving[one]
 
 
 def _versions(homes: Sequence[Home]) -> list[tuple[int, ...]]:

@@ -17,10 +17,9 @@ from ..optimizers import Conventions
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
-from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
 from .homes import Plan
-from .lending import SpareHomes
+from .lending import Lending
 from .weights import Weights
 
 
@@ -37,9 +36,10 @@ class BucketUpdates:
         may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
-    def __init__(self, cls: type[Optimizer], layouts: Layouts, plan: Plan, spare_homes: SpareHomes[StateShard]) -> None:
-        self._cls, self._layouts, self._plan, self._spare_homes = cls, layouts, plan, spare_homes
-        self.host: HostUpdates | None = None
+    def __init__(
+        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, lending: Lending, host: HostUpdates | None
+    ) -> None:
+        self._cls, self._layouts, self._plan, self._lending, self.host = cls, layouts, plan, lending, host
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shared: DividedStep | None = None
@@ -61,38 +61,30 @@ class BucketUpdates:
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
         if self._states is not None:
-            self._spare_homes.commit(self._states.get)
+            self._lending.commit(self._states)
         self.shared = self._states = None
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
         """The step has ended when these were ``done``."""
-        if self._states is not None:
-            numbers = {bucket.number for bucket in done}  # shards move if all of their buckets were, and others stay
-            moving = list(self._spare_homes.moving)
-            self._spare_homes.commit(self._states.get, [one for one in moving if numbers.issuperset(one.buckets)])
-            for bucket in buckets if moving else ():
+        if self._states is not None and self._lending.moving:
+            self._lending.commit(self._states, {bucket.number for bucket in done})
+            for bucket in buckets:
                 bucket.state.home = self._plan[bucket.number].copies()
         self.finish()
 
     def begin_guesses(self, own: OwnCounters) -> None:
         """Updates may be taken back: they change spare homes only, and copies of counters."""
-        self._spare_homes.guessing, self._states = True, own
-        if self.weights is not None:
-            self.weights.spare_homes.guessing = True
+        self._lending.guessing, self._states = True, own
 
     def commit_guesses(self, states: StateStore) -> None:
         """They count, and the rest of the step updates ``states`` itself."""
-        self._spare_homes.guessing, self._states = False, states
-        if self.weights is not None:
-            self.weights.spare_homes.guessing = False
-            self.weights.spare_homes.commit()
+        self._states = states
+        self._lending.commit_guesses()
 
     def drop_guesses(self) -> None:
         """They have been taken back; the step may start again."""
-        self._spare_homes.drop_guesses()
-        if self.weights is not None:
-            self.weights.spare_homes.drop_guesses()
+        self._lending.drop_guesses()
         self.finish()
 
     def begin(self) -> bool:
@@ -127,7 +119,7 @@ class BucketUpdates:
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
         assert self.host is not None and self._states is not None
-        moving = self._spare_homes.turn(self._plan[bucket.number])
+        moving = self._lending.turn(self._plan[bucket.number])
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
         return self.host.update(bucket.number, self._to_update(bucket), self._states, moving, after)
 

@@ -19,7 +19,7 @@ from ..fsdp.homed import ShardedParameter, holders_of, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
 from .homes import Arena, PlannedBucket, TakeRegion
-from .lending import SpareHomes
+from .lending import Lending
 
 
 @dataclass(eq=False)
@@ -63,7 +63,6 @@ class Weights:
         items: by number, the item of each of these groups.
         parts: by parameter.
         arena: their homes.
-        spare_homes: moves them to their other ones.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Weights:
         take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
+        lending: Lending,
     ) -> None:
         """Move the parameters of ``groups`` home. After an exception they are where they were.
 
@@ -82,6 +82,7 @@ class Weights:
             take: takes host memory.
             spare_bytes: as many at most are for spare homes.
             trained: those that updates may change; it may grow.
+            lending: moves them to their spare homes.
         """
         self.groups = {number: group for number, group in enumerate(groups) if group}
         together = [one for group in self.groups.values() for one in group]
@@ -97,7 +98,6 @@ class Weights:
             for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
                 self.parts[one.param] = Part(number, offset, one)
         self.arena = Arena(list(self.parts.values()), homes, spare_bytes, take)
-        self.spare_homes: SpareHomes[Part] = SpareHomes(lambda part: True, at_once=True)
         for part in self.parts.values():
             assert part.home.weights is not None
             part.home.weights.copy_(local_shard(part.sharded.param))
@@ -110,8 +110,8 @@ class Weights:
             item.version = _versions([one.param for one in group])
             item.is_held = partial(_is_held, group, [holders_of(local_shard(one.param)) for one in group])
             if planned.changed() != planned.covers():
-                item.stored = partial(planned.copies, self.spare_homes.side_of, planned.changes)
-            self.spare_homes.serve(planned, item)
+                item.stored = partial(planned.copies, lending.side_of, planned.changes)
+            lending.serve(planned, item)
 
     @property
     def nbytes(self) -> int:

@@ -2,32 +2,29 @@
 
 ::
 
-    fetch everything ──▶ optimizer.state holds the places ──▶ plain step() ──▶ it holds the homes again ──▶ store
-                                                                  │
-                                     tensors that it has made or exchanged: copied into the place, or planned anew
+    copy everything ──▶ optimizer.state holds the copies ──▶ plain step() ──▶ store, and it holds the homes again
+                                                                 │
+                                    tensors that it has made or exchanged: copied into the homes, or planned anew
 
 Exact for any optimizer, and at a price: all of its state is on the device during ``step()``, where activations are
 gone. What is not a dense tensor of its own (lists, what shares memory with something else) stays on the device.
 """
 
 import functools
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.buckets import need, share_out
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
-from ..optimizers.bucket_update import BoundRange
 from ..optimizers.divided_step import entries_of, instance_attributes
 from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
-from .engine import Engine
+from .engine import Engine, few_of
 
 Between = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Makes a closure one that sees the parameters as they are in the middle of a step."""
@@ -77,19 +74,6 @@ class WholeEngine(Engine):
 
     # What is planned --------------------------------------------------------------------------------------------------
 
-    def _share_out(self, limit_bytes: int | None) -> None:
-        pools = self.core.cache.pools
-        state = {bucket.state.pool for bucket in self.core.buckets}
-        for pool in pools:
-            pool.count = pool.least = 0  # all state comes at once, and in step() alone
-        streaming = [pool for pool in pools if pool not in state]
-        need(streaming, self.core.buckets)
-        share_out(streaming, limit_bytes)
-
-    def largest_bytes(self) -> int:
-        """As :meth:`Engine.largest_bytes`: all of it is one."""
-        return sum(bucket.state.nbytes for bucket in self.core.buckets)
-
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
         """As :meth:`Engine.add`; state that exists is planned as it is, and there is no room for other."""
         params = list(params)
@@ -125,10 +109,6 @@ class WholeEngine(Engine):
         adopt(fitting)  # all at once: a value may be the home of another parameter, which is about to be written
         for shard, adopted in fitting:
             states.get(shard.param).update(adopted)
-
-    def commit_moves(self, states: StateStore) -> None:
-        """State that a checkpoint's writer reads lives in its other home from now on."""
-        self._spare_homes.commit(states.get)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it."""
@@ -166,48 +146,50 @@ class WholeEngine(Engine):
 
 
 class _Visit:
-    """All items are on the device, and ``optimizer.state`` holds their places."""
+    """``optimizer.state`` holds copies of all homes on the device, and parameters that stream have their places.
+
+    The copies have memory of their own, so that an optimizer may keep them. They are made, stored and freed in the
+    order of the compute stream.
+    """
 
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
         self._engine, self._optimizer = engine, optimizer
         core, weights = engine.core, engine.weights
         trained = set(params_of(optimizer))
-        parts = {} if weights is None else weights.parts
-        self._parts = [part for param, part in parts.items() if param in trained]
+        self._parts = [] if weights is None else [part for param, part in weights.parts.items() if param in trained]
         groups = dict.fromkeys(part.number for part in self._parts)
         self._streamed = [] if weights is None else [weights.items[number] for number in groups]
         self._counts = [(pool, pool.count) for pool in core.cache.pools]
-        self._items = [*(bucket.state for bucket in core.buckets if bucket.state.nbytes), *self._streamed]
+        self._lent = {
+            (shard, name): shard.on_device(name, engine.device, non_blocking=True)
+            for shard in engine.plan.shards.values()
+            for name, home in shard.homes.items()
+            if states.get(shard.param).get(name) is home
+        }
+        loaded = [leaf for value in self._lent.values() for leaf in leaves_of(value)]
+        core.cache.moved.loads += len(loaded)
+        core.cache.moved.loaded_bytes += sum(leaf.nbytes for leaf in loaded)
         try:
             for pool in core.cache.pools:
                 pool.count = pool.most
-            core.cache.pinned = tuple(self._items)
-            for item in self._items:
+            core.cache.pinned = tuple(self._streamed)
+            for item in self._streamed:
                 core.cache.fetch(item)
         except BaseException:
             self._give_back()
             raise
-        for item in self._items:
+        for item in self._streamed:
             core.lanes.compute.wait(item.ready)  # R3: loads may still be writing the place
             core.lanes.compute.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
-        for item in self._streamed:
             item.dirty = True  # from now on the place counts, also for gathers inside of a closure
         for part in self._parts:
             param = part.sharded.param
             place = weights.place(param, 0, local_shard(param).numel()) if weights is not None else None
             assert place is not None, "a part has a place"
             part.sharded.visit(place)
-        self._bound = [one for bucket in core.buckets for one in self._bind(bucket.number)]
-        for one in self._bound:
-            state = states.get(one.shard.param)
-            for name, home in one.shard.homes.items():
-                if state.get(name) is home:
-                    state[name] = one.values[name]
+        for (shard, name), value in self._lent.items():
+            states.get(shard.param)[name] = value
         self._versions = self._written(states)
-
-    def _bind(self, number: int) -> list[BoundRange]:
-        block = self._engine.core.buckets[number].state.block
-        return self._engine.plan.bind(number, None if block is None else block.memory)
 
     def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let gathers inside of a closure read what the step has written so far."""
@@ -233,20 +215,21 @@ class _Visit:
         return seeing
 
     def end(self, states: StateStore, error: BaseException | None) -> None:
-        """Let ``optimizer.state`` hold the homes again, and send home what is on the device."""
+        """Send home what is on the device, and let ``optimizer.state`` hold the homes again."""
         engine, core = self._engine, self._engine.core
         torn = error is not None and self._is_torn(states)
-        borrowed = self._part_with_leaked(states)
-        self._put_homes_back(states)
+        kept = [leaf for tensor in self._kept(states) for leaf in _dense(tensor) if leaf.numel()]
+        borrowed = self._part_under(kept)
+        self._store(states, {leaf.untyped_storage().data_ptr() for leaf in kept})
         core.updated = mark = core.lanes.compute.mark()
-        for item in self._items:
+        for bucket in core.buckets:
+            bucket.state.at_home = mark  # R2: stores run up to there
+        for item in self._streamed:
             core.cache.changed(item, mark)
         for part in self._parts:
-            home = part.home
-            assert home.weights is not None, "a parameter that streams has a home"
-            part.sharded.live_at(home.weights, home.stand_in)
-        engine.commit_moves(states)
-        core.cache.flush(self._items)
+            part.live_at_home()
+        engine.lending.commit(states)
+        core.cache.flush(self._streamed)
         for item in self._streamed:
             if item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
@@ -259,19 +242,24 @@ class _Visit:
         if borrowed and error is None:
             raise RuntimeError(f"step(): {engine.failure}.")
 
-    def _put_homes_back(self, states: StateStore) -> None:
-        """Exchange places in the state for homes; copy new values of the same layout into their places first."""
-        stay = self._staying(states)
-        for one in self._bound:
-            state = states.get(one.shard.param)
-            for name, place in one.values.items():
-                value = state.get(name)
-                if value is not place and not (name in state and _fits(one.shard, name, state, stay)):
-                    continue
-                if value is not place:
-                    for source, target in zip(leaves_of(state[name]), leaves_of(place), strict=True):
-                        target.copy_(source)
-                state[name] = one.shard.homes[name]
+    def _store(self, states: StateStore, kept: Container[int]) -> None:
+        """Store copies that are still where they were put, unless the optimizer has ``kept`` their memory elsewhere."""
+        engine, moved = self._engine, self._engine.core.cache.moved
+        for number in range(engine.plan.bucket_count):
+            engine.lending.turn(engine.plan[number])
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for (shard, name), value in self._lent.items():
+            state, leaves = states.get(shard.param), leaves_of(value)
+            if state.get(name) is value and not any(leaf.untyped_storage().data_ptr() in kept for leaf in leaves):
+                place = shard.places[engine.lending.side_of(shard)]
+                place.wait_unread()  # R4: a checkpoint's writer may still be reading this home
+                targets += place.leaves[name]
+                sources += leaves
+                state[name] = shard.homes[name]
+        engine.core.lanes.compute.copy_all(targets, sources)
+        moved.stores += len(sources)
+        moved.stored_bytes += sum(source.nbytes for source in sources)
 
     def _give_back(self) -> None:
         """Give back the memory that only a step needs, in the order of the compute stream."""
@@ -287,11 +275,9 @@ class _Visit:
                 f"{engine.cls.__name__} keeps tensors over the memory of {borrowed}, which it leaves after each step "
                 "with OffloadPolicy(parameters=True). Use parameters=False"
             )
-        names = list(engine.names.values())
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"an earlier step() stopped with {type(error).__name__}: {error}. {engine.cls.__name__} moves as a whole; "
-            f"{shown} and their state may be half updated"
+            f"{few_of(engine.names.values())} and their state may be half updated"
         )
 
     # What the step has done -------------------------------------------------------------------------------------------
@@ -303,8 +289,10 @@ class _Visit:
         """
         if self._versions != self._written(states):
             return True
-        copies = (pair for item in self._items if item.exists for pair in item.copies())
-        return any(not torch.equal(home, place.to(home.device)) for home, place in copies)
+        pairs = [pair for item in self._streamed for pair in item.copies()]
+        for (shard, name), value in self._lent.items():
+            pairs += zip(shard.home.leaves[name], leaves_of(value), strict=True)
+        return any(not torch.equal(_bytes(home), _bytes(copy).to(home.device)) for home, copy in pairs)
 
     def _written(self, states: StateStore) -> list[object]:
         """Changes with what the step writes or exchanges."""
@@ -316,53 +304,21 @@ class _Visit:
                     found.append((name, id(value), version_of(value), [leaf._version for leaf in _dense(value)]))
         return found
 
-    def _others(self, states: StateStore) -> Iterator[tuple[Tensor, str, Any]]:
-        """Yield parameter, name and value of what holds tensors in the state and is not a place that is bound to it."""
-        own = {(one.shard.param, name): place for one in self._bound for name, place in one.values.items()}
+    def _kept(self, states: StateStore) -> Iterator[Tensor]:
+        """Tensors that the optimizer keeps beside what was put into its state, or under another name there."""
+        yield from _kept_beside(self._optimizer)
+        shards = self._engine.plan.shards
         for param in params_of(self._optimizer):
             for name, value in states.get(param).items():
-                if value is not own.get((param, name)) and any(tensor.dim() for tensor in tensors_in(value)):
-                    yield param, name, value
+                if param not in shards or value is not self._lent.get((shards[param], name)):
+                    yield from tensors_in(value)
 
-    def _staying(self, states: StateStore) -> frozenset[int]:
-        """As :func:`staying`, which takes a while, if there is anything new to look at."""
-        shards = self._engine.plan.shards
-        known = {(param, name) for param, shard in shards.items() for name in shard.layout.left_out}
-        is_new = any((param, name) not in known for param, name, _ in self._others(states))
-        return staying(self._optimizer, states, shards) if is_new else frozenset()
-
-    def _part_with_leaked(self, states: StateStore) -> str:
-        """Give memory of their own to tensors that the optimizer keeps over that of places, and to these places.
-
-        They stay on the device as long as the optimizer keeps them. Of a parameter's place that cannot be done: returns
-        its name.
-        """
-        kept = [*_kept_beside(self._optimizer), *(t for *_, value in self._others(states) for t in tensors_in(value))]
-        leaked = [leaf for tensor in kept for leaf in _dense(tensor) if leaf.numel()]
-        if not leaked:
-            return ""
-        spans: list[tuple[int, int, Tensor, BoundRange | None, str]] = []
-        for one in self._bound:
-            for name, place in one.values.items():
-                spans += [(*_span(leaf), leaf, one, name) for leaf in leaves_of(place) if leaf.numel()]
+    def _part_under(self, kept: Sequence[Tensor]) -> str:
+        """Name a parameter over whose place a tensor lies that the optimizer keeps; empty: there is none."""
         for part in self._parts:
-            local = local_shard(part.sharded.param)
-            spans += [(*_span(local), local, None, self._engine.names[part.sharded.param])] if local.numel() else []
-        spans.sort(key=lambda span: span[0])
-        begins = [span[0] for span in spans]
-        for leaf in leaked:
-            at = bisect_right(begins, leaf.data_ptr()) - 1
-            if at < 0 or leaf.data_ptr() >= spans[at][1]:
-                continue
-            begin, _, place, bound, name = spans[at]
-            if bound is None:
-                return name
-            offset = (leaf.data_ptr() - begin) // leaf.element_size()
-            if name in bound.values:
-                for inner in leaves_of(bound.values.pop(name)):
-                    inner.data = inner.clone()
-            if leaf is not place:
-                leaf.data = place.view(leaf.dtype).as_strided(leaf.shape, leaf.stride(), offset)
+            begin, end = _span(local_shard(part.sharded.param))
+            if any(begin <= leaf.data_ptr() < end for leaf in kept):
+                return self._engine.names[part.sharded.param]
         return ""
 
 
@@ -436,6 +392,10 @@ def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
 def _dense(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside, as far as they have memory."""
     return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
+
+
+def _bytes(leaf: Tensor) -> Tensor:
+    return leaf.reshape(-1).view(torch.uint8)
 
 
 def _span(leaf: Tensor) -> tuple[int, int]:

@@ -173,9 +173,10 @@ class StateShard(Housed):
         self.side = 1 - self.side
         state.update((name, home) for name, home in self.homes.items() if state.get(name) is old[name])
 
-    def on_device(self, name: str, device: torch.device) -> Tensor:
+    def on_device(self, name: str, device: torch.device, *, non_blocking: bool = False) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
-        return self._value_over(name, [leaf.to(device, copy=True) for leaf in self.home.leaves[name]])
+        leaves = [leaf.to(device, non_blocking=non_blocking, copy=True) for leaf in self.home.leaves[name]]
+        return self._value_over(name, leaves)
 
     def _value_over(self, name: str, leaves: Sequence[Tensor]) -> Tensor:
         built = self.layout.values[name].build(leaves)
