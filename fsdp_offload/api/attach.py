@@ -155,7 +155,6 @@ def offload_optimizer(
     except BaseException:
         remove_offload(target)
         raise
-    engine.has_left_device()
     engine.take_staging()
     groups = len({together[param] for param in gathered})
     for note in (*notes_of(engine), *options_without_effect(engine, groups)):

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..device.arena import Region, aligned
 from ..engine.engine import Engine, engine_of, find_offloaded
-from ..engine.lending import Lending
+from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import dense_stride, describe_value, leaves_of
 from ..state.shard import Home

@@ -1,10 +1,12 @@
-"""Device memory for what is offloaded: a cache that knows the future.
+"""Device memory for what is offloaded: a cache that knows the future, which is the uses of the last iteration.
 
 ``fetch`` loads an item, ``put`` stores it home, ``drop`` frees its place for another. ``fetch`` and ``drop`` do nothing
 where there is nothing to do; ``put`` always stores.
 """
 
-from collections.abc import Iterable
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,9 +15,67 @@ from torch import Tensor
 
 from ..device.lanes import Lane, Mark, recorded
 from ..device.link import Lanes
-from .items import Block, Item, Pool
+from .items import Block, Item, Pool, Use
 from .room import Stopwatch
-from .timeline import Timeline
+
+NEVER = 1 << 30
+
+
+class Timeline:
+    """Training repeats one sequence of uses, so what comes next is known. A wrong guess costs time only.
+
+    Attributes:
+        cycle: the uses of the last iteration that had any.
+        repeats: whether that iteration had the same uses as the one before.
+    """
+
+    def __init__(self) -> None:
+        self.cycle: list[Use] = []
+        self.repeats = False
+        self._positions: dict[Item, list[int]] = {}
+        self._index: dict[Use, list[int]] = {}
+        self._noted: list[Use] = []
+        self._at = 0
+
+    def note(self, use: Use) -> None:
+        """Say that ``use`` has come."""
+        self._noted.append(use)
+        found = self._index.get(use, ())
+        later = bisect.bisect_left(found, self._at)
+        if later < len(found):
+            self._at = found[later] + 1
+
+    def end(self) -> None:
+        """End the iteration: its uses are expected of the next one."""
+        if not self._noted:
+            return
+        self.repeats = list(map(id, self._noted)) == list(map(id, self.cycle))
+        if not self.repeats:
+            positions, index = defaultdict(list), defaultdict(list)
+            for at, use in enumerate(self._noted):
+                index[use].append(at)
+                for item in use.items:
+                    positions[item].append(at)
+            self.cycle, self._positions, self._index = self._noted, dict(positions), dict(index)
+        self._noted, self._at = [], 0
+
+    def forget(self) -> None:
+        """Expect nothing: the items are others now."""
+        self.__init__()  # type: ignore[misc]
+
+    def upcoming(self, most: int) -> Iterator[tuple[int, Use]]:
+        """Yield what comes next, nearest first, into the next iteration."""
+        count = len(self.cycle)
+        for ahead in range(min(count, most)):
+            yield ahead, self.cycle[(self._at + ahead) % count]
+
+    def distance(self, item: Item) -> int:
+        """Count uses until the next one of ``item``."""
+        positions = self._positions.get(item)
+        if not positions:
+            return NEVER
+        index = bisect.bisect_left(positions, self._at)
+        return positions[index] - self._at if index < len(positions) else positions[0] + len(self.cycle) - self._at
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import Home, StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import Guesses
-from .homes import Plan
-from .lending import Lending
+from .homes import Lending, Plan
 from .updates import BucketUpdates
 from .weights import Weights
 
@@ -117,8 +116,9 @@ class Engine:
             MemoryError: host memory does not suffice.
         """
 
-        def is_own(one: ShardedParameter) -> bool:  # what nobody trains is moved by whoever comes first
-            return one.param in self.names or (is_frozen(one) and not is_homed(one.param))
+        def is_own(one: ShardedParameter) -> bool:
+            is_frozen = not is_trained(one.param) and one.is_plain  # these are moved by whoever comes first
+            return one.param in self.names or (is_frozen and not is_homed(one.param))
 
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
@@ -187,7 +187,11 @@ class Engine:
         return Bucket(number, item, groups, marks, params, not planned.arena.moves, after)
 
     def take_staging(self) -> None:
-        """Allocate all blocks before there are activations, so that blocks do not lie among these."""
+        """Allocate all blocks before there are activations, so that blocks do not lie among these.
+
+        What is home now has left blocks in the device's allocator that activations do not fit: these are freed.
+        """
+        self._link.empty_cache()
         self._take_plan()
         self._take_blocks()
 
@@ -222,7 +226,7 @@ class Engine:
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or guesses.written()):
             guesses.take_back()  # which overwrites what somebody has written, so the step is refused
-            self._refuse_step(problem)
+            self.refuse("step()", problem)
         elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
         try:
@@ -281,10 +285,10 @@ class Engine:
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
-        pools = (one.state.pool for one in buckets if not one.state.exists and one.state.pool is not None)
-        pool = next(pools, None)
-        if pool is not None:
-            self.core.cache.leave_room(pool)
+        for pool in (one.state.pool for one in buckets if not one.state.exists):
+            if pool is not None:
+                self.core.cache.leave_room(pool)
+                return
 
     def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         updates = self._updates
@@ -376,7 +380,7 @@ class Engine:
             self._updates.may_begin = lambda: False
         new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
         if new and self.guesses.made and self._updates.writes_gradients:
-            self.refuse("an update has written its gradients", _WRITES_GRADIENTS)
+            self.refuse("written gradients")
         if core.frees_gradients:
             self.guesses.spend(new)
         else:
@@ -418,32 +422,6 @@ class Engine:
             self.guesses.begin(states)
         return True
 
-    def refuse_second_backward(self) -> None:
-        """A backward is about to add to gradients that an update has used, or comes from parameters that it wrote."""
-        self.refuse(
-            "a backward came after the one whose gradients had been updated with already",
-            "a second backward before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated "
-            "with the gradients of the first one. The number of backwards before each step must not change (it was "
-            "learnt in the first steps; one is expected where not all gradients fit on the device); use "
-            "overlap='forward', or one step for each backward.",
-        )
-
-    def refuse_recomputation(self) -> None:
-        """A backward is about to compute again what it has updated: a block that was used twice, checkpointed."""
-        self.refuse(
-            "a backward computed a block again whose parameters it had updated already",
-            "activation checkpointing of a block that runs twice before one backward, with "
-            "OffloadPolicy(overlap='iteration'): it is computed again with parameters that have been updated since. "
-            "Use overlap='forward', use_reentrant=False, or one backward for each forward.",
-        )
-
-    def refuse(self, failure: str, message: str) -> None:
-        """Note that the state is half updated for ever, and say why."""
-        self.failure = failure
-        self.core.abandon()
-        self.guesses.forget()
-        raise RuntimeError(message)
-
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         """Say what differs between this step and the one that the backward has begun; empty: nothing."""
         problem = self.guesses.problem(states)
@@ -454,14 +432,6 @@ class Engine:
         if not problem and not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
             problem = "hyperparameters have changed since then"
         return problem
-
-    def _refuse_step(self, problem: str) -> None:
-        self.refuse(
-            f"the update began in the backward, and {problem}",
-            f"step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in the backward, and "
-            f"{problem}. Load a checkpoint. A loop that does so has to do it from the first step on, or use "
-            "overlap='forward'.",
-        )
 
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: take guesses back that have changed them."""
@@ -539,18 +509,15 @@ class Engine:
                 self.rebuild(optimizer, states)
         elif regrouped and self._mostly_dead(states):
             self.rebuild(optimizer, states)
-        made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
-        if any(self._made_otherwise(self.plan.shards[param], states) for param in made):
-            self.rebuild(optimizer, states, as_made=made)
+        made = {param: states.get(param) for param, shard in self.plan.shards.items() if not shard.existed}
+        made = {param: state for param, state in made.items() if state}
+        exchanged = [(self.plan.shards[param], made[param]) for param in made]
+        exchanged = [(shard, state) for shard, state in exchanged if shard.group >= 0 and is_exchanged(shard, state)]
+        # A hook of the step, as torchtitan has, may have made the first state in other dtypes.
+        if any(in_dtypes_of(shard.layout, state).values != shard.layout.values for shard, state in exchanged):
+            self.rebuild(optimizer, states, as_made=made.keys())
         for param in made:
             self.plan.shards[param].existed = True
-
-    def _made_otherwise(self, shard: StateShard, states: StateStore) -> bool:
-        """Return whether a hook of the step, as torchtitan has, made the first state of a parameter in other dtypes."""
-        state = states.get(shard.param)
-        if shard.group < 0 or not is_exchanged(shard, state):
-            return False
-        return in_dtypes_of(shard.layout, state).values != shard.layout.values
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
@@ -630,12 +597,14 @@ class Engine:
         """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
         self.guesses.skip()
         if self.core.done:
-            self.refuse(
-                "gradients were cleared instead of stepping, after the backward had updated parameters with them",
-                "zero_grad() before step(), with OffloadPolicy(overlap='iteration'): parameters have been updated in "
-                "the backward, and a step cannot be skipped any more. A loop that skips steps, or clears the gradients "
-                "that another loss has left (GANs), has to use overlap='forward'.",
-            )
+            self.refuse("zero_grad()")
+
+    def refuse(self, what: str, problem: str = "") -> NoReturn:
+        """Refuse what may not follow an update in the backward: the state is half updated from now on."""
+        self.failure = _REFUSALS[what].format(", with OffloadPolicy(overlap='iteration')", problem)
+        self.core.abandon()
+        self.guesses.forget()
+        raise RuntimeError(f"{self.failure}.")
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
@@ -774,10 +743,6 @@ class Engine:
             if shard.group >= 0 and not states.get(param)
         }
 
-    def has_left_device(self) -> None:
-        """Empty the cache of the device's allocator: what is home now has left blocks that activations do not fit."""
-        self._link.empty_cache()
-
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made.
 
@@ -827,21 +792,22 @@ class Engine:
 
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
-        self.guesses.take_back()
         shard = self.plan.shards.get(param)
-        self.core.wait_home(self._items_of([] if shard is None else [shard]))
+        self._wait([] if shard is None else self._items_of([shard]))
 
     def wait_parameter_home(self, param: Tensor) -> None:
         """Block the host until the home of a parameter that streams is up to date."""
-        self.guesses.take_back()
         if self.weights is not None:
-            self.core.wait_home([self.weights.items[self.weights.parts[param].number]])
+            self._wait([self.weights.items[self.weights.parts[param].number]])
 
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
-        self.guesses.take_back()
         streamed = [] if self.weights is None else self.weights.items.values()
-        self.core.wait_home([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
+        self._wait([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
+
+    def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
+        self.guesses.take_back()
+        self.core.wait_home(items, may_write=may_write)
 
     def wait_updated(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""
@@ -888,10 +854,22 @@ def _versions_at(home: Home) -> int:
     return values + sum(leaf._version for leaves in home.leaves.values() for leaf in leaves)
 
 
-_WRITES_GRADIENTS = (
-    "this optimizer has begun to write the gradients that it is given, so that an update in the backward "
-    "(OffloadPolicy(overlap='iteration')) cannot be repeated after fsdp_offload.clip_grad_norm_. Use overlap='forward'."
-)
+_REFUSALS = {
+    "second backward": "a second backward before step(){}: parameters have been updated with the gradients of the "
+    "first one. The number of backwards before each step must not change (it was learnt in the first steps; one is "
+    "expected where not all gradients fit on the device); use overlap='forward', or one step for each backward",
+    "recomputation": "activation checkpointing of a block that runs twice before one backward{}: it is computed again "
+    "with parameters that have been updated since. Use overlap='forward', use_reentrant=False, or one backward for "
+    "each forward",
+    "zero_grad()": "zero_grad() before step(){}: parameters have been updated in the backward, and a step cannot be "
+    "skipped any more. A loop that skips steps, or clears the gradients that another loss has left (GANs), has to use "
+    "overlap='forward'",
+    "written gradients": "this optimizer has begun to write the gradients that it is given, so that an update in the "
+    "backward{} cannot be repeated after fsdp_offload.clip_grad_norm_. Use overlap='forward'",
+    "step()": "step(){}: parameters have been updated in the backward, and {}. Load a checkpoint. A loop that does so "
+    "has to do it from the first step on, or use overlap='forward'",
+}
+"""What may not follow an update in the backward."""
 
 
 def engine_of(optimizer: object) -> Engine | None:
@@ -914,8 +892,3 @@ def inside(wrapper: object) -> Optimizer | None:
     attributes = getattr(wrapper, "__dict__", {})
     held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
     return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
-
-
-def is_frozen(sharded: ShardedParameter) -> bool:
-    """Return whether nobody trains a parameter, and its type can live on the host."""
-    return not is_trained(sharded.param) and sharded.is_plain

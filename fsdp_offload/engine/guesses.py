@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..core.buckets import Bucket
-from ..core.loop import Core
-from ..core.way_back import WayBack
+from ..core.loop import Core, WayBack
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
 from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of

@@ -87,7 +87,7 @@ class ModelHooks:
             engine.before_gather(number)
             if engine.core.has_updated(number):
                 if runs_in_backward():
-                    engine.refuse_recomputation()
+                    engine.refuse("recomputation")
                 engine.core.is_seen = True
         self._before_gather(number, None)
         if engine is not None and not in_backward and torch.is_grad_enabled() and not runs_in_backward():
@@ -139,7 +139,7 @@ class ModelHooks:
             if engine.guesses.made:
                 engine.guesses.take_back()
             else:
-                engine.refuse_second_backward()
+                engine.refuse("second backward")
         refuse_freed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:

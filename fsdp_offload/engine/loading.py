@@ -26,11 +26,6 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
 
     A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
     """
-    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
-        raise ValueError(
-            "load_state_dict: expected a dict with 'state' and 'param_groups', as state_dict() gives, got the keys "
-            f"{list(state_dict)[:6]}."
-        )
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     saved_sizes, sizes = ([len(group["params"]) for group in one] for one in (saved_groups, groups))
     if saved_sizes != sizes:
@@ -49,8 +44,6 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):
         param_of[saved_id] = param
         given = state_dict["state"].get(saved_id) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"load_state_dict: the state of {saved_id} should be a dict, got {type(given).__name__}.")
         # SGD used to save ``momentum_buffer: None``.
         present = {name: value for name, value in given.items() if value is not None}
         saved = engine.conventions.without_dispensable(param, present)

@@ -18,8 +18,7 @@ from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
 from ..state.store import OwnCounters, StateStore
-from .homes import Plan
-from .lending import Lending
+from .homes import Lending, Plan
 from .weights import Weights
 
 

@@ -18,8 +18,7 @@ from ..fsdp.dtensor import local_shard, version_of
 from ..fsdp.homed import ShardedParameter, holders_of, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
-from .homes import Arena, PlannedBucket, TakeRegion
-from .lending import Lending
+from .homes import Arena, Lending, PlannedBucket, TakeRegion
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.items import Item
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from ..optimizers.divided_step import entries_of, instance_attributes
 from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
@@ -87,11 +88,16 @@ class WholeEngine(Engine):
         known = params_of(optimizer)
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
         self._adopt_fitting(optimizer, states)
-        if any(_outside(states.get(param), shard) - set(shard.layout.left_out) for param, shard in shards.items()):
+        entries = ((shard, *entry) for param, shard in shards.items() for entry in states.get(param).items())
+        without_home = ((shard, name, value) for shard, name, value in entries if value is not shard.homes.get(name))
+        if any(
+            name not in shard.layout.left_out and any(tensor.dim() for tensor in tensors_in(value))
+            for shard, name, value in without_home
+        ):
             is_first = not any(shard.homes for shard in shards.values())
             self.rebuild(optimizer, states, as_made=frozenset(shards))
             if is_first:
-                self.has_left_device()
+                self.take_staging()
 
     def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
         """Copy what is in the place of homes into these, where it is laid out as they are."""
@@ -127,22 +133,9 @@ class WholeEngine(Engine):
                 state.update({n: _copied(state[n], None if n in stays else self.device, copies) for n in others})
         self.failure = ""
 
-    # Looking at it ----------------------------------------------------------------------------------------------------
-
-    def wait_home(self, param: Tensor) -> None:
-        """As :meth:`Engine.wait_home`."""
+    def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         if not self._visited:
-            super().wait_home(param)
-
-    def wait_parameter_home(self, param: Tensor) -> None:
-        """As :meth:`Engine.wait_parameter_home`."""
-        if not self._visited:
-            super().wait_parameter_home(param)
-
-    def wait_all_home(self, *, may_write: bool = True) -> None:
-        """As :meth:`Engine.wait_all_home`."""
-        if not self._visited:
-            super().wait_all_home(may_write=may_write)
+            super()._wait(items, may_write=may_write)
 
 
 class _Visit:
@@ -370,15 +363,6 @@ def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) 
         return False
     same = found.leaves == planned.leaves and found.type is planned.type and value.shape == home.shape
     return same and placements_of(value) == placements_of(home)
-
-
-def _outside(state: UserState, shard: StateShard) -> set[str]:
-    """Names of what holds tensors and has no home."""
-    return {
-        name
-        for name, value in state.items()
-        if value is not shard.homes.get(name) and any(tensor.dim() for tensor in tensors_in(value))
-    }
 
 
 def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -87,7 +87,7 @@ def test_reentrant_checkpoints_that_run_twice_before_one_backward(mesh: DeviceMe
     loop = Loop(mesh, adamw, policy_of(POLICIES["iteration"]), net=net)
     with pytest.raises(RuntimeError, match="runs twice before one backward"):
         train(loop)
-    with pytest.raises(RuntimeError, match="computed a block again"):
+    with pytest.raises(RuntimeError, match="computed again"):
         loop.optimizer.step()
     assert same(*map(train, pair(mesh, policy_of(POLICIES["forward"]), net=net)))
 
@@ -355,7 +355,7 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
     match = r"zero_grad\(\) before step\(\).* cannot be skipped any more(.|\n)*GANs.*overlap='forward'"
     with pytest.raises(RuntimeError, match=match):
         loop.optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="gradients were cleared instead of stepping"):
+    with pytest.raises(RuntimeError, match=r"refused: zero_grad\(\) before step"):
         loop.step()
     loop.model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
@@ -520,7 +520,7 @@ def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> No
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(7)
     for action in (loop.optimizer.step, loop.optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="refused: a backward came after"):
+        with pytest.raises(RuntimeError, match="refused: a second backward"):
             action()
     loop.optimizer.zero_grad()
     set_model_state_dict(loop.model, states["model"])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fsdp_offload.core.buckets import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
-from fsdp_offload.core.cache import Cache, Pool
+from fsdp_offload.core.cache import NEVER, Cache, Pool, Timeline
 from fsdp_offload.core.items import Item, Use
+from fsdp_offload.core.loop import Reductions
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
-from fsdp_offload.core.timeline import NEVER, Reductions, Timeline
 from fsdp_offload.device.lanes import EventMark, SerialLane
 
 from .deferred import DeferredLanes

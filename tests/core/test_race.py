@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import loop as loop_module
-from fsdp_offload.core import way_back as way_back_module
 from fsdp_offload.core.buckets import ELSEWHERE, Bucket, make_pools, need
 from fsdp_offload.core.items import Item
 
@@ -66,7 +65,7 @@ class Trial:
 
     seed: int
     core_class: type[Any] = loop_module.Core
-    way_back_class: type[Any] = way_back_module.WayBack
+    way_back_class: type[Any] = loop_module.WayBack
 
     def __post_init__(self) -> None:
         self.random = rng = random.Random(self.seed)
@@ -387,7 +386,7 @@ MUTANTS = tomllib.loads(Path(__file__).with_name("waits.toml").read_text(encodin
 
 def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
     """The loop and its way back with one line of them, or of the cache, exchanged."""
-    modules = {"cache": cache_module, "loop": loop_module, "way_back": way_back_module}
+    modules = {"cache": cache_module, "loop": loop_module}
     text = {name: inspect.getsource(module) for name, module in modules.items()}
     assert text[file].count(old) == 1, f"{old!r} is {text[file].count(old)} times in {file}.py"
     text[file] = text[file].replace(old, new)
@@ -403,7 +402,7 @@ def mutated(file: str, old: str, new: str) -> tuple[type[Any], type[Any]]:
             sys.modules[f"fsdp_offload.core.{name}"] = before
         made[name] = module
     made["loop"].Cache = made["cache"].Cache
-    return made["loop"].Core, made["way_back"].WayBack
+    return made["loop"].Core, made["loop"].WayBack
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant["note"])
