@@ -221,13 +221,9 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     attachment.parked.bring_back()
     if isinstance(engine, WholeEngine):
         _check_first_step(self, attachment)
-
-        def run(between: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
+        with engine.step_whole(self, lambda: states_of(self).unwaited) as between, no_global_step_hooks(self):
             seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))
-            with no_global_step_hooks(self):
-                return plain_step_of(self._plain_class)(self, *seeing, **named)
-
-        result = engine.step_whole(self, lambda: states_of(self).unwaited, run)
+            result = plain_step_of(self._plain_class)(self, *seeing, **named)
         updated = any(map(callable, (*args, *kwargs.values()))) or any(
             param.grad is not None for param in params_of(self)
         )

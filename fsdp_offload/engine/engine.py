@@ -20,7 +20,7 @@ from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update.updates import HostUpdates
 from ..device.link import device_link
-from ..fsdp.dtensor import local_shard, over_local, version_of
+from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed
 from ..fsdp.optim import scaler_decides, unsupported_gradient
@@ -30,10 +30,10 @@ from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
-from ..state.shard import Home, StateShard
+from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import Guesses
-from .homes import Lending, Plan
+from .homes import Lending, Plan, versions_of
 from .updates import BucketUpdates
 from .weights import Weights
 
@@ -91,7 +91,7 @@ class Engine:
         self.plan = Plan(
             self.layouts, policy, device, bucket_bytes=self._bucket_bytes, pin=self.pinned, together=joined, host=host
         )
-        self.lending = Lending(self.plan, partial(_call, weakref.ref(self), "settle"), self.conventions.gradient)
+        self.lending = Lending(self.plan, self.conventions.gradient)
         self._link = device_link(device)
         self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, host)
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
@@ -122,7 +122,7 @@ class Engine:
 
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
-        wait = partial(_call, weakref.ref(self), "wait_parameter_home")
+        wait = partial(_wait_parameter, weakref.ref(self))
         self.weights = self._updates.weights = Weights(
             own, wait, self.plan.take_region, spare_bytes, self.names, self.lending
         )
@@ -175,7 +175,7 @@ class Engine:
             f"state {number}",
             planned.bucket.nbytes if home else 0,
             home=home,
-            version=lambda: sum(map(_versions_at, (place for shard in shards for place in shard.places))),
+            version=lambda: versions_of(place for shard in shards for place in shard.places),
             exists=False,
             lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
@@ -416,7 +416,7 @@ class Engine:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         self._leave_room(self.core.buckets)
-        self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+        self._adopt_exchanged(states)
         self._updates.start(optimizer, states, {})
         if self.core.guess is not None:
             self.guesses.begin(states)
@@ -453,18 +453,27 @@ class Engine:
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
-        new = [param for param in self._unplanned if eager or gradient(param) is not None]
-        if new:
-            self.add(optimizer, new, states)
-        shards = self.plan.shards.values()
-        updated = [
+        self.add(optimizer, [one for one in self._unplanned if eager or gradient(one) is not None], states)
+        self._adopt_exchanged(states)  # also of neighbours without a gradient, whose bytes move as well
+        return [
             shard
-            for shard in shards
-            if shard.group >= 0 and (gradient(shard.param) is not None or (eager and not states.get(shard.param)))
+            for param, shard in self.plan.shards.items()
+            if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
-        # Also of neighbours without a gradient, whose bytes move as well.
-        self.lending.adopt_user_tensors(shards, states)
-        return updated
+
+    def _adopt_exchanged(self, states: StateStore) -> None:
+        """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
+
+        Raises:
+            RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
+        """
+        self.lending.check_unspoiled()
+        entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
+        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        if exchanged:
+            self.settle()  # what was put there may be another parameter's home, still being stored
+            self.lending.wait()
+            adopt(exchanged)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
@@ -612,7 +621,7 @@ class Engine:
         """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
         self.guesses.take_back()
         if not (self.core.done or self.core.away):
-            self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+            self._adopt_exchanged(states)
             self.core.cache.flush()
             self.core.away = True
 
@@ -625,7 +634,7 @@ class Engine:
     def reload(self, states: StateStore) -> None:
         """Let items come back, and begin to load what the next step needs first."""
         if self.core.away:
-            self.lending.adopt_user_tensors(self.plan.shards.values(), states)
+            self._adopt_exchanged(states)
             self.core.away = False
         if self._taken == self.plan.generation:
             self.core.prefetch()
@@ -836,22 +845,15 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
     )
 
 
-def _call(engine: "weakref.ref[Engine]", method: str, *args: Tensor) -> None:
-    """Call a method of an engine that may be gone."""
+def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     if (found := engine()) is not None:
-        getattr(found, method)(*args)
+        found.wait_parameter_home(param)
 
 
 def few_of(names: Iterable[str]) -> str:
     """Name the first few, each once, and how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _versions_at(home: Home) -> int:
-    """Change with every write into a home, past our own copies."""
-    values = sum(sum(version_of(value)) for value in home.values.values())
-    return values + sum(leaf._version for leaves in home.leaves.values() for leaf in leaves)
 
 
 _REFUSALS = {

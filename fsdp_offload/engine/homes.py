@@ -25,7 +25,7 @@ from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
 from ..state.shard import Home, Housed, Reader, StateShard
-from ..state.store import StateStore, adopt, is_exchanged
+from ..state.store import StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -394,9 +394,9 @@ class Lending:
         guessing: updates may be taken back, so none of them may change a home.
     """
 
-    def __init__(self, plan: Plan, settle: Callable[[], None], gradient: Callable[[Tensor], Tensor | None]) -> None:
-        """Take what brings everything home, as homes are about to be written, and what finds a gradient."""
-        self._plan, self._settle, self._gradient = plan, settle, gradient
+    def __init__(self, plan: Plan, gradient: Callable[[Tensor], Tensor | None]) -> None:
+        """Take what finds the gradient of a parameter."""
+        self._plan, self._gradient = plan, gradient
         self.moving: dict[Housed, None] = {}
         self.guessing = False
         self._readers: list[Reader] = []  # some of them may have finished
@@ -418,10 +418,10 @@ class Lending:
         for home in homes:
             home.readers.append(reader)
         self._readers.append(reader)
-        before = _versions(homes)
+        before = versions_of(homes)
 
         def look() -> None:
-            if _versions(homes) != before:
+            if versions_of(homes) != before:
                 self._is_spoiled = True
                 logger.error(_SPOILED)
 
@@ -442,20 +442,6 @@ class Lending:
         for reader in self._readers:
             reader.wait()
         self._readers = []
-
-    def adopt_user_tensors(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
-
-        Raises:
-            RuntimeError: see :meth:`check_unspoiled`; nothing has begun yet.
-        """
-        self.check_unspoiled()
-        entries = [(shard, states.get(shard.param)) for shard in shards]
-        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
-        if exchanged:
-            self._settle()  # what was put there may be another parameter's home, still being stored
-            self.wait()
-            adopt(exchanged)
 
     # Spare homes ------------------------------------------------------------------------------------------------------
 
@@ -552,10 +538,12 @@ def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:
     return torch.utils.dlpack.from_dlpack(block[offset : offset + nbytes])
 
 
-def _versions(homes: Sequence[Home]) -> list[tuple[int, ...]]:
+def versions_of(homes: Iterable[Home]) -> list[tuple[int, ...]]:
     """Changes with every write into one of the homes: through a DTensor, its local tensor, or what that consists of."""
-    return [
-        (*version_of(value), *(leaf._version for leaf in home.leaves[name]))
-        for home in homes
-        for name, value in home.values.items()
-    ] + [tuple(one._version for one in (home.weights, home.stand_in) if one is not None) for home in homes]
+    found = []
+    for home in homes:
+        found += [
+            (*version_of(value), *(leaf._version for leaf in home.leaves[name])) for name, value in home.values.items()
+        ]
+        found.append(tuple(one._version for one in (home.weights, home.stand_in) if one is not None))
+    return found

@@ -24,7 +24,7 @@ class ModelHooks:
     """The hooks on one model for one optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
-        self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), weakref.ref(engine)
+        self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), engine
         self._get_states = get_states
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
@@ -32,7 +32,6 @@ class ModelHooks:
         last = self._left_behind = LeftBehind(
             self._model, None if engine.host is None else engine.host.wait_without_owner
         )
-        self._core = engine.core  # the engine may go first
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
@@ -46,7 +45,7 @@ class ModelHooks:
                 self._undo.append(register(partial(_call, hooks, last, name)).remove)
 
     def __del__(self) -> None:
-        if self._core.done and self._undo:
+        if self._engine.core.done and self._undo:
             self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
@@ -71,9 +70,7 @@ class ModelHooks:
             raise
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
-        engine = self._engine()
-        if engine is None:
-            return
+        engine = self._engine
         refuse_capture(engine.device)
         engine.before_gather(number)
         if engine.weights_of(number) is None:
@@ -82,60 +79,50 @@ class ModelHooks:
             engine.core.uses(number)
 
     def _before_use(self, number: int, in_backward: bool) -> None:
-        engine = self._engine()
-        if engine is not None and not in_backward:
+        engine = self._engine
+        if not in_backward:
             engine.before_gather(number)
             if engine.core.has_updated(number):
                 if runs_in_backward():
                     engine.refuse("recomputation")
                 engine.core.is_seen = True
         self._before_gather(number, None)
-        if engine is not None and not in_backward and torch.is_grad_enabled() and not runs_in_backward():
+        if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
-        engine = self._engine()
-        weights = None if engine is None else engine.weights_of(number)
-        if engine is not None and weights is not None:
-            engine.before_gather(number)
-            engine.core.gather(number, stream)
+        weights = self._engine.weights_of(number)
+        if weights is not None:
+            self._engine.before_gather(number)
+            self._engine.core.gather(number, stream)
             weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
 
     def _after_read(self, number: int, stream: torch.Stream | None) -> None:
-        engine = self._engine()
-        if engine is None:
-            return
-        weights = engine.weights_of(number)
+        weights = self._engine.weights_of(number)
         if weights is not None:
             weights.take_back(number)
-        engine.core.gathered(number, stream, counts=weights is None or self._trains)
+        self._engine.core.gathered(number, stream, counts=weights is None or self._trains)
 
     def _before_state_dict(self, *_: object) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.check_whole("model.state_dict()")
+        self._engine.check_whole("model.state_dict()")
         self._bring_home()
 
     def _before_load(self, *_: object) -> None:
         self._bring_home()
-        engine = self._engine()
-        if engine is not None and engine.weights is not None:
-            engine.lending.wait()  # R4, on the host: a checkpoint's writer may be reading what is about to be written
+        if self._engine.weights is not None:
+            self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may be reading what will be written
 
     def _bring_home(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.guesses.take_back()
-            engine.core.wait_updated()
-            if engine.weights is not None:
-                engine.wait_all_home()  # whoever reads parameters there does it on the host
+        self._engine.wait_updated()
+        if self._engine.weights is not None:
+            self._engine.wait_all_home()  # whoever reads parameters there does it on the host
 
     def _before_reduce(self, number: int) -> None:
-        optimizer, engine = self._optimizer(), self._engine()
-        if optimizer is not None and engine is not None and not engine.core.reductions.have_begun:
+        optimizer, engine = self._optimizer(), self._engine
+        if optimizer is not None and not engine.core.reductions.have_begun:
             engine.expect_gradients(optimizer, self._get_states(optimizer))
-        if engine is not None and (engine.core.is_seen or engine.core.has_updated(number)):
+        if engine.core.is_seen or engine.core.has_updated(number):
             if engine.guesses.made:
                 engine.guesses.take_back()
             else:
@@ -143,11 +130,11 @@ class ModelHooks:
         refuse_freed(self._groups[number].params)
 
     def _reduced(self, number: int, event: object) -> None:
-        optimizer, engine = self._optimizer(), self._engine()
-        if optimizer is None or engine is None:
-            return
-        engine.guesses.note(self._groups[number].params)
-        engine.reduced(number, event if engine.device.type != "cpu" else None, optimizer, self._get_states(optimizer))
+        optimizer, engine = self._optimizer(), self._engine
+        if optimizer is not None:
+            event = event if engine.device.type != "cpu" else None
+            engine.guesses.note(self._groups[number].params)
+            engine.reduced(number, event, optimizer, self._get_states(optimizer))
 
 
 def _state_dict_hooks(model: nn.Module) -> Iterator[tuple[Callable[..., Any], str]]:

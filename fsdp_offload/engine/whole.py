@@ -13,6 +13,7 @@ gone. What is not a dense tensor of its own (lists, what shares memory with some
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,24 +28,21 @@ from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .engine import Engine, few_of
 
-Between = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Makes a closure one that sees the parameters as they are in the middle of a step."""
-
 
 class WholeEngine(Engine):
     """The engine of an optimizer that moves as a whole."""
 
     _visited = False  # a plain step is under way: all is where it looks for it
 
+    @contextmanager
     def step_whole(
-        self, optimizer: Optimizer, get_states: Callable[[], StateStore], run: Callable[[Between], Any]
-    ) -> Any:
-        """Have ``run`` make one plain step on everything; returns what that returns.
+        self, optimizer: Optimizer, get_states: Callable[[], StateStore]
+    ) -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+        """Within it, ``optimizer`` makes one plain step on everything; its closures see the middle of that as yielded.
 
         Args:
             optimizer: the user's.
             get_states: returns its state; asked again after the step, which may exchange it.
-            run: calls the plain ``step()``, with its closure, if there is one, as the argument makes it.
 
         Raises:
             RuntimeError: an earlier step stopped half way. Or the optimizer keeps tensors over the memory of parameters
@@ -64,7 +62,7 @@ class WholeEngine(Engine):
         error: BaseException | None = None
         self._visited = True
         try:
-            return run(visit.between)
+            yield visit.between
         except BaseException as raised:
             error = raised
             raise
