@@ -219,8 +219,10 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     engine.check_usable("step()", mid_step=True)
     refuse_capture(engine.device)
     attachment.parked.bring_back()
+    if attachment.is_new:
+        refuse_exchanged(attachment, params_of(self))
+        attachment.is_new = False
     if isinstance(engine, WholeEngine):
-        _check_first_step(self, attachment)
         with engine.step_whole(self, lambda: states_of(self).unwaited) as between, no_global_step_hooks(self):
             seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))
             result = plain_step_of(self._plain_class)(self, *seeing, **named)
@@ -230,7 +232,6 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     else:
         result = _run_closure(engine, *args, **kwargs)
         with torch.no_grad():
-            _check_first_step(self, attachment)
             if engine.conventions.reads_param_grad:
                 check_gradients_are_read(self, engine.names)
             kwargs.pop("closure", None)
@@ -253,12 +254,6 @@ def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: 
         )
     with torch.enable_grad():
         return closure()
-
-
-def _check_first_step(optimizer: Optimizer, attachment: Attachment) -> None:
-    if attachment.is_new:
-        refuse_exchanged(attachment, params_of(optimizer))
-        attachment.is_new = False
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:

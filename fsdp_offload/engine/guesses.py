@@ -144,7 +144,7 @@ class Guesses:
     def begin(self, states: StateStore) -> None:
         """A step begins with guesses: updates see copies of what they may write in ``states``."""
         self._own = OwnCounters(states, self._plan.shards)
-        self._updates.begin_guesses(self._own)
+        self._updates.lending.guessing, self._updates.states = True, self._own
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
@@ -185,7 +185,8 @@ class Guesses:
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.run(own.commit)
         core.updated = lane.mark()
-        self._updates.commit_guesses(own.states)
+        self._updates.states = own.states
+        self._updates.lending.commit_guesses()
         self.committed += 1
         self._put_off, self._own = [], None
         self.way_back.end()
@@ -197,7 +198,8 @@ class Guesses:
         self.blocked = self._changed = True
         self.taken_back += 1
         self.way_back.roll_back()
-        self._updates.drop_guesses()
+        self._updates.lending.drop_guesses()
+        self._updates.finish()
         self._own = None
         self.used = {}  # they are still watched: a view of a gradient is noticed
         _unwatch(self._written)

@@ -27,6 +27,7 @@ class BucketUpdates:
 
     Attributes:
         shared: what the buckets of this step share; ``None`` between steps.
+        states: what they update: ``optimizer.state``, or copies of its counters; ``None`` between steps.
         without_state: parameters that had none when the step began.
         used: by bucket, parameters whose gradients this step has used.
         weights: parameters that live on the host.
@@ -38,12 +39,12 @@ class BucketUpdates:
     def __init__(
         self, cls: type[Optimizer], layouts: Layouts, plan: Plan, lending: Lending, host: HostUpdates | None
     ) -> None:
-        self._cls, self._layouts, self._plan, self._lending, self.host = cls, layouts, plan, lending, host
+        self._cls, self._layouts, self._plan, self.lending, self.host = cls, layouts, plan, lending, host
         self.weights: Weights | None = None
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shared: DividedStep | None = None
         self.without_state: list[Tensor] = []
-        self._states: StateStore | None = None
+        self.states: StateStore | None = None
         self.writes_gradients = False
         self.used: dict[int, set[Tensor]] = {}
         self.may_begin: Callable[[], bool] = lambda: False
@@ -54,36 +55,22 @@ class BucketUpdates:
         self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())
-        self._states = states
+        self.states = states
         self.without_state = [param for param in self._plan.shards if not states.get(param)]
 
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
-        if self._states is not None:
-            self._lending.commit(self._states)
-        self.shared = self._states = None
+        if self.states is not None:
+            self.lending.commit(self.states)
+        self.shared = self.states = None
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
         """The step has ended when these were ``done``."""
-        if self._states is not None and self._lending.moving:
-            self._lending.commit(self._states, {bucket.number for bucket in done})
+        if self.states is not None and self.lending.moving:
+            self.lending.commit(self.states, {bucket.number for bucket in done})
             for bucket in buckets:
                 bucket.state.home = self._plan[bucket.number].copies()
-        self.finish()
-
-    def begin_guesses(self, own: OwnCounters) -> None:
-        """Updates may be taken back: they change spare homes only, and copies of counters."""
-        self._lending.guessing, self._states = True, own
-
-    def commit_guesses(self, states: StateStore) -> None:
-        """They count, and the rest of the step updates ``states`` itself."""
-        self._states = states
-        self._lending.commit_guesses()
-
-    def drop_guesses(self) -> None:
-        """They have been taken back; the step may start again."""
-        self._lending.drop_guesses()
         self.finish()
 
     def begin(self) -> bool:
@@ -117,14 +104,14 @@ class BucketUpdates:
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
-        assert self.host is not None and self._states is not None
-        moving = self._lending.turn(self._plan[bucket.number])
+        assert self.host is not None and self.states is not None
+        moving = self.lending.turn(self._plan[bucket.number])
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
-        return self.host.update(bucket.number, self._to_update(bucket), self._states, moving, after)
+        return self.host.update(bucket.number, self._to_update(bucket), self.states, moving, after)
 
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""
-        assert self.shared is not None and self._states is not None
+        assert self.shared is not None and self.states is not None
         ranges = self._to_update(bucket)
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
         for one in ranges:
@@ -133,7 +120,7 @@ class BucketUpdates:
             if grad is not None:
                 read.append(grad)
         seen = [one.shard.param for one in ranges if not one.is_alias]
-        shared, states = self.shared, self._states
+        shared, states = self.shared, self.states
         conventions = self._conventions
         versions = [version_of(grad) for grad in read]
 

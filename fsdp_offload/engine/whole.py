@@ -151,6 +151,7 @@ class _Visit:
         groups = dict.fromkeys(part.number for part in self._parts)
         self._streamed = [] if weights is None else [weights.items[number] for number in groups]
         self._counts = [(pool, pool.count) for pool in core.cache.pools]
+        core.lanes.compute.wait(core.updated)  # R2: the last step may still be storing, on another stream
         self._lent = {
             (shard, name): shard.on_device(name, engine.device, non_blocking=True)
             for shard in engine.plan.shards.values()
