@@ -37,7 +37,7 @@ def not_at_home(model: nn.Module, optimizer: Optimizer) -> list[str]:
     engine = engine_of(optimizer)
     assert engine is not None
     regions = [(region.bytes.data_ptr(), region.nbytes) for region in engine.plan.regions]
-    streamed = {} if engine.weights is None else engine.weights.parts
+    streamed = engine.weights.parts
     found = []
     for name, param in model.named_parameters():
         local = local_shard(param)

@@ -195,7 +195,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         host_state_bytes=sum(shard.nbytes for shard in shards),
         kept_state_bytes=sum(item.nbytes for item in state if item.kept and item.block is not None),
         other_state_bytes=sum(leaf.numel() * leaf.element_size() for value in others for leaf in leaves_of(value)),
-        host_parameter_bytes=0 if engine.weights is None else engine.weights.nbytes,
+        host_parameter_bytes=engine.weights.nbytes,
         kept_parameter_bytes=sum(item.nbytes for item in weights if item.kept and item.block is not None),
         host_bytes=sum(region.nbytes for region in engine.plan.regions) + parked_bytes,
         spare_home_bytes=engine.plan.spare_bytes,
@@ -236,7 +236,8 @@ _WHOLE = {
 def notes_of(engine: Engine) -> Iterator[str]:
     """Yield what the user should know about this offload, most important first."""
     shards, name = engine.plan.shards.values(), engine.cls.__name__
-    items = [item for some in _items(engine) for item in some]
+    state, weights = _items(engine)
+    items, sizes = [*state, *weights], [item.nbytes for item in state]
     whole = engine.layouts.capabilities.moves_whole
     if whole:
         verdict = getattr(row_of(engine.cls), "verdict", None)
@@ -251,7 +252,8 @@ def notes_of(engine: Engine) -> Iterator[str]:
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
     limit_bytes = engine.policy.device_bytes
-    needed_bytes = max(engine.largest_bytes(), sum(pool.least * pool.nbytes for pool in engine.core.cache.pools))
+    blocks_bytes = sum(pool.least * pool.nbytes for pool in engine.core.cache.pools)
+    needed_bytes = max(blocks_bytes, sum(sizes) if whole else max(sizes, default=0))
     if limit_bytes != "auto" and needed_bytes > limit_bytes:
         yield (
             f"One update needs {needed_bytes} bytes of the device, more than device_bytes={limit_bytes}: a bucket that "
@@ -267,7 +269,7 @@ def notes_of(engine: Engine) -> Iterator[str]:
 def _items(engine: Engine) -> tuple[list[Item], list[Item]]:
     """Items of state, and of parameters, that may move."""
     state = [bucket.state for bucket in engine.core.buckets if bucket.state.nbytes]
-    return state, [] if engine.weights is None else list(engine.weights.items.values())
+    return state, list(engine.weights.items.values())
 
 
 def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:

@@ -54,19 +54,6 @@ class Updates(Protocol):
         """The step has ended when these of all ``buckets`` were ``done``."""
 
 
-class Guess(Protocol):
-    """Who knows whether updates are guesses, and prepares their way back (:class:`WayBack`)."""
-
-    def takes(self, bucket: Bucket) -> bool:
-        """Return whether the update of ``bucket`` may be a guess; if not, it waits for ``step()``."""
-
-    def guard(self, bucket: Bucket) -> None:
-        """The update is about to be issued: store what take-back will load, unless it is on the host."""
-
-    def updated(self, bucket: Bucket) -> None:
-        """The update has been issued."""
-
-
 class Reductions:
     """When gradients of a group are final: after as many reductions as the one of the last four steps with most had."""
 
@@ -121,7 +108,7 @@ class Core:
         torn: the bucket whose update runs; after an exception, it may be half updated.
         may_begin_early: updates may begin in the backward.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        guess: knows which updates of this backward may be wrong, and how to undo them; ``None``: they are certain.
+        guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
@@ -138,7 +125,7 @@ class Core:
         self.torn: Bucket | None = None
         self.may_begin_early, self.away = True, False
         self.frees_gradients = self.frees_all = False
-        self.guess: Guess | None = None
+        self.guess: WayBack | None = None
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
@@ -222,8 +209,11 @@ class Core:
         if item is not None and item.block is not None:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
-    def reduced(self, number: int, event: object) -> None:
-        """Gradients of a group have been reduced, as of ``event`` of torch's."""
+    def reduced(self, number: int, event: object, may_guess: Callable[[Bucket], bool]) -> None:
+        """Gradients of a group have been reduced, as of ``event`` of torch's.
+
+        ``may_guess``: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
+        """
         self.reductions.count(number)
         if self.mode.begin != "final" or not self.may_begin_early or number not in self.weights:
             self.prefetch()
@@ -233,7 +223,7 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            takes = self.guess is None or self.guess.takes(bucket)
+            takes = self.guess is None or may_guess(bucket)
             if takes and final and bucket.number not in updated and updated >= bucket.after:
                 self._ready.append(bucket)
                 updated.add(bucket.number)
@@ -353,7 +343,7 @@ class Core:
             guess.updated(bucket)
         self._send_home(bucket, guess)
 
-    def _send_home(self, bucket: Bucket, guess: Guess | None) -> None:
+    def _send_home(self, bucket: Bucket, guess: "WayBack | None") -> None:
         """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
         for item in bucket.streamed:
             if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):

@@ -188,14 +188,9 @@ def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
 # The CPU's share ------------------------------------------------------------------------------------------------------
 
 
-class Taken(NamedTuple):
-    """Bytes of state that have been divided before between the CPU and the device."""
-
-    host_bytes: int = 0
-    total_bytes: int = 0
-
-
-def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> list[bool]:
+def choose_host_share(
+    sizes: Sequence[int], fraction: float, taken_bytes: int = 0, taken_by_host: int = 0
+) -> list[bool]:
     """Choose which of some parameters the CPU updates.
 
     From the end: their gradients are there first in a backward, and the next forward needs them last. What is too large
@@ -204,10 +199,11 @@ def choose_host_share(sizes: Sequence[int], fraction: float, taken: Taken) -> li
 
     Args:
         sizes: bytes of state of each parameter, in forward order; 0 where it cannot be the CPU's.
-        fraction: of all bytes, those of ``taken`` included.
-        taken: what has been divided before.
+        fraction: of all bytes, those included that have been divided before.
+        taken_bytes: divided before.
+        taken_by_host: the CPU's share of these.
     """
-    left = round(fraction * (taken.total_bytes + sum(sizes))) - taken.host_bytes
+    left = round(fraction * (taken_bytes + sum(sizes))) - taken_by_host
     chosen = [False] * len(sizes)
     for index in reversed(range(len(sizes))):
         if 0 < sizes[index] <= left:

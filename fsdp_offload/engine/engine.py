@@ -4,7 +4,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -56,8 +56,8 @@ class Engine:
         lending: who reads which homes.
         core: the loop.
         guesses: gradients with which the backward has updated, and whether these updates are guesses.
-        gathered: parameters that ``fully_shard`` gathers.
-        weights: those that live on the host; ``None``: all stay on the device.
+        together: numbers of the groups in which ``fully_shard`` gathers parameters.
+        weights: those that live on the host.
         loads_in_backward: hooks on a model tell when a backward begins.
         room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
     """
@@ -75,25 +75,22 @@ class Engine:
         self.cls, self.policy, self.device, self.names, self.host = cls, policy, device, names, host
         self.layouts, self.conventions = Layouts(cls, capabilities), capabilities.conventions
         self.pinned = policy.pins(device.type)
-        self.loads_in_backward, self.gathered = False, together.keys()
+        self.together, self.loads_in_backward = together, False
         self.room: Room | None = None
-        self.weights: Weights | None = None
         group_bytes: Counter[int] = Counter()
         for param in names:
             group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
         self._bucket_bytes, joined = bucketing(
             policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
         )
-        self._together = together
-        self._params_of: dict[int, list[Tensor]] = defaultdict(list)
-        for param in filter(names.__contains__, together):
-            self._params_of[together[param]].append(param)
         self.plan = Plan(
             self.layouts, policy, device, bucket_bytes=self._bucket_bytes, pin=self.pinned, together=joined, host=host
         )
         self.lending = Lending(self.plan, self.conventions.gradient)
         self._link = device_link(device)
-        self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, host)
+        self.weights = Weights(self.lending)
+        self.plan.streamed = self.weights.parts.keys()
+        self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, self.weights, host)
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
         self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
@@ -123,15 +120,9 @@ class Engine:
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         wait = partial(_wait_parameter, weakref.ref(self))
-        self.weights = self._updates.weights = Weights(
-            own, wait, self.plan.take_region, spare_bytes, self.names, self.lending
-        )
-        self.plan.of_parameters, self.plan.streamed = self.weights.arena, self.weights.parts.keys()
+        self.weights.move_home(own, wait, self.plan.take_region, spare_bytes, self.names)
+        self.plan.of_parameters = self.weights.arena
         self._taken = -1
-
-    def weights_of(self, number: int) -> Weights | None:
-        """Those of which a group of ``fully_shard`` has some; ``None``: its parameters stay on the device."""
-        return self.weights if self.weights is not None and number in self.weights.items else None
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
@@ -149,8 +140,8 @@ class Engine:
             self._taken = self.plan.generation
             core = self.core
             core.cache.release()
-            numbers = sorted({self._together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
-            streamed = {} if self.weights is None else self.weights.items
+            numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
+            streamed = self.weights.items
             weights = {number: Item(f"parameters of group {number}") for number in numbers} | streamed
             buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
             core.take(buckets, weights)
@@ -180,7 +171,7 @@ class Engine:
             lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
         self.lending.serve(planned, item)
-        groups = tuple(dict.fromkeys(self._together.get(shard.param, ELSEWHERE) for shard in shards))
+        groups = tuple(dict.fromkeys(self.together.get(shard.param, ELSEWHERE) for shard in shards))
         marks = tuple(weights[group] for group in groups)
         params = tuple(shard.param for shard in shards)
         after = frozenset(other for shard in shards for other in shard.buckets if other < number)
@@ -200,11 +191,6 @@ class Engine:
             self.core.cache.take_all()
         except torch.OutOfMemoryError:
             logger.info("no room for all blocks yet; they are taken when they are needed")
-
-    def largest_bytes(self) -> int:
-        """Device memory that the state of one update needs: the largest bucket, or all that moves as a whole."""
-        sizes = [bucket.state.nbytes for bucket in self.core.buckets]
-        return sum(sizes) if self.layouts.capabilities.moves_whole else max(sizes, default=0)
 
     def staging_bytes(self) -> int:
         """Device memory that is taken for what is offloaded."""
@@ -350,9 +336,12 @@ class Engine:
 
     # In the backward --------------------------------------------------------------------------------------------------
 
-    def reduced(self, number: int, event: object, optimizer: Optimizer, states: StateStore) -> None:
-        """Gradients of a group have been reduced: load, and update what may be updated."""
+    def reduced(
+        self, number: int, params: Sequence[Tensor], event: object, optimizer: Optimizer, states: StateStore
+    ) -> None:
+        """Gradients of a group, which has ``params``, have been reduced: load, and update what may be updated."""
         core = self.core
+        self.guesses.note(params)
         core.away = False
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
         if not core.begun and not self.failure:
@@ -369,10 +358,10 @@ class Engine:
             before = set(core.done)
             with torch.no_grad():
                 # A group may be reduced without some of its parameters: for these no other gradient comes.
-                if core.frees_gradients and self._make_zeroed_gradients(self._params_of[number]):
+                if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # but the point that compute has reached, which writes the zeros
-                core.reduced(number, event)
+                core.reduced(number, event, self.guesses.takes)
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
@@ -768,10 +757,8 @@ class Engine:
                 state[name] = shard.on_device(name, self.device)
         self._make_zeroed_gradients(self.plan.shards)
         self._counters_as_made(states)
-        if self.weights is not None:
-            self.weights.return_to_device(self.device)
-            self.weights = self.plan.of_parameters = None
-            self.plan.streamed = ()
+        self.weights.return_to_device(self.device)
+        self.plan.of_parameters = None
 
     def clear(self) -> None:
         """Drop all homes, after the last store."""
@@ -806,13 +793,12 @@ class Engine:
 
     def wait_parameter_home(self, param: Tensor) -> None:
         """Block the host until the home of a parameter that streams is up to date."""
-        if self.weights is not None:
-            self._wait([self.weights.items[self.weights.parts[param].number]])
+        self._wait([self.weights.items[self.weights.parts[param].number]])
 
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
-        streamed = [] if self.weights is None else self.weights.items.values()
-        self._wait([*self._items_of(self.plan.shards.values()), *streamed], may_write=may_write)
+        items = [*self._items_of(self.plan.shards.values()), *self.weights.items.values()]
+        self._wait(items, may_write=may_write)
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()

@@ -76,7 +76,6 @@ class Guesses:
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
         self.way_back = WayBack(core, self._old.pairs_of)
-        self.guard, self.updated = self.way_back.guard, self.way_back.updated
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
         self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
@@ -137,7 +136,7 @@ class Guesses:
         """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
         # Updates with Nesterov's momentum write gradients, where they are those of torch._foreach_*.
         is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
-        self._core.guess = self if is_guess else None
+        self._core.guess = self.way_back if is_guess else None
         shards = self._plan.shards.items() if is_guess else ()
         self._without_state = {param for param, shard in shards if shard.homes and not states.get(param)}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.items import BytesAtHome, Item
-from ..core.packing import Homes, Packed, ShardSpec, Taken, choose_host_share, join_copies, plan_buckets
+from ..core.packing import Homes, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
 from ..cpu_update.updates import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
@@ -162,7 +162,7 @@ class Plan:
         host: HostUpdates | None = None,
     ) -> None:
         self._host = host
-        self._host_taken = Taken()
+        self._divided_bytes = self._host_bytes = 0  # between the CPU and the device
         self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
         self.arenas: list[Arena[StateShard]] = []
@@ -246,11 +246,11 @@ class Plan:
             return
         sizes = [_largest_nbytes(shard) for shard in shards]
         eligible = [size if not has_inner_tensors(s.param) else 0 for s, size in zip(shards, sizes, strict=True)]
-        chosen = choose_host_share(eligible, self._policy.host_fraction, self._host_taken)
-        for shard, on_host in zip(shards, chosen, strict=True):
+        chosen = choose_host_share(eligible, self._policy.host_fraction, self._divided_bytes, self._host_bytes)
+        for shard, size, on_host in zip(shards, sizes, chosen, strict=True):
             shard.on_host = on_host
-        host_bytes = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
-        self._host_taken = Taken(self._host_taken.host_bytes + host_bytes, self._host_taken.total_bytes + sum(sizes))
+            self._divided_bytes += size
+            self._host_bytes += size if on_host else 0
 
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
@@ -335,10 +335,7 @@ class Plan:
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
     def bind(
-        self,
-        number: int,
-        block: Tensor | None,
-        weights_at: Callable[[Tensor, int, int], Tensor | None] | None = None,
+        self, number: int, block: Tensor | None, weights_at: Callable[[Tensor, int, int], Tensor | None]
     ) -> list[BoundRange]:
         """Bind the ranges of a bucket whose place is ``block``, for the optimizer to see.
 
@@ -355,7 +352,7 @@ class Plan:
                 leaf = _view_leaf if self._layouts.capabilities.known and shard.on_locals else _slot_leaf
                 take = partial(leaf, block if block is not None else self._no_bytes, offsets)
                 values = slot_values(shard, piece.start, piece.stop, take)
-            weights = None if weights_at is None else weights_at(shard.param, piece.start, piece.stop)
+            weights = weights_at(shard.param, piece.start, piece.stop)
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound
 
@@ -366,7 +363,7 @@ class Plan:
         self.arenas.clear()
         self.others.clear()
         self._buckets.clear()
-        self._host_taken = Taken()
+        self._divided_bytes = self._host_bytes = 0
 
 
 # Homes that others read -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Where a model's forward and backward meet the core. Everything here refers to the optimizer weakly."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,12 +37,15 @@ class ModelHooks:
             points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
             self._undo.append(group.hook(points))
         self._trains = True  # the gather under way is part of training
-        if engine.weights is not None:
-            streamed = [part.sharded for part in engine.weights.parts.values()]
-            self._undo.append(keep_in_place(model, [one.param for one in streamed], engine))
+        if engine.weights.parts:
+            self._undo.append(keep_in_place(model, list(engine.weights.parts), engine))
         if engine.policy.runs_on_into_forward or engine.policy.parameters:
-            for register, name in _state_dict_hooks(model):
-                self._undo.append(register(partial(_call, hooks, last, name)).remove)
+            before_save, before_load = (
+                partial(_call, hooks, last, f"_before_{name}") for name in ("state_dict", "load")
+            )
+            for module in model.modules():  # also of parts, whose state dict may be asked for by itself
+                self._undo.append(module.register_state_dict_pre_hook(before_save).remove)
+                self._undo.append(module.register_load_state_dict_pre_hook(before_load).remove)
 
     def __del__(self) -> None:
         if self._engine.core.done and self._undo:
@@ -73,7 +76,7 @@ class ModelHooks:
         engine = self._engine
         refuse_capture(engine.device)
         engine.before_gather(number)
-        if engine.weights_of(number) is None:
+        if number not in engine.weights.items:
             engine.core.gather(number, stream)
         if stream is None:
             engine.core.uses(number)
@@ -91,18 +94,18 @@ class ModelHooks:
             engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
-        weights = self._engine.weights_of(number)
-        if weights is not None:
-            self._engine.before_gather(number)
-            self._engine.core.gather(number, stream)
-            weights.lend(number)
+        engine = self._engine
+        if number in engine.weights.items:
+            engine.before_gather(number)
+            engine.core.gather(number, stream)
+            engine.weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
 
     def _after_read(self, number: int, stream: torch.Stream | None) -> None:
-        weights = self._engine.weights_of(number)
-        if weights is not None:
-            weights.take_back(number)
-        self._engine.core.gathered(number, stream, counts=weights is None or self._trains)
+        streams = number in self._engine.weights.items
+        if streams:
+            self._engine.weights.take_back(number)
+        self._engine.core.gathered(number, stream, counts=not streams or self._trains)
 
     def _before_state_dict(self, *_: object) -> None:
         self._engine.check_whole("model.state_dict()")
@@ -110,12 +113,12 @@ class ModelHooks:
 
     def _before_load(self, *_: object) -> None:
         self._bring_home()
-        if self._engine.weights is not None:
+        if self._engine.weights.items:
             self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may be reading what will be written
 
     def _bring_home(self) -> None:
         self._engine.wait_updated()
-        if self._engine.weights is not None:
+        if self._engine.weights.items:
             self._engine.wait_all_home()  # whoever reads parameters there does it on the host
 
     def _before_reduce(self, number: int) -> None:
@@ -133,15 +136,7 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine
         if optimizer is not None:
             event = event if engine.device.type != "cpu" else None
-            engine.guesses.note(self._groups[number].params)
-            engine.reduced(number, event, optimizer, self._get_states(optimizer))
-
-
-def _state_dict_hooks(model: nn.Module) -> Iterator[tuple[Callable[..., Any], str]]:
-    """Also of parts of the model, whose state dict may be asked for by itself."""
-    for module in model.modules():
-        yield module.register_state_dict_pre_hook, "_before_state_dict"
-        yield module.register_load_state_dict_pre_hook, "_before_load"
+            engine.reduced(number, self._groups[number].params, event, optimizer, self._get_states(optimizer))
 
 
 def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str, *args: Any) -> None:
@@ -167,7 +162,7 @@ def hook_model(
             "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
             "param.decoupled_grad, which is made later. Use overlap='forward'."
         )
-    is_gathered = bool(engine.gathered & engine.names.keys())
+    is_gathered = bool(engine.together.keys() & engine.names.keys())
     if not (policy.runs_on_into_forward or policy.parameters or is_gathered):
         return None  # nothing to hook into: loads begin in step()
     wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"

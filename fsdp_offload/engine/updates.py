@@ -30,17 +30,22 @@ class BucketUpdates:
         states: what they update: ``optimizer.state``, or copies of its counters; ``None`` between steps.
         without_state: parameters that had none when the step began.
         used: by bucket, parameters whose gradients this step has used.
-        weights: parameters that live on the host.
         host: updates buckets on the CPU, if it has any.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
         may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
     def __init__(
-        self, cls: type[Optimizer], layouts: Layouts, plan: Plan, lending: Lending, host: HostUpdates | None
+        self,
+        cls: type[Optimizer],
+        layouts: Layouts,
+        plan: Plan,
+        lending: Lending,
+        weights: Weights,
+        host: HostUpdates | None,
     ) -> None:
         self._cls, self._layouts, self._plan, self.lending, self.host = cls, layouts, plan, lending, host
-        self.weights: Weights | None = None
+        self._weights = weights
         self._conventions: Conventions = layouts.capabilities.conventions
         self.shared: DividedStep | None = None
         self.without_state: list[Tensor] = []
@@ -85,8 +90,8 @@ class BucketUpdates:
         if bound is None or not all(one.still_valid() for one in bound):
             if len(bucket.bound) > 32:
                 bucket.bound.clear()  # blocks that came and went
-            place = None if self.weights is None else self.weights.place
-            bound = self._plan.bind(bucket.number, None if block is None else block.memory, place)
+            memory = None if block is None else block.memory
+            bound = self._plan.bind(bucket.number, memory, self._weights.place)
             bucket.bound[blocks] = bound
         return bound
 

@@ -55,7 +55,7 @@ class Part(Housed):
 
 
 class Weights:
-    """The parameters of one model for one optimizer.
+    """The parameters of one optimizer that live on the host; none before :meth:`move_home`.
 
     Attributes:
         groups: those that have any of them, by number.
@@ -64,14 +64,21 @@ class Weights:
         arena: their homes.
     """
 
-    def __init__(
+    def __init__(self, lending: Lending) -> None:
+        """Take what moves them to their spare homes."""
+        self._lending = lending
+        self.groups: dict[int, Sequence[ShardedParameter]] = {}
+        self.items: dict[int, Item] = {}
+        self.parts: dict[Tensor, Part] = {}
+        self.arena: Arena[Part] | None = None
+
+    def move_home(
         self,
         groups: Sequence[Sequence[ShardedParameter]],
         wait: Callable[[Tensor], None],
         take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
-        lending: Lending,
     ) -> None:
         """Move the parameters of ``groups`` home. After an exception they are where they were.
 
@@ -81,36 +88,36 @@ class Weights:
             take: takes host memory.
             spare_bytes: as many at most are for spare homes.
             trained: those that updates may change; it may grow.
-            lending: moves them to their spare homes.
         """
-        self.groups = {number: group for number, group in enumerate(groups) if group}
-        together = [one for group in self.groups.values() for one in group]
+        found = {number: group for number, group in enumerate(groups) if group}
+        together = [one for group in found.values() for one in group]
         specs = [ShardSpec(one.padded_numel, (_padded_nbytes(one),), cuttable=False) for one in together]
         homes = place_homes(spec.leaf_nbytes for spec in specs)
         numbers = itertools.count()
-        self.items: dict[int, Item] = {}
-        self.parts: dict[Tensor, Part] = {}
         packed: dict[int, Packed] = {}
-        for number, group in self.groups.items():
+        parts: dict[Tensor, Part] = {}
+        for number, group in found.items():
             ranges = tuple(Range(index, 0, specs[index].numel) for index in itertools.islice(numbers, len(group)))
             packed[number] = lay_out(ranges, specs, homes)
             for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
-                self.parts[one.param] = Part(number, offset, one)
-        self.arena = Arena(list(self.parts.values()), homes, spare_bytes, take)
-        for part in self.parts.values():
+                parts[one.param] = Part(number, offset, one)
+        arena = self.arena = Arena(list(parts.values()), homes, spare_bytes, take)
+        self.groups = found
+        self.parts.update(parts)
+        for part in parts.values():
             assert part.home.weights is not None
             part.home.weights.copy_(local_shard(part.sharded.param))
             part.sharded.wait = wait
             part.live_at_home()
-        for number, group in self.groups.items():
-            planned = PlannedBucket(packed[number], self.arena, lambda part: part.sharded.param in trained)
+        for number, group in found.items():
+            planned = PlannedBucket(packed[number], arena, lambda part: part.sharded.param in trained)
             item = self.items[number] = Item(f"parameters of group {number}", packed[number].nbytes)
             item.home = planned.copies()
-            item.version = _versions([one.param for one in group])
+            item.version = partial(_versions, [one.param for one in group])
             item.is_held = partial(_is_held, group, [holders_of(local_shard(one.param)) for one in group])
             if planned.changed() != planned.covers():
-                item.stored = partial(planned.copies, lending.side_of, planned.changes)
-            lending.serve(planned, item)
+                item.stored = partial(planned.copies, self._lending.side_of, planned.changes)
+            self._lending.serve(planned, item)
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +160,9 @@ class Weights:
             # shard at the first forward; that needs its padding again, or gathers of this rank are too short.
             if local is part.home.weights or not local.numel():
                 part.sharded.live_on(device)
+        self.groups, self.arena = {}, None
+        self.items.clear()
+        self.parts.clear()
 
 
 def _padded_nbytes(one: ShardedParameter) -> int:
@@ -160,9 +170,9 @@ def _padded_nbytes(one: ShardedParameter) -> int:
     return one.padded_numel * local_shard(one.param).itemsize
 
 
-def _versions(params: Sequence[Tensor]) -> Callable[[], object]:
+def _versions(params: Sequence[Tensor]) -> object:
     """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
-    return lambda: [(version_of(param), uses_of(param)) for param in params]
+    return [(version_of(param), uses_of(param)) for param in params]
 
 
 def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:

@@ -147,9 +147,8 @@ class _Visit:
         self._engine, self._optimizer = engine, optimizer
         core, weights = engine.core, engine.weights
         trained = set(params_of(optimizer))
-        self._parts = [] if weights is None else [part for param, part in weights.parts.items() if param in trained]
-        groups = dict.fromkeys(part.number for part in self._parts)
-        self._streamed = [] if weights is None else [weights.items[number] for number in groups]
+        self._parts = [part for param, part in weights.parts.items() if param in trained]
+        self._streamed = [weights.items[number] for number in dict.fromkeys(part.number for part in self._parts)]
         self._counts = [(pool, pool.count) for pool in core.cache.pools]
         core.lanes.compute.wait(core.updated)  # R2: the last step may still be storing, on another stream
         self._lent = {
@@ -176,7 +175,7 @@ class _Visit:
             item.dirty = True  # from now on the place counts, also for gathers inside of a closure
         for part in self._parts:
             param = part.sharded.param
-            place = weights.place(param, 0, local_shard(param).numel()) if weights is not None else None
+            place = weights.place(param, 0, local_shard(param).numel())
             assert place is not None, "a part has a place"
             part.sharded.visit(place)
         for (shard, name), value in self._lent.items():
@@ -199,9 +198,7 @@ class _Visit:
                 return closure()
             finally:
                 for item in self._streamed:
-                    compute.wait(
-                        *item.used.values()
-                    )  # R1: a gather may still be reading what the step goes on to write
+                    compute.wait(*item.used.values())  # R1: a gather may still read what the step goes on to write
                     item.used.clear()
 
         return seeing
@@ -235,20 +232,29 @@ class _Visit:
             raise RuntimeError(f"step(): {engine.failure}.")
 
     def _store(self, states: StateStore, kept: Container[int]) -> None:
-        """Store copies that are still where they were put, unless the optimizer has ``kept`` their memory elsewhere."""
+        """Store copies, and what the step has put in their place, unless the optimizer has ``kept`` their memory."""
         engine, moved = self._engine, self._engine.core.cache.moved
         for number in range(engine.plan.bucket_count):
             engine.lending.turn(engine.plan[number])
+        changed = any(states.get(shard.param).get(name) is not value for (shard, name), value in self._lent.items())
+        stay = staying(self._optimizer, states, engine.plan.shards) if changed else frozenset()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for (shard, name), value in self._lent.items():
-            state, leaves = states.get(shard.param), leaves_of(value)
-            if state.get(name) is value and not any(leaf.untyped_storage().data_ptr() in kept for leaf in leaves):
-                place = shard.places[engine.lending.side_of(shard)]
-                place.wait_unread()  # R4: a checkpoint's writer may still be reading this home
-                targets += place.leaves[name]
-                sources += leaves
-                state[name] = shard.homes[name]
+        for (shard, name), lent in self._lent.items():
+            state = states.get(shard.param)
+            value, leaves = state.get(name), leaves_of(state.get(name))
+            if value is lent and any(leaf.untyped_storage().data_ptr() in kept for leaf in leaves):
+                continue
+            if value is not lent:
+                if name not in state or not _fits(shard, name, state, stay):
+                    continue
+                # On the host it may be another home, which is about to be written.
+                leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
+            place = shard.places[engine.lending.side_of(shard)]
+            place.wait_unread()  # R4: a checkpoint's writer may still be reading this home
+            targets += place.leaves[name]
+            sources += leaves
+            state[name] = shard.homes[name]
         engine.core.lanes.compute.copy_all(targets, sources)
         moved.stores += len(sources)
         moved.stored_bytes += sum(source.nbytes for source in sources)

@@ -118,7 +118,6 @@ class Trial:
         for g in self.streams if self.clips is not None else ():
             marks[g].spare_home = partial(self.spare_weights, g, marks[g])
         self.way_back = self.way_back_class(self.core, self.pairs_of)
-        self.way_back.takes = self.takes
         self.versions = [0] * len(buckets)
         self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
         self.core.take(buckets, marks)
@@ -228,7 +227,7 @@ class Trial:
         if self.overlap != "iteration":
             lanes.compute.wait(event)  # as the end of a backward does
         before = set(self.core.done)
-        self.core.reduced(g, event)
+        self.core.reduced(g, event, self.takes)
         self.note(before)
         if self.core.frees_gradients:
             for group in {group for bucket in self.core.done for group in bucket.groups}:

@@ -5,16 +5,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.core.packing import Taken, choose_host_share
+from fsdp_offload.core.packing import choose_host_share
 from fsdp_offload.cpu_update.worker import cores_of_pci
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=30)
-NOTHING = Taken()
 FRACTIONS = st.floats(0, 1)
 
 
-def names(sizes: list[int], fraction: float, taken: Taken = NOTHING) -> list[int]:
-    return [index for index, on_host in enumerate(choose_host_share(sizes, fraction, taken)) if on_host]
+def names(sizes: list[int], fraction: float, *taken: int) -> list[int]:
+    return [index for index, on_host in enumerate(choose_host_share(sizes, fraction, *taken)) if on_host]
 
 
 def test_taken_from_the_end() -> None:
@@ -28,19 +27,19 @@ def test_without_state_there_is_nothing_to_update() -> None:
 
 
 def test_what_is_added_later_counts_with_what_was_there() -> None:
-    assert names([10, 10], 0.5, Taken(host_bytes=20, total_bytes=20)) == []
-    assert names([10, 10], 0.5, Taken(host_bytes=0, total_bytes=20)) == [0, 1]
+    assert names([10, 10], 0.5, 20, 20) == []
+    assert names([10, 10], 0.5, 20, 0) == [0, 1]
 
 
 @given(sizes=SIZES, fraction=FRACTIONS)
 def test_as_near_as_one_parameter_allows(sizes: list[int], fraction: float) -> None:
-    chosen = choose_host_share(sizes, fraction, NOTHING)
+    chosen = choose_host_share(sizes, fraction)
     share = sum(size for size, on_host in zip(sizes, chosen, strict=True) if on_host)
     left_out = [size for size, on_host in zip(sizes, chosen, strict=True) if size and not on_host]
     wanted = round(fraction * sum(sizes))
     assert share - wanted <= max(sizes, default=0) / 2
     assert not left_out or wanted - share <= min(left_out) / 2
-    assert chosen == choose_host_share(list(sizes), fraction, NOTHING)
+    assert chosen == choose_host_share(list(sizes), fraction)
 
 
 def test_cores_of_a_device(tmp_path: Path) -> None:
