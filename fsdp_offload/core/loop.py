@@ -41,9 +41,6 @@ REDUCTIONS_BEHIND = 4
 class Updates(Protocol):
     """Whoever runs the user's optimizer."""
 
-    def begin(self) -> bool:
-        """Begin a step; ``False``: it may not begin before ``step()`` is called."""
-
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update of ``bucket`` needs now; returns gradients and whatever else it reads, and the update."""
 
@@ -106,7 +103,6 @@ class Core:
         stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update.
         torn: the bucket whose update runs; after an exception, it may be half updated.
-        may_begin_early: updates may begin in the backward.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
     """
@@ -123,7 +119,7 @@ class Core:
         self.updated: Mark | None = None
         self.last_moved: Moved | None = None
         self.torn: Bucket | None = None
-        self.may_begin_early, self.away = True, False
+        self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
@@ -209,13 +205,19 @@ class Core:
         if item is not None and item.block is not None:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
-    def reduced(self, number: int, event: object, may_guess: Callable[[Bucket], bool]) -> None:
+    def reduced(
+        self, number: int, event: object, begin: Callable[[], bool] | None, may_guess: Callable[[Bucket], bool]
+    ) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's.
 
-        ``may_guess``: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
+        Args:
+            number: of the group.
+            event: marks the end of the reduction.
+            begin: begins the updates of a step and returns whether they may; ``None``: not in this backward.
+            may_guess: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
         """
         self.reductions.count(number)
-        if self.mode.begin != "final" or not self.may_begin_early or number not in self.weights:
+        if self.mode.begin != "final" or not (self.begun or begin) or number not in self.weights:
             self.prefetch()
             return
         self._reduced_at[number] = self.lanes.event(event)
@@ -229,6 +231,9 @@ class Core:
                 updated.add(bucket.number)
                 looked_at += self._followers.get(bucket.number, ())
         before = len(self.done)
+        if self._ready and not self.begun:
+            self.begun = begin is not None and begin()
+            self._ready = self._ready if self.begun else []  # step() will find them
         self.pump()
         if self.frees_gradients:
             self._let_go([bucket.number for bucket in list(self.done)[before:]])
@@ -289,11 +294,6 @@ class Core:
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""
         while self._ready:
-            if not self.begun:
-                if not self.updates.begin():
-                    self._ready = []  # step() will find them
-                    break
-                self.begun = True
             self.update(self._ready.pop(0))
             self.prefetch()
         self.prefetch()

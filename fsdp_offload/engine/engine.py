@@ -96,7 +96,6 @@ class Engine:
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
-        self.core.may_begin_early = False
         self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
@@ -344,6 +343,7 @@ class Engine:
         self.guesses.note(params)
         core.away = False
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
+        begin = None
         if not core.begun and not self.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
@@ -351,9 +351,8 @@ class Engine:
             if self.guesses.announced and not self.core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
-            core.may_begin_early = may_begin and not stale
-            if not stale:
-                self._updates.may_begin = lambda: self._begin(optimizer, states)
+            if may_begin and not stale:
+                begin = partial(self._begin, optimizer, states)
         try:
             before = set(core.done)
             with torch.no_grad():
@@ -361,12 +360,10 @@ class Engine:
                 if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # but the point that compute has reached, which writes the zeros
-                core.reduced(number, event, self.guesses.takes)
+                core.reduced(number, event, begin, self.guesses.takes)
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
-        finally:
-            self._updates.may_begin = lambda: False
         new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
         if new and self.guesses.made and self._updates.writes_gradients:
             self.refuse("written gradients")

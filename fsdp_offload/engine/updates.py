@@ -32,7 +32,6 @@ class BucketUpdates:
         used: by bucket, parameters whose gradients this step has used.
         host: updates buckets on the CPU, if it has any.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
-        may_begin: begins the step ahead of ``step()``, if that is allowed; returns whether it has.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class BucketUpdates:
         self.states: StateStore | None = None
         self.writes_gradients = False
         self.used: dict[int, set[Tensor]] = {}
-        self.may_begin: Callable[[], bool] = lambda: False
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
@@ -77,10 +75,6 @@ class BucketUpdates:
             for bucket in buckets:
                 bucket.state.home = self._plan[bucket.number].copies()
         self.finish()
-
-    def begin(self) -> bool:
-        """Begin a step before ``step()`` is called, if that may be."""
-        return self.shared is not None or self.may_begin()
 
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
         """Bind the ranges of a bucket where they are now, for the optimizer to see."""

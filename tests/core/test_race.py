@@ -35,9 +35,6 @@ class Counting:
         self.weights, self.grads = weights, grads
         self.marks: dict[int, Item] = {}
 
-    def begin(self) -> bool:
-        return True
-
     def job(self, bucket: Bucket) -> tuple[list[Tensor], Any]:
         grads = [self.grads[group] for group in bucket.groups]
         memory = bucket.state.block.memory[: bucket.state.nbytes].view(torch.int64)
@@ -227,7 +224,7 @@ class Trial:
         if self.overlap != "iteration":
             lanes.compute.wait(event)  # as the end of a backward does
         before = set(self.core.done)
-        self.core.reduced(g, event, self.takes)
+        self.core.reduced(g, event, lambda: True, self.takes)
         self.note(before)
         if self.core.frees_gradients:
             for group in {group for bucket in self.core.done for group in bucket.groups}:
