@@ -122,6 +122,22 @@ class Holding(Own):
         param.sub_(state["mean"], alpha=group["lr"])
 
 
+class Keeping(Own):
+    """New tensors in each step, which from the third one on it keeps in an attribute, and halves there in the next."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.last: dict[Tensor, Tensor] = {}
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param in self.last:
+            self.last[param].mul_(0.5)
+        state["mean"] = state.get("mean", torch.zeros_like(param)) * 0.9 + param.grad
+        if group["step"] > 2:
+            self.last[param] = state["mean"]
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
 class Factors(Own):
     """Statistics of rows and columns, and their inverse roots now and then, as Shampoo has them."""
 
@@ -214,6 +230,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "growing": Growing,
     "listing": Listing,
     "holding": Holding,
+    "keeping": Keeping,
     "factors": Factors,
     "sharing": Sharing,
     "nesting": partial(Nesting, foreach=True),
