@@ -108,8 +108,8 @@ def _join_and_run(rank: int, case: Case) -> None:
     backend = "gloo" if DEVICE_TYPE == "cpu" else "cpu:gloo,cuda:nccl"
     store = f"file://{case.folder / 'store'}"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=case.world_size, timeout=TIMEOUT)
-    if backend == "gloo":
-        dist.barrier()  # a rank that ends at once (it skips) would close connections that others are still making
+    # A rank that ends at once (it skips) would close connections that others are still making: of gloo, on GPUs too.
+    dist.all_reduce(torch.zeros(1))
     case.run(rank, case.world_size, *case.args)
     dist.barrier()
     dist.destroy_process_group()
