@@ -29,6 +29,7 @@ from .checks import (
     options_without_effect,
     refuse,
     refuse_bypass,
+    tied_to_parameters,
     watch_steps,
     wrong_to_stream,
     wrong_with_holder,
@@ -126,6 +127,8 @@ def offload_optimizer(
     together = group_numbers(model, policy)
     if policy.parameters:
         refuse(wrong_to_stream(model, names))
+        if capabilities.moves_whole:
+            refuse(tied_to_parameters(target, names))
 
     # Homes for its state.
     cls = type(target)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
+from ..engine.whole import kept_by, param_under
 from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
@@ -211,6 +212,16 @@ def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Ite
                 f"{names[param]} is a {type(local_shard(param)).__name__}, which says itself how it is gathered; "
                 "OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the state."
             )
+
+
+def tied_to_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """State over the memory of a parameter, which would not follow it to the host."""
+    param = param_under(names, kept_by(optimizer))
+    if param is not None:
+        yield (
+            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[param]}, which "
+            "OffloadPolicy(parameters=True) moves to the host. Use parameters=False."
+        )
 
 
 def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:

@@ -76,7 +76,7 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, sm
     # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and an eighth
     # more, for padding and so that no small rest is cut off.
     usual = next((size for size in reversed(sizes) if 2 * sum(s for s in sizes if s >= size) >= sum(sizes)), 0)
-    parts = max(1, -(-usual // most))
+    parts = max(1, -(-usual // max(1, most)))  # a limit of a few bytes, too
     return max(1024, min(most, -(-usual // parts) * 9 // 8) if usual else most)
 
 

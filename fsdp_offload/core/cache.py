@@ -96,7 +96,6 @@ class Cache:
         pools: of all items, those that profit most from another block in front.
         held: items that have a place.
         pinned: items that an update is about to use; nobody evicts them.
-        overflowed: an update needed a block more than allowed, and took it.
         moved: in this iteration.
         bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
         stopwatch: times it; ``None``: nothing is timed.
@@ -107,7 +106,6 @@ class Cache:
         self.pools: list[Pool] = []
         self.held: dict[Item, None] = {}
         self.pinned: tuple[Item, ...] = ()
-        self.overflowed = False
         self.moved = Moved()
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
@@ -261,8 +259,7 @@ class Cache:
             elif not self._evict(pool, None if must else distance):
                 if not must:
                     return None
-                self.overflowed = True  # the update needs it, whatever was allowed
-                self._take(pool)
+                self._take(pool)  # the update needs it, whatever was allowed
         return pool.free.pop(0)
 
     def _take(self, pool: Pool) -> None:

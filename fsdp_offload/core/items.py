@@ -1,7 +1,8 @@
 """Items, which have a home on the host and perhaps a place on the device, and the blocks that places are made of.
 
-The marks that protect bytes are kept here, with the bytes, and nowhere else. Each of the four rules is written once, in
-``cache.py`` (R1, R2, R4, and R3 for stores) and in ``loop.py`` (R3 for gathers and updates).
+The marks that protect bytes are kept here, with the bytes, and nowhere else. The four rules (R1 to R4,
+docs/design.md) are written in ``cache.py`` (R1, R2, R4, and R3 for stores) and ``loop.py`` (R3 for gathers and
+updates); whoever waits for them elsewhere names them.
 """
 
 from collections.abc import Callable, Sequence

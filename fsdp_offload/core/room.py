@@ -59,6 +59,7 @@ class _Iteration:
     end: StreamMark | None = None
     waits: list[tuple[StreamMark, StreamMark, bool]] = field(default_factory=list)
     copies: dict[str, tuple[int, Mark, Mark]] = field(default_factory=dict)
+    largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
 
     def read(self) -> Reading:
         """Block the host until the device has come to its end; returns its times."""
@@ -104,9 +105,11 @@ class Stopwatch:
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
-        """Time the copy of ``nbytes`` that ``lane`` is given in between, if it is the iteration's first large one."""
+        """Time a copy of ``nbytes`` on ``lane``: the first that is as large as any of the iteration before."""
         name, now = lane.name, self._now
         largest_bytes = self._largest_bytes.get(name, 0)
+        if now is not None:
+            now.largest_bytes[name] = max(nbytes, now.largest_bytes.get(name, 0))
         if now is None or name in now.copies or nbytes < largest_bytes:
             yield
             return
@@ -120,7 +123,7 @@ class Stopwatch:
         if self._now is not None:
             self._now.end = mark
             self._ended.append(self._now)
-            self._largest_bytes = {name: nbytes for name, (nbytes, _, _) in self._now.copies.items()}
+            self._largest_bytes = self._now.largest_bytes
         self._now = _Iteration(mark)
         return self._ended[0].read() if len(self._ended) == 2 else None
 

@@ -347,8 +347,8 @@ class Engine:
         if not core.begun and not self.failure:
             stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
             stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
-            may_begin = self.core.frees_all or self.guesses.is_clean
-            if self.guesses.announced and not self.core.frees_all:
+            may_begin = core.frees_all or self.guesses.is_clean
+            if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
             if may_begin and not stale:
@@ -683,9 +683,8 @@ class Engine:
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
 
-        A step that the backward has begun is forgotten.
-        Tensors of ``loaded`` are as in a state dict. What the optimizer keeps in another form is made one parameter at
-        a time, so that it takes no more device memory than that.
+        A step that the backward has begun is forgotten. Tensors of ``loaded`` are as in a state dict. What the
+        optimizer keeps in another form is made one parameter at a time: it takes no more device memory than that.
         """
         self.guesses.take_back()
         self.guesses.ended = {bucket.number for bucket in self.core.done}

@@ -89,8 +89,9 @@ class WholeEngine(Engine):
         entries = ((shard, *entry) for param, shard in shards.items() for entry in states.get(param).items())
         without_home = ((shard, name, value) for shard, name, value in entries if value is not shard.homes.get(name))
         if any(
-            name not in shard.layout.left_out and any(tensor.dim() for tensor in tensors_in(value))
+            name not in shard.layout.left_out and (name in shard.homes or any(one.dim() for one in tensors_in(value)))
             for shard, name, value in without_home
+            if value is not None
         ):
             is_first = not any(shard.homes for shard in shards.values())
             self.rebuild(optimizer, states, as_made=frozenset(shards))
@@ -122,13 +123,12 @@ class WholeEngine(Engine):
         for param, saved in loaded.items():
             states.of(param).update(saved)
         self.take_over(optimizer, states)
-        copies: dict[int, Tensor] = {}
         for group in optimizer.param_groups:
             stays = () if group.get("fused") or group.get("capturable") else ("step",)
             for param in group["params"]:
                 homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
                 others = [name for name, value in state.items() if value is not homes.get(name)]
-                state.update({n: _copied(state[n], None if n in stays else self.device, copies) for n in others})
+                state.update({name: _moved(state[name], self.device) for name in others if name not in stays})
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
@@ -313,14 +313,27 @@ class _Visit:
 
     def _part_under(self, kept: Sequence[Tensor]) -> str:
         """Name a parameter over whose place a tensor lies that the optimizer keeps; empty: there is none."""
-        for part in self._parts:
-            begin, end = _span(local_shard(part.sharded.param))
-            if any(begin <= leaf.data_ptr() < end for leaf in kept):
-                return self._engine.names[part.sharded.param]
-        return ""
+        param = param_under((part.sharded.param for part in self._parts), kept)
+        return "" if param is None else self._engine.names[param]
 
 
 # Which values move ----------------------------------------------------------------------------------------------------
+
+
+def param_under(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return a parameter over whose memory one of the tensors lies, if there is one."""
+    begins = [leaf.data_ptr() for tensor in tensors for leaf in _dense(tensor) if leaf.numel()]
+    for param in params if begins else ():
+        begin, end = _span(local_shard(param))
+        if any(begin <= other < end for other in begins):
+            return param
+    return None
+
+
+def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Tensors in the optimizer's state, in its attributes and in entries of its groups, parameters aside."""
+    yield from tensors_in([list(state.values()) for state in optimizer.state.values()])
+    yield from _kept_beside(optimizer)
 
 
 def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = ()) -> frozenset[int]:
@@ -394,16 +407,15 @@ def _span(leaf: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * leaf.element_size()
 
 
-def _copied(value: Any, device: torch.device | None, made: dict[int, Tensor]) -> Any:
-    """Return a copy of a loaded value, with its tensors on ``device``; ``None``: where they are.
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a loaded value with its tensors on ``device``, as a plain load does: what is there already is not copied.
 
-    ``made`` has the copies so far, by the ``id`` of what was loaded: what was one tensor is one again.
+    So views of one tensor, and what the optimizer keeps beside, still share its memory.
     """
     if isinstance(value, Tensor):
-        if id(value) not in made:
-            local = local_shard(value).detach()
-            made[id(value)] = over_local(value, local.to(local.device if device is None else device, copy=True))
-        return made[id(value)]
+        local = local_shard(value)
+        there = local.to(device)
+        return value if there is local else over_local(value, there.detach())
     if isinstance(value, list | tuple):
-        return type(value)(_copied(one, device, made) for one in value)
-    return {name: _copied(one, device, made) for name, one in value.items()} if isinstance(value, dict) else value
+        return type(value)(_moved(one, device) for one in value)
+    return {name: _moved(one, device) for name, one in value.items()} if isinstance(value, dict) else value

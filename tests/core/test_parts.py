@@ -126,15 +126,13 @@ def test_the_victim_is_what_is_used_last(held: str, kept: str, come: str, wanted
     cache.fetch(items[wanted], must=must, distance=cache.timeline.distance(items[wanted]))
     assert sorted(item.name for item in cache.held) == sorted(left)
     assert cache.pools[0].made == 2
-    assert not cache.overflowed
 
 
 def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> None:
     cache, items = cache_of("ab", "a", 1)
     cache.pinned = (items["a"],)
     cache.fetch(items["b"])
-    assert cache.overflowed
-    assert cache.pools[0].made == 2
+    assert cache.pools[0].made == 2 > cache.pools[0].count
     cache.resize(cache.pools[0], 1)
     assert cache.pools[0].made == 1
 

@@ -195,6 +195,38 @@ class Hessian(Own):
         param.sub_(param.grad.detach() + state.get("mean", torch.zeros_like(param)), alpha=group["lr"])
 
 
+class Views(Own):
+    """One entry is a view of another."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["both"] = torch.zeros(2, *param.shape)
+            state["mean"] = state["both"][0]
+        state["both"].mul_(0.9)
+        state["mean"].add_(param.grad)
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
+class Held(Own):
+    """An attribute holds the tensors of the state, too."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        held: dict[Tensor, Tensor] = vars(self).setdefault("held", {})
+        if not state:
+            held[param] = state["mean"] = torch.zeros_like(param)
+        held[param].mul_(0.9).add_(param.grad)
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
+class Sometimes(Own):
+    """A number in the place of a tensor in every second step."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        before = state.get("before", 0.5)
+        param.sub_(param.grad + 0.1 * before, alpha=group["lr"])
+        state["before"] = param.grad.clone() if isinstance(before, float) else 0.5
+
+
 class Nesting(AdamW):
     """Subclasses inherit no row of the table."""
 
@@ -417,6 +449,36 @@ def test_a_step_through_the_graph_of_the_gradients() -> None:
     pair.detach()
     pair.train(3, step)
     pair.assert_trained()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda saved: saved], ids=["a copy", "what there is"])
+@pytest.mark.parametrize("cls", [Views, Held])
+def test_what_shares_memory_shares_it_after_a_load(cls: type[Own], copied: Callable[[Any], Any]) -> None:
+    pair = make_pair(Zoo, cls)
+    pair.train(2)
+    pair.each(lambda run: run.optimizer.load_state_dict(copied(run.optimizer.state_dict())))
+    pair.train(3)
+    pair.assert_trained()
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_number_in_the_place_of_a_tensor(steps: int) -> None:
+    pair = make_pair(Zoo, Sometimes)
+    pair.train(steps)
+    pair.offloaded.optimizer.offload_states()
+    pair.train(3)
+    pair.detach()
+    pair.train(2)
+    pair.assert_trained()
+
+
+def test_state_over_parameters_does_not_follow_them_to_the_host(mesh: DeviceMesh) -> None:
+    loop = lone(mesh, "replacing").train(2)
+    for param, state in loop.optimizer.state.items():
+        state["own"] = local(param.detach())
+    with pytest.raises(ValueError, match=r"Replacing keeps a tensor over the memory of .*Use parameters=False"):
+        offload_optimizer(loop.optimizer, model=loop.model, policy=OffloadPolicy(parameters=True))
+    assert not is_offloaded(loop.optimizer)
 
 
 def test_state_that_is_the_parameter_or_its_gradient() -> None:

@@ -139,6 +139,14 @@ def adamw() -> optim.AdamW:
     return optim.AdamW([nn.Parameter(torch.ones(64))])
 
 
+@pytest.mark.parametrize("device_bytes", [1, 3])
+def test_a_few_bytes_are_as_little_as_there_can_be(device_bytes: int) -> None:
+    with pytest.warns(UserWarning, match="One update needs 512 bytes of the device, more than device_bytes="):
+        optimizer = offload_optimizer(adamw(), policy={"device_bytes": device_bytes})
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(64)
+    optimizer.step()
+
+
 def test_a_dict_is_a_policy() -> None:
     optimizer = offload_optimizer(adamw(), policy={"bucket_bytes": 2048, "serial": True})
     policy = OffloadPolicy(bucket_bytes=2048, serial=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,17 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
         assert min(report.step.loaded_bytes, report.step.stored_bytes) > 0
     copies_ms = report.step.loaded_bytes / report.step.load_gb_per_s / 1e6
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
+
+
+def test_the_largest_copy_is_timed(timed: Any) -> None:
+    watch = engine_of(timed().optimizer).core.cache.stopwatch
+    lane = SimpleNamespace(name="load", mark=HostMark)
+    for _ in range(3):
+        watch.end()
+        for nbytes in (4, 1024, 64, 1024):
+            with watch.copying(lane, nbytes):
+                pass
+    assert watch._now.copies["load"][0] == 1024
 
 
 def test_a_step_that_failed_ends_no_iteration(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
