@@ -10,6 +10,7 @@ Exact for any optimizer, and at a price: all of its state is on the device durin
 gone. What is not a dense tensor of its own (lists, what shares memory with something else) stays on the device.
 """
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -123,12 +124,13 @@ class WholeEngine(Engine):
         for param, saved in loaded.items():
             states.of(param).update(saved)
         self.take_over(optimizer, states)
+        copies = _Copies(_kept_beside(optimizer), staying(optimizer, states, self.plan.shards))
         for group in optimizer.param_groups:
             stays = () if group.get("fused") or group.get("capturable") else ("step",)
             for param in group["params"]:
                 homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
                 others = [name for name, value in state.items() if value is not homes.get(name)]
-                state.update({name: _moved(state[name], self.device) for name in others if name not in stays})
+                state.update({n: copies.of(state[n], None if n in stays else self.device) for n in others})
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
@@ -407,15 +409,31 @@ def _span(leaf: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * leaf.element_size()
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a loaded value with its tensors on ``device``, as a plain load does: what is there already is not copied.
+class _Copies:
+    """Copies of loaded values. What was one tensor is one again, and what shared memory shares it.
 
-    So views of one tensor, and what the optimizer keeps beside, still share its memory.
+    Tensors that the optimizer keeps beside its state are not copied: they are what it goes on with. Views that go to
+    another device come apart, as in a plain load.
     """
-    if isinstance(value, Tensor):
-        local = local_shard(value)
-        there = local.to(device)
-        return value if there is local else over_local(value, there.detach())
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(one, device) for one in value)
-    return {name: _moved(one, device) for name, one in value.items()} if isinstance(value, dict) else value
+
+    def __init__(self, kept: Iterable[Tensor], shared: Container[int]) -> None:
+        self._made: dict[int, Tensor] = {id(tensor): tensor for tensor in kept}
+        self._shared = shared
+        self._storages: dict[int, Any] = {}  # as copy.deepcopy notes what it has copied
+
+    def of(self, value: Any, device: torch.device | None, *, shares: bool = False) -> Any:
+        """Return a copy of ``value`` with its tensors on ``device``; ``None``: where they are."""
+        shares = shares or id(value) in self._shared
+        if isinstance(value, Tensor):
+            if id(value) not in self._made:
+                local = local_shard(value).detach()
+                there = local.device if device is None else device
+                together = shares and local.device == there
+                copied = copy.deepcopy(local, self._storages) if together else local.to(there, copy=True)
+                self._made[id(value)] = over_local(value, copied)
+            return self._made[id(value)]
+        if isinstance(value, list | tuple):
+            return type(value)(self.of(one, device, shares=shares) for one in value)
+        if isinstance(value, dict):
+            return {name: self.of(one, device, shares=shares) for name, one in value.items()}
+        return value
