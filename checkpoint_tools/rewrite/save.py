@@ -67,9 +67,8 @@ def save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, t
         places = []
         with _Stream(io.FileIO(folder / file, "w")) as stream:
             stream.write(rewrite.heads.get(file, b""))
-            for piece in sorted(
-                rewrite.files[file], key=lambda piece: piece.region is not None
-            ):  # as torch orders them
+            as_torch_orders = sorted(rewrite.files[file], key=lambda piece: piece.region is not None)
+            for piece in as_torch_orders:
                 if stop.is_set():
                     raise CheckpointError("another file could not be written")
                 begin = stream.tell()

@@ -281,7 +281,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
     for param in params_of(optimizer):
         fqn, state = fqns[param], states.unwaited.get(param)
         given = saved.state.get(fqn, {})
-        # Of values without elements on this rank, a load by our planner says what the other ranks see.
+        # Our planner has noted on values without elements on this rank what the other ranks see.
         filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         if fqn in saved.entries and filled and not any(filled.values()):

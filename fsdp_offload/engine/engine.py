@@ -179,7 +179,7 @@ class Engine:
     def take_staging(self) -> None:
         """Allocate all blocks before there are activations, so that blocks do not lie among these.
 
-        What is home now has left blocks in the device's allocator that activations do not fit: these are freed.
+        Frees what state that is home now has left in the device's allocator, which activations would not fit.
         """
         self._link.empty_cache()
         self._take_plan()
@@ -210,7 +210,7 @@ class Engine:
         core.away = False
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or guesses.written()):
-            guesses.take_back()  # which overwrites what somebody has written, so the step is refused
+            guesses.take_back()  # it overwrites what somebody has written: therefore the refusal
             self.refuse("step()", problem)
         elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
@@ -424,7 +424,7 @@ class Engine:
         if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
 
-    # What a step is about --------------------------------------------------------------------------------------------
+    # Parameters and state of a step -----------------------------------------------------------------------------------
 
     def _other_layout(self, param: Tensor) -> str:
         """Say why the ranges in the buckets of ``param`` are not its elements any more; empty: they are."""
@@ -504,15 +504,17 @@ class Engine:
                 self.rebuild(optimizer, states)
         elif regrouped and self._mostly_dead(states):
             self.rebuild(optimizer, states)
-        made = {param: states.get(param) for param, shard in self.plan.shards.items() if not shard.existed}
-        made = {param: state for param, state in made.items() if state}
-        exchanged = [(self.plan.shards[param], made[param]) for param in made]
-        exchanged = [(shard, state) for shard, state in exchanged if shard.group >= 0 and is_exchanged(shard, state)]
+        made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
         # A hook of the step, as torchtitan has, may have made the first state in other dtypes.
-        if any(in_dtypes_of(shard.layout, state).values != shard.layout.values for shard, state in exchanged):
-            self.rebuild(optimizer, states, as_made=made.keys())
+        if any(self._is_made_otherwise(self.plan.shards[param], states.get(param)) for param in made):
+            self.rebuild(optimizer, states, as_made=made)
         for param in made:
             self.plan.shards[param].existed = True
+
+    def _is_made_otherwise(self, shard: StateShard, state: UserState) -> bool:
+        """Return whether ``state`` is not in its homes, nor in the dtypes that were planned."""
+        in_group = shard.group >= 0 and is_exchanged(shard, state)
+        return in_group and in_dtypes_of(shard.layout, state).values != shard.layout.values
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
@@ -744,8 +746,8 @@ class Engine:
         """
         self.settle()
         self.core.cache.release()
-        # What the user has exchanged since the last step counts.
         self.lending.wait()
+        # Tensors that the user has exchanged since the last step count.
         adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
         for param, shard in self.plan.shards.items():
             state = states.get(param)
@@ -853,7 +855,7 @@ _REFUSALS = {
     "step()": "step(){}: parameters have been updated in the backward, and {}. Load a checkpoint. A loop that does so "
     "has to do it from the first step on, or use overlap='forward'",
 }
-"""What may not follow an update in the backward."""
+"""Refusals of what may not follow an update in the backward: filled with where it was, and with the problem."""
 
 
 def engine_of(optimizer: object) -> Engine | None:

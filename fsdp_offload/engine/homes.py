@@ -400,7 +400,7 @@ class Lending:
         self._is_spoiled = False
 
     def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
-        """By the address of each tensor over a home: that home, and whether state lives there now. Host memory only."""
+        """Return each home on the host by the address of its tensors, and whether it is the one in use now."""
         return {
             leaf.data_ptr(): (place, place is one.home)
             for one in self._plan.housed()

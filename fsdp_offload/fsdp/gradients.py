@@ -210,7 +210,7 @@ class SpentGradient(Tensor):
 
 
 def _in_stages(*stages: _Stage) -> Callable[[Tensor], bool]:
-    """Of parameters whose gradients nobody has cleared or exchanged."""
+    """Return a test of parameters: whether the gradient is in one of ``stages``, not cleared nor exchanged since."""
     return lambda param: isinstance(param.grad, SpentGradient) and param.grad.stage in stages
 
 

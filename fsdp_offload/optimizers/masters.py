@@ -132,7 +132,7 @@ def in_memory_order(dense: Tensor) -> Tensor:
 
 _TRIED_NUMEL = 1 << 17
 _MOST_TRIALS = 32
-"""So many different hyperparameters are tried; a schedule of betas or decay would try new ones in every step."""
+"""Limits how many different hyperparameters are tried: a schedule of betas or decay has new ones in every step."""
 
 
 class AdamWStep(NamedTuple):
@@ -178,9 +178,9 @@ def update_in_one_pass(
 
 
 def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
-    """What a group asks for, if that is AdamW's fused step and nothing else; GradScaler leaves its scale on the object.
+    """Return the step that a group asks for, if that is AdamW's fused one and nothing else.
 
-    A subclass of torch's may do anything.
+    GradScaler leaves its scale among the ``attributes``. A subclass of torch's may do anything.
     """
     decay = group["weight_decay"] if cls in (Adam, AdamW) and group.get("fused") else None
     others = [group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")]

@@ -889,7 +889,7 @@ def test_the_second_of_two_optimizers_may_not_be_the_one_that_updates_in_the_bac
 
 @pytest.mark.parametrize("looks", [False, True], ids=["for-good", "as-a-guess"])
 def test_a_plain_optimizer_may_not_step_where_the_backward_updates(mesh: DeviceMesh, looks: bool) -> None:
-    """It is told which parameter has two optimizers; a guess is taken back, so that the other one may go on alone."""
+    """An error names the parameter with two optimizers; a guess is taken back, so that the other may go on alone."""
     plain, loop = pair(mesh, policy_of(POLICIES["iteration"]))
 
     def clip(one: Loop) -> None:

@@ -1,4 +1,4 @@
-"""What attaching refuses, after which nothing has changed, and what it warns of."""
+"""Attaching refuses, leaving everything as it was, and warns."""
 
 import warnings
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Lookahead(Optimizer):
 
 
 class HybridDeviceOptimizer(optim.AdamW):
-    """What Megatron's class of that name holds."""
+    """Holds what Megatron's class of that name does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

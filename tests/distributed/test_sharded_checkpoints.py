@@ -169,7 +169,7 @@ def tidy_groups(optimizer: Optimizer) -> None:
 
 
 def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
-    """What the conformance suite, which saves in memory, and by torch's functions and ``dcp``, does not go through.
+    """Ways of saving and loading that the conformance suite, with memory, torch's functions and ``dcp``, leaves out.
 
     Files of ``dcp``, also to and from plain training, are those of ``either_resumes_from_either``.
     """
