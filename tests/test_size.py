@@ -17,10 +17,10 @@ from fsdp_offload import offload_optimizer
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "fsdp_offload": 15_900,  # on its way to 12,000; 230 are masters without offload, which the policy had not
+    "fsdp_offload": 15_910,  # on its way to 12,000; 230 are masters without offload, which the policy had not
     "fsdp_offload/api": 1_735,  # 97 are add_masters; 10 refuse state over parameters that move
     "fsdp_offload/checkpoint": 1_918,
-    "fsdp_offload/core": 1_610,
+    "fsdp_offload/core": 1_615,  # 4 let the real state of optimizers decide on buckets
     "fsdp_offload/engine": 3_040,  # what joins the core to an optimizer; 30 keep shared state shared
     "fsdp_offload/cpu_update": 611,
     "fsdp_offload/device": 850,
@@ -32,7 +32,7 @@ LIMITS = {
     "fsdp_offload/fsdp": 1_348,  # on its way to 940; 90 are names that checkpoints use
     "checkpoint_tools": 6_745,  # on its way to 5,500
     "examples/benchmarks": 1_960,
-    "tests": 33_375,  # on its way to 22,000; 300 are the tracer, which the package had
+    "tests": 33_405,  # on its way to 22,000; 300 are the tracer, which the package had
 }
 ATTACHING, STEP = 33, 15  # files
 FEWER = 0.9

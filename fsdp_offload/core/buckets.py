@@ -1,5 +1,6 @@
 """Decisions that are made when parameters are added: size and items of buckets, blocks of pools, what is kept."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -81,7 +82,7 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, sm
 
 
 def bucketing(
-    policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], group_bytes: Mapping[int, int]
+    policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], sizes: Mapping[Param, tuple[int, int]]
 ) -> tuple[int, dict[Param, int]]:
     """Choose bytes of state per bucket, and renumber the groups: those that get the same number may share a bucket.
 
@@ -89,11 +90,15 @@ def bucketing(
         policy: in force.
         elementwise: whether the optimizer works element by element.
         together: numbers of the groups of ``fully_shard``, in forward order.
-        group_bytes: state of each group.
+        sizes: bytes of each parameter and of its state.
     """
+    own_bytes, group_bytes = Counter[int](), Counter[int]()
+    for param, (nbytes, state_bytes) in sizes.items():
+        own_bytes[together.get(param, ELSEWHERE)] += nbytes
+        group_bytes[together.get(param, ELSEWHERE)] += state_bytes
     limit = None if policy.device_bytes == "auto" else policy.device_bytes
     if limit is not None and policy.parameters:  # parameters take part of it as well, a whole group each
-        usual = sorted(group_bytes.values())[len(group_bytes) // 2] // 2
+        usual = sorted(own_bytes.values())[len(own_bytes) // 2]
         limit = max(limit // 4, limit - (PASSING + 1) * usual)
     bucket_bytes = policy.bucket_bytes
     if bucket_bytes == "auto":

@@ -258,11 +258,14 @@ class Core:
         left = (one for one in wanted if one not in self.done or one in again)
         # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
+        aside = self.mode.lane == "update"
         try:
-            self.pump()
-            for item in list(self.cache.held):
-                if item.dirty and not item.stays:
-                    self.cache.put(item)
+            # Compute waits here where copies fill the driver's queue: then the host waits, and the forward begins late.
+            with self._timed_wait(self.lanes.compute) if aside else contextlib.nullcontext():
+                self.pump()
+                for item in list(self.cache.held):
+                    if item.dirty and not item.stays:
+                        self.cache.put(item)
         finally:
             self.stepping = None
         waits = self.mode.waits == "step"

@@ -4,7 +4,6 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.buckets import ELSEWHERE, Bucket, bucketing, pools_for, share_out
+from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
@@ -77,15 +76,7 @@ class Engine:
         self.pinned = policy.pins(device.type)
         self.together, self.loads_in_backward = together, False
         self.room: Room | None = None
-        group_bytes: Counter[int] = Counter()
-        for param in names:
-            group_bytes[together.get(param, ELSEWHERE)] += 2 * local_shard(param).nbytes
-        self._bucket_bytes, joined = bucketing(
-            policy, elementwise=capabilities.elementwise, together=together, group_bytes=group_bytes
-        )
-        self.plan = Plan(
-            self.layouts, policy, device, bucket_bytes=self._bucket_bytes, pin=self.pinned, together=joined, host=host
-        )
+        self.plan = Plan(self.layouts, policy, device, pin=self.pinned, together=together, host=host)
         self.lending = Lending(self.plan, self.conventions.gradient)
         self._link = device_link(device)
         self.weights = Weights(self.lending)
@@ -147,7 +138,7 @@ class Engine:
             limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
             whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
             state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
-            pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self._bucket_bytes, limit)
+            pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self.plan.bucket_bytes, limit)
             share_out(pools, limit)
             core.choose_kept()
             learns = limit is None and not whole and (self.policy.runs_on_into_forward or self.policy.parameters)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.buckets import ELSEWHERE, bucketing
 from ..core.items import BytesAtHome, Item
 from ..core.packing import Homes, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
 from ..cpu_update.updates import HostUpdates
@@ -147,6 +148,7 @@ class Plan:
         of_parameters: the homes of parameters, if these are on the host.
         streamed: these parameters.
         others: other host memory.
+        bucket_bytes: of state, at most where it may be cut; known when there is any.
         generation: grows whenever buckets are added or dropped; not where a shard moves among the places that it has.
     """
 
@@ -156,7 +158,6 @@ class Plan:
         policy: OffloadPolicy,
         device: torch.device,
         *,
-        bucket_bytes: int,
         pin: bool,
         together: Mapping[Tensor, int],
         host: HostUpdates | None = None,
@@ -171,10 +172,10 @@ class Plan:
         self.others: list[Region] = []
         self._layouts = layouts
         self._policy = policy
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = 0
         self._device = device
         self._pin = pin
-        self._together = together
+        self._together = self._joined = together
         self._buckets: list[PlannedBucket[StateShard]] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -214,10 +215,16 @@ class Plan:
             if state and not described:
                 layout = in_dtypes_of(layout, state)
             on_locals = self._layouts.capabilities.elementwise
-            together = self._together.get(param, -1)
-            shards.append(StateShard(param, name, on_locals, False, layout, group_of[param], together))
+            shards.append(StateShard(param, name, on_locals, False, layout, group_of[param]))
+        if not self._buckets:
+            sizes = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
+            elementwise = self._layouts.capabilities.elementwise
+            self.bucket_bytes, self._joined = bucketing(
+                self._policy, elementwise=elementwise, together=self._together, sizes=sizes
+            )
         self._choose_host(shards)
         for shard in shards:
+            shard.together = self._joined.get(shard.param, ELSEWHERE)
             shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
         self._take_homes(shards)
         self.shards.update((shard.param, shard) for shard in shards)
@@ -256,9 +263,9 @@ class Plan:
         cpu_shards = [shard for shard in shards if shard.on_host]
         streamed = [shard for shard in shards if not shard.on_host]
         # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients and parameters pass.
-        cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self._bucket_bytes)
+        cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self.bucket_bytes)
         passing = [2 * _parameter_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
-        buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self._bucket_bytes)
+        buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self.bucket_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes
         spare_bytes = homes.end_of(homes.count_within(left_bytes))
         cpu_spare_bytes = cpu_homes.end_of(cpu_homes.count_within(left_bytes - spare_bytes))

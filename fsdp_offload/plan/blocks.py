@@ -4,7 +4,6 @@ What ``device_bytes="auto"`` takes beyond them is learnt in training; here by th
 iterations whose waits are estimated.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 from ..core.buckets import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
@@ -37,10 +36,9 @@ class Blocks:
         groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
         numels = [numel for group in groups for numel in group]
         together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))
-        group_bytes: Counter[int] = Counter()
-        for param, number in together.items():
-            group_bytes[number] += 2 * sizes.itemsize * numels[param]
-        bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, group_bytes=group_bytes)
+        state_itemsize = sum(sizes.state_itemsizes)
+        bytes_of = {param: (sizes.itemsize * numels[param], state_itemsize * numels[param]) for param in together}
+        bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, sizes=bytes_of)
         specs = [
             ShardSpec(numel, tuple(size * numel for size in sizes.state_itemsizes), True, joined[param])
             for param, numel in enumerate(numels)

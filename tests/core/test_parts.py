@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_offload import add_masters, offload_optimizer
 from fsdp_offload.core.buckets import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
 from fsdp_offload.core.cache import NEVER, Cache, Pool, Timeline
 from fsdp_offload.core.items import Item, Use
 from fsdp_offload.core.loop import Reductions
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
 from fsdp_offload.device.lanes import EventMark, SerialLane
+from fsdp_offload.engine.engine import engine_of
 
 from .deferred import DeferredLanes
 
@@ -160,6 +162,14 @@ def test_a_block_that_an_evaluation_makes_may_be_written_later() -> None:
 def test_bucket_bytes(groups_mib: list[int], device_mib: int | None, small: bool, expected_mib: float) -> None:
     limit = None if device_mib is None else device_mib * MIB
     assert bucket_bytes_for([size * MIB for size in groups_mib], limit, small=small) == int(expected_mib * MIB)
+
+
+def test_buckets_are_as_large_as_the_state_is() -> None:
+    """State of low-precision parameters with masters is five times their bytes."""
+    param = torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
+    engine = engine_of(offload_optimizer(add_masters(torch.optim.AdamW([param]), "remainder")))
+    assert engine is not None
+    assert engine.plan.bucket_bytes == (4 + 4 + 2) * param.numel() * 9 // 8
 
 
 def test_small_groups_are_joined_with_their_neighbours() -> None:

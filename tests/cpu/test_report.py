@@ -172,6 +172,26 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
 
 
+def test_compute_waits_while_copies_hold_the_host_up_in_step(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a full queue of the driver: gathers come later then, and do not wait any more."""
+    loop, seconds, fetch = timed(overlap="forward"), 0.0, Cache.fetch
+
+    def mark(_: object) -> HostMark:
+        made = HostMark()
+        made.seconds = seconds
+        return made
+
+    def slow(*args: Any, **kwargs: Any) -> bool:
+        nonlocal seconds
+        seconds += 1
+        return fetch(*args, **kwargs)
+
+    monkeypatch.setattr(Stopwatch, "_mark", mark)
+    loop.train(2)
+    monkeypatch.setattr(Cache, "fetch", slow)
+    assert loop.train(1, first=2).optimizer.offload_report().iteration.stalled_ms >= 1000
+
+
 def test_the_largest_copy_is_timed(timed: Any) -> None:
     watch = engine_of(timed().optimizer).core.cache.stopwatch
     lane = SimpleNamespace(name="load", mark=HostMark)
