@@ -32,7 +32,7 @@ LIMITS = {
     "fsdp_offload/fsdp": 1_348,  # on its way to 940; 90 are names that checkpoints use
     "checkpoint_tools": 6_745,  # on its way to 5,500
     "examples/benchmarks": 1_960,
-    "tests": 33_405,  # on its way to 22,000; 300 are the tracer, which the package had
+    "tests": 33_430,  # on its way to 22,000; 300 are the tracer, which the package had
 }
 ATTACHING, STEP = 33, 15  # files
 FEWER = 0.9

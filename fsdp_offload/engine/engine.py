@@ -318,6 +318,7 @@ class Engine:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
             core.choose_kept()
+            self._link.empty_cache()  # what the first steps needed beside all gradients
             self._take_blocks()
 
     def _free_at_peak(self) -> int:

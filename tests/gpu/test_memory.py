@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.engine.engine import engine_of
 from tests.forks import in_forked_child, resident_bytes
 from tests.gpu.streams import MIB
+from tests.overlapping import Loop
 
 pytestmark = pytest.mark.usefixtures("clean_device")
 
@@ -51,6 +53,23 @@ def test_device_peak_of_the_first_and_of_later_steps(device, device_bytes):
         step(model, optimizer)
         peak_bytes = peak_above(before) - 2 * PARAM_BYTES  # and gradients, all alive until step() returns
         assert 0.5 * device_bytes < peak_bytes <= device_bytes + TOLERANCE * PARAM_BYTES
+
+
+def test_what_nobody_uses_is_given_back_when_auto_takes_more(device, mesh, monkeypatch):
+    policy = OffloadPolicy(overlap="forward", bucket_bytes=8192)
+    loop = Loop(mesh, torch.optim.AdamW, policy).train(3)
+    torch.empty(512 * MIB, dtype=torch.uint8, device=device)  # as a first step needed it
+    engine = engine_of(loop.optimizer)
+    reserved_bytes, block_bytes, room = torch.cuda.memory_reserved(), engine.core.cache.nbytes, engine.room
+
+    def end(*_: object, **__: object) -> bool:
+        room.extra += 1
+        return True
+
+    monkeypatch.setattr(room, "end", end)
+    loop.train(1, first=3)
+    assert engine.core.cache.nbytes > block_bytes
+    assert torch.cuda.memory_reserved() <= reserved_bytes - 400 * MIB
 
 
 def test_attaching_late_frees_the_state_and_removing_brings_it_back(device):
