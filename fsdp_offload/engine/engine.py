@@ -313,12 +313,13 @@ class Engine:
         core, room = self.core, self.room
         if core.cache.stopwatch is None:
             return
-        reading = core.cache.stopwatch.end()
+        reading, before = core.cache.stopwatch.end(), 0 if room is None else room.extra
         if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
             core.choose_kept()
-            self._link.empty_cache()  # what the first steps needed beside all gradients
+            if room.extra > before:
+                self._link.empty_cache()  # what the first steps needed beside all gradients
             self._take_blocks()
 
     def _free_at_peak(self) -> int:
