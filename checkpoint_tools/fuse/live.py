@@ -22,7 +22,7 @@ from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_rank
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
-from fsdp_offload.optimizers.masters import MASTER, is_duplicate
+from fsdp_offload.optimizers.masters import MASTER
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..stored.checkpoint import Path
@@ -227,7 +227,7 @@ def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
         if fusion is not None:
             param = source.all[fusion.owner or key]
             is_master = key in owners and key.rpartition(".")[2] == MASTER
-            new[key] = {} if is_master and is_duplicate(param, value.dtype) else _parts_of(fusion, param, value)
+            new[key] = {} if is_master and value.dtype == param.dtype else _parts_of(fusion, param, value)
         elif key in found.copies:
             is_tensor = isinstance(value, Tensor)
             new[key] = {

@@ -25,7 +25,7 @@ from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, loc
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
 from ..optimizers import Capabilities
-from ..optimizers.with_masters import WithMasters
+from ..optimizers.masters import WithMasters
 from ..policy import OffloadPolicy
 from ..state.layout import leaves_of, params_of
 from .wrapped import Attachment, attached, attachment_of, offloaded

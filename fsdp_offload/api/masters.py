@@ -7,8 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..optimizers import capabilities_for
-from ..optimizers.masters import MasterKind, has_master
-from ..optimizers.with_masters import WithMasters, class_with_masters, widen_state
+from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..state.layout import params_of
 from .checks import names_by_place, refuse_bypass
 from .wrapped import attachment_of, is_wrapped, redirect_captured_step, wrappers_around

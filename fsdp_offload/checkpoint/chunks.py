@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..fsdp.checkpoint import mesh_dims_in_order, split_factor
-from ..fsdp.dtensor import local_shard
+from ..fsdp.dtensor import local_shard, mesh_dims_in_order, split_factor
 
 Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]  # offsets, sizes

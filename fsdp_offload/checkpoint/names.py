@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..fsdp.checkpoint import canonical_fqn
-from ..fsdp.dtensor import is_dtensor, may_be_another_ranks
+from ..fsdp.dtensor import canonical_fqn, is_dtensor, may_be_another_ranks
 from ..fsdp.fully_shard import parameter_names
 
 StateDict = dict[str, Any]

@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ..fsdp.checkpoint import storage_reader_for
-from ..fsdp.dtensor import is_dtensor, local_shard
+from ..fsdp.dtensor import is_dtensor, local_shard, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .shard_tensor import in_one_dimension

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
 
-from ..fsdp.checkpoint import disabled_torch_function
-from ..fsdp.dtensor import is_dtensor, local_shard, over_local, over_part
+from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local, over_part
 from ..fsdp.fully_shard import parameter_names
 from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
 from .names import Experts, bare_name, check_experts

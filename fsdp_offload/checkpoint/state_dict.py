@@ -22,7 +22,7 @@ from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
-from ..optimizers.masters import MASTER, is_duplicate
+from ..optimizers.masters import MASTER
 from ..state.layout import leaves_of, params_of
 from ..state.store import UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
@@ -171,7 +171,7 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
     saved = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            if name == MASTER and is_duplicate(param, value.dtype):
+            if name == MASTER and value.dtype == param.dtype:
                 continue
             if copies:
                 value = over_local(value, local_shard(value).to("cpu", copy=True))

@@ -1,15 +1,20 @@
-"""DTensors and other tensors that hold tensors: their local shards, and new ones over other memory."""
+"""DTensors and other tensors that hold tensors: local shards, new ones over other memory, and what DCP knows."""
 
 import dataclasses
 import math
+import os
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 """Methods of a local tensor that says itself which chunks of the global tensor it is."""
@@ -154,3 +159,53 @@ def largest_local_numel(tensor: Tensor) -> int:
 def is_host_offloaded(param: Tensor) -> bool:
     """Return whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
     return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def split_factor(placement: object) -> int:
+    """The blocks in each of which a rank has a part; 1 for a plain ``Shard``.
+
+    Raises:
+        TypeError: a placement of a kind that is neither.
+    """
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    if isinstance(placement, Shard):
+        return 1
+    raise TypeError(
+        f"chunks are known for Shard, _StridedShard and Replicate, not for {placement!r}; wrap the local tensor in a "
+        "ShardTensor that says which chunks it has"
+    )
+
+
+def mesh_dims_in_order(tensor: DTensor) -> list[int]:
+    """Mesh dimensions in the order in which their placements cut the tensor.
+
+    From left to right, unless the spec of plain shards names another order, or else their mesh. ``_StridedShard`` says
+    the same in another way, and is always taken from left to right.
+    """
+    in_order = list(range(tensor.device_mesh.ndim))
+    if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        return in_order
+    by_tensor_dim = [list(entry.mesh_dims) for entry in getattr(tensor._spec, "shard_order", None) or ()]
+    named = [mesh_dim for mesh_dims in by_tensor_dim for mesh_dim in mesh_dims]
+    if all(mesh_dims == sorted(mesh_dims) for mesh_dims in by_tensor_dim):  # what torch makes of no order
+        named = list(getattr(tensor.device_mesh, "_shard_order", ()))
+    return named + [mesh_dim for mesh_dim in in_order if mesh_dim not in named]
+
+
+def canonical_fqn(model: nn.Module, name: str) -> str:
+    """``name`` of a parameter without the prefixes of modules that only wrap others, as DCP's state dicts have it."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns  # DCP takes long to import
+
+    (fqn,) = _get_fqns(model, name)
+    return str(fqn)
+
+
+def storage_reader_for(checkpoint_id: str | os.PathLike[str]) -> Any:
+    """The ``StorageReader`` that ``dcp.load`` takes if none is given: of local files, or fsspec's."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    return _storage_setup(None, checkpoint_id, reader=True)

@@ -6,8 +6,8 @@ from torch.optim import Optimizer
 
 from ..fsdp.dtensor import has_inner_tensors
 from .capabilities import Capabilities, Conventions, capabilities_of
+from .masters import capabilities_with_masters
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
-from .with_masters import capabilities_with_masters, plain_class_of
 
 __all__ = ["Capabilities", "Conventions", "capabilities_for", "capabilities_of", "keep_unread_masters"]
 
@@ -17,7 +17,7 @@ def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabiliti
     cls = type(optimizer)
     if is_fused_adam(cls):
         return capabilities_of_fused_adam(optimizer)
-    plain = plain_class_of(cls)
+    plain = vars(cls).get("plain_class", cls)  # not of a subclass, which may do anything
     capabilities = capabilities_of(plain, trust=trust)
     if plain is not cls:
         capabilities = capabilities_with_masters(capabilities)

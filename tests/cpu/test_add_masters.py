@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import add_masters, offload_optimizer
-from fsdp_offload.optimizers import with_masters
+from fsdp_offload.optimizers import masters
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, saved
 from tests.cpu.test_wrappers import accelerated, wrap  # noqa: F401  # fixtures
 from tests.overlapping import Loop, same, same_values
@@ -32,14 +32,14 @@ def plain(kind: str, make: Callable[[Any], optim.Optimizer] = adamw, dtype: torc
 @EVERY_KIND
 def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
-    update = with_masters._update_opened
+    update = masters._update_opened
 
     def counted(optimizer: Any, plain: Any, number: int, params: list[Tensor]) -> None:
         opened.append(sum(param.numel() for param in params))
         update(optimizer, plain, number, params)
 
-    monkeypatch.setattr(with_masters, "_OPEN_NUMEL", 1500)
-    monkeypatch.setattr(with_masters, "_update_opened", counted)
+    monkeypatch.setattr(masters, "_OPEN_NUMEL", 1500)
+    monkeypatch.setattr(masters, "_update_opened", counted)
     twins = plain(kind)
     twins.train(3)
     twins.assert_trained()
@@ -64,7 +64,7 @@ def test_copies_and_pickles_go_on(kind: str, dtype: torch.dtype) -> None:
     for again in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         # As one object, so that the optimizer has the parameters of the model.
         low.model, low.optimizer = again((low.model, low.optimizer))
-        assert type(low.optimizer) is with_masters.class_with_masters(optim.AdamW, kind)  # type: ignore[arg-type]
+        assert type(low.optimizer) is masters.class_with_masters(optim.AdamW, kind)  # type: ignore[arg-type]
         twins.assert_same()
         twins.train(2)
 

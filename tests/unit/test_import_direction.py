@@ -61,7 +61,6 @@ WITHOUT_LINE = {"__init__", "__main__"}
 MAY_USE_PRIVATE_TORCH = {
     *("fsdp/__init__.py", "fsdp/dtensor.py", "fsdp/fully_shard.py", "fsdp/optim.py"),
     *("fsdp/guard.py", "fsdp/homed.py"),
-    "fsdp/checkpoint.py",
 }
 
 # Also attributes of our own objects with one of these names, which read as torch's. Call them something else.
