@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_offload.checkpoint import ShardChunks, ShardTensor, chunks_of, with_chunks, with_parameter_chunks
-from fsdp_offload.checkpoint.chunks import says_its_chunks, tensor_parallel_ranks
+from fsdp_offload.checkpoint.chunks import MEGATRON_INDEX, says_its_chunks
 from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
@@ -172,7 +173,7 @@ class _StateDicts(Source):
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
         """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
         value, name = self.all[key], str(rule.groups)
-        ranks = _origins[value].ranks if value in _origins else tensor_parallel_ranks(value)
+        ranks = _origins[value].ranks if value in _origins else _tensor_parallel_ranks(value)
         if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
             return self.values
         if self.values.get(name, ranks) != ranks:
@@ -267,7 +268,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
             f"{fusion.fused} has shape {tuple(value.shape)}, its parameter {fusion.shape}: it is not known how to "
             f"split that. Exclude {fusion.owner}"
         )
-    layout, ranks = (fusion.shape, fusion.dim, fusion.combs), tensor_parallel_ranks(param)
+    layout, ranks = (fusion.shape, fusion.dim, fusion.combs), _tensor_parallel_ranks(param)
     found = {}
     for number, (key, comb) in enumerate(zip(fusion.parts, fusion.combs, strict=True)):
         if is_plain:
@@ -282,6 +283,17 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
         _origins[part] = _Origin(value, str(fusion.owner), number, layout, memory, ranks, is_copy)
         found[key] = part
     return found
+
+
+def _tensor_parallel_ranks(tensor: Tensor) -> int | None:
+    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
+    if not isinstance(tensor, DTensor):
+        return None
+    is_megatron, index = hasattr(tensor, MEGATRON_INDEX), getattr(tensor, MEGATRON_INDEX, None)
+    called = (getattr(index, "tp_dim", None),) if is_megatron else ("tp", "etp")
+    named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, tensor.device_mesh.shape, strict=False)
+    dividing = {name: ranks for name, placement, ranks in named if placement.is_shard()}
+    return next((dividing[name] for name in called if name in dividing), 1 if is_megatron else None)
 
 
 def _chunks_in(

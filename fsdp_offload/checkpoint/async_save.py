@@ -36,7 +36,7 @@ from ..state.shard import Home
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[Any, ...]  # identity of a tensor's elements, equal for tied weights, so that they are copied once
+_Key = tuple[Any, ...]  # identity of a tensor's elements; equal for tied weights, which are copied once
 
 _POLL_SECONDS = 0.005
 _BEGIN_SECONDS = 60  # a writing thread begins in milliseconds; one that never comes must not hang training for ever
@@ -130,11 +130,8 @@ class ArenaStager(AsyncStager):
 
     def _staged(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> "StagedDict":
         """Lend homes, and copy everything else that training may change."""
-        homes = {
-            address: (engine.lending, *found)
-            for engine in engines
-            for address, found in engine.lending.homes_by_address().items()
-        }
+        lendings = [engine.lending for engine in engines]
+        homes = {at: (one, *found) for one in lendings for at, found in one.homes_by_address().items()}
         values, structure = tree_flatten(state_dict)
         leaves = [leaves_of(value) for value in values]
         lent: dict[Lending, set[Home]] = defaultdict(set)
@@ -235,19 +232,16 @@ class Loan:
     def _is_gone(self, _: object) -> None:
         if not any(memory() is not None for memory in self._alive):
             looks, self._looks = self._looks, []
-            for look in () if self._is_abandoned() else looks:
+            for look in looks if self.is_reading() else ():
                 look()
             self._is_over = True
 
     def is_reading(self) -> bool:
         """Return whether the writer may still look at what it was given."""
-        if self._is_abandoned():
+        if self.thread is not None and not self.thread.is_alive():
             self._looks.clear()  # what becomes of the memory from now on says nothing about a file
             return False
         return not self._is_over
-
-    def _is_abandoned(self) -> bool:
-        return self.thread is not None and not self.thread.is_alive()
 
     def wait(self) -> None:
         """Block until it no longer does; a RuntimeError if nobody begins to read."""
@@ -255,9 +249,8 @@ class Loan:
         while self.is_reading():
             if self.thread is None and time.monotonic() > give_up:
                 raise RuntimeError(
-                    f"an asynchronous save was staged, but for {_BEGIN_SECONDS} s no thread has begun to write it, and "
-                    "somebody keeps it. If dcp.async_save failed, let go of its future; ArenaStager.stage() alone "
-                    "lends state until its result is written or dropped."
+                    f"an asynchronous save was staged, and for {_BEGIN_SECONDS} s no thread has begun to write it. Let "
+                    "go of the future of an async_save that failed, and of what ArenaStager.stage() has returned."
                 )
             if self.thread is None or self.thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)
@@ -297,6 +290,5 @@ class StagedDict(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "ArenaStager lends memory of this process, which a process of its own cannot read. Use "
-            "AsyncCheckpointerType.THREAD, or torch's DefaultStager, which copies."
+            "ArenaStager lends memory of this process: use AsyncCheckpointerType.THREAD, or torch's DefaultStager."
         )

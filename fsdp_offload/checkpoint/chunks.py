@@ -168,16 +168,17 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
     if not isinstance(source, Tensor):
         return cut_chunks(tuple(source), ())
     local, global_shape = local_shard(source), tuple(source.shape)
-    carried = getattr(local, "shard_chunks", None)
+    carried, megatron_range = getattr(local, "shard_chunks", None), getattr(source, MEGATRON_SLICE, None)
     if isinstance(carried, ShardChunks):
         return carried
-    megatron_range = getattr(source, MEGATRON_SLICE, None)
     if not isinstance(source, DTensor):
         if megatron_range is not None:
             raise TypeError(f"expected a Megatron-FSDP parameter to be a DTensor, got {type(source).__name__}")
         return cut_chunks(global_shape, ())
     if megatron_range is not None:
-        return _range_of(_cut_by(source, _tp_dims(source)), megatron_range)
+        tp_dim = getattr(getattr(source, MEGATRON_INDEX, None), "tp_dim", None)
+        names = enumerate(source.device_mesh.mesh_dim_names or ())
+        return _range_of(_cut_by(source, [dim for dim, name in names if name == tp_dim]), megatron_range)
     if hasattr(local, "__create_chunk_list__"):
         return _said_chunks(source, local.__create_chunk_list__())
     placed = _cut_by(source, range(source.device_mesh.ndim))
@@ -195,8 +196,7 @@ def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
     """The elements of one rectangle that are in ``flat_range``; nothing of nothing."""
     if len(part.chunks) > 1:
         raise ValueError(
-            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}: {part.chunks}. Give the global "
-            "shape and the range within it"
+            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}. Give the global shape instead"
         )
     if isinstance(flat_range, slice):
         if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
@@ -237,23 +237,6 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
         )
     chunk = Chunk(offsets if local.numel() else at_end, sizes, 0, contiguous_strides(sizes))
     return ShardChunks(global_shape, sizes, (chunk,))
-
-
-def tensor_parallel_ranks(tensor: Tensor) -> int | None:
-    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
-    if not isinstance(tensor, DTensor):
-        return None
-    for mesh_dim in _tp_dims(tensor, otherwise=("tp", "etp")):
-        if tensor.placements[mesh_dim].is_shard():
-            return tensor.device_mesh.size(mesh_dim)
-    return 1 if hasattr(tensor, MEGATRON_INDEX) else None
-
-
-def _tp_dims(tensor: DTensor, otherwise: tuple[str, ...] = ()) -> list[int]:
-    """Mesh dimensions of tensor parallelism, called as Megatron-FSDP says, or ``otherwise`` where it says nothing."""
-    names, index = tensor.device_mesh.mesh_dim_names or (), getattr(tensor, MEGATRON_INDEX, None)
-    wanted = (getattr(index, "tp_dim", None),) if hasattr(tensor, MEGATRON_INDEX) else otherwise
-    return [names.index(name) for name in wanted if name in names]
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

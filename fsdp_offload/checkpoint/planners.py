@@ -42,7 +42,6 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
-_KEYS_SHOWN = 5
 
 LEFT = "_fsdp_offload_left"
 """Attribute of state without elements on this rank, whose version tells of no load: the last one has left it."""
@@ -143,7 +142,6 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         requested: dict[str, Any] = self.state_dict
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
-        self._check_metadata()
         common = {key: value for key, value in requested.items() if key in stored}
         problems = [*self._missing(requested, stored)]
         if not common and not problems:
@@ -256,17 +254,13 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             if unfit := why_misread(value):
                 yield Problem.DESTINATION, key, unfit
 
-    def _check_metadata(self) -> None:
-        """Refuse what one rank has saved alone, perhaps left over, in the place of a ``.metadata`` that is damaged."""
-        if self.reader is not None and not getattr(self.reader, "use_collectives", True):
-            path = self.reader.fs.concat_path(self.reader.path, ".metadata")
-            if self.reader.fs.exists(path):
-                raise RuntimeError(f"{path} cannot be read as the metadata of a checkpoint: it is damaged or cut short")
-
     def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
         """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
         if self.reader is None:
             return
+        metadata = self.reader.fs.concat_path(self.reader.path, ".metadata")
+        if not getattr(self.reader, "use_collectives", True) and self.reader.fs.exists(metadata):
+            yield Problem.FILE, str(metadata), "damaged, and what was read is of one rank, perhaps of an earlier save"
         needed_bytes: dict[str, int] = defaultdict(int)  # by file
         for item in items:
             info = self.reader.storage_data.get(item.storage_index)
@@ -371,8 +365,7 @@ def save(
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
     patterns = ("*",) if allowed is True else tuple(allowed or ())
-    # One string is refused too: its letters would be patterns.
-    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in patterns):  # letters are no patterns
         raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
@@ -433,8 +426,7 @@ def _refusal(found: Iterable[Found]) -> ValueError:
 
 def listed(texts: Sequence[str]) -> str:
     """The first ones, and how many more there are."""
-    more = len(texts) - _KEYS_SHOWN
-    return ", ".join(texts[:_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _copied(value: Any) -> Any:

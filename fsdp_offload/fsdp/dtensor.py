@@ -129,11 +129,6 @@ def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
     return _over(local, spec)
 
 
-def without_data(value: Tensor) -> Tensor:
-    """A DTensor that only knows mesh, placements and global shape: something to pass to :func:`over_local`."""
-    return over_local(value, torch.empty(0, dtype=value.dtype, device="meta"))
-
-
 def placements_of(tensor: Tensor) -> object:
     """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

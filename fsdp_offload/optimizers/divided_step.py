@@ -143,9 +143,8 @@ class DividedStep:
     def _note(self, number: int | None, name: str, value: Any, place: str) -> None:
         before = self._changes.setdefault((number, name), value)
         if not _same_values(before, value):
-            ends = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(repr, (before, value))]
             raise RuntimeError(
-                f"{place} ended at {ends[0]} in one bucket and at {ends[1]} in another of the same step: this "
+                f"{place} ended at {before!r:.80} in one bucket and at {value!r:.80} in another of the same step: this "
                 "optimizer's step cannot be divided by parameter. Leave out trust_separable=True."
             )
         self._changes[number, name] = value

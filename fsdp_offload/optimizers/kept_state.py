@@ -67,11 +67,7 @@ class Layouts:
 
     def group_counters_at_zero(self) -> dict[str, object]:
         """Numbers that param groups get in the first step only (``group["step"]``), as they are before it."""
-        return {
-            name: zero_like(value)
-            for name, value in self._new_entries.items()
-            if isinstance(value, int | float | Tensor)
-        }
+        return {n: zero_like(v) for n, v in self._new_entries.items() if isinstance(v, int | float | Tensor)}
 
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
         """Describe the layout of state that the optimizer has created already."""

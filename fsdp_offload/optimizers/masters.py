@@ -311,8 +311,7 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
 # a bit differs, or there is no Triton, they do the work.
 
 _TRIED_NUMEL = 1 << 17
-_MOST_TRIALS = 32
-"""Limits how many different hyperparameters are tried: a schedule of betas or decay has new ones in every step."""
+_MOST_TRIALS = 32  # a schedule of betas or decay has new hyperparameters in every step
 
 
 class AdamWStep(NamedTuple):
@@ -347,7 +346,9 @@ def update_in_one_pass(
         if step is not None and has_master(param) and all(isinstance(value, Tensor) for value in values):
             weights, *others = map(local_shard, (param, param.grad, *values))  # type: ignore[arg-type]
             part = MasterRange(weights.detach(), *others)
-            if _fits(kind, part) and is_exact(step, kind, part):
+            unscheduled = step._replace(lr=1e-3)  # it changes in every step, and multiplies once
+            formats = part.weights.dtype, part.grad.dtype, part.weights.device
+            if _fits(kind, part) and is_exact(unscheduled, kind, *formats):
                 update_master(step, kind, part)
                 steps.append(part.step)
                 continue
@@ -362,14 +363,13 @@ def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mappi
 
     GradScaler leaves its scale among the ``attributes``. A subclass of torch's may do anything.
     """
-    decay = group["weight_decay"] if cls in (Adam, AdamW) and group.get("fused") else None
     others = [group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")]
     scaled = any(attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
-    if decay is None or any(others) or scaled:
+    if cls not in (Adam, AdamW) or not group.get("fused") or any(others) or scaled:
         return None
-    if decay and not group.get("decoupled_weight_decay", cls is AdamW):
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", cls is AdamW):
         return None
-    numbers = (group["lr"], *group["betas"], group["eps"], decay)
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     return AdamWStep(*map(float, numbers)) if all(isinstance(number, int | float) for number in numbers) else None
 
 
@@ -390,18 +390,10 @@ def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
             _kernel()(part, step, remainder=kind == "remainder")
 
 
-def is_exact(step: AdamWStep, kind: MasterKind, part: MasterRange) -> bool:
-    """Return whether the kernel gives the bits of the eager code with these hyperparameters and dtypes, on this device.
-
-    Tried once for each of them, on scratch tensors; waits for the device then.
-    """
-    unscheduled = step._replace(lr=1e-3)  # changes in every step, and multiplies once
-    return _is_exact(unscheduled, kind, part.weights.dtype, part.grad.dtype, part.weights.device)
-
-
 @functools.cache
-def _is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
-    if _kernel() is None or _is_exact.cache_info().currsize >= _MOST_TRIALS:
+def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernel gives the bits of the eager code. Tried on scratch tensors, once; waits for them."""
+    if _kernel() is None or is_exact.cache_info().currsize >= _MOST_TRIALS:
         return False
     try:
         one, other = (_scratch(kind, weights, grad, device) for _ in range(2))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..fsdp.dtensor import is_dtensor, local_shard, over_local, without_data
+from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 
 
 class LeafLayout(NamedTuple):
@@ -63,7 +63,7 @@ def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
         return lambda parts: value
     if is_dtensor(value):
         build_local = _describe(local_shard(value), leaves)
-        like = without_data(value)
+        like = over_local(value, torch.empty(0, dtype=value.dtype, device="meta"))  # mesh and placements, no data
         return lambda parts: over_local(like, build_local(parts))
     if hasattr(type(value), "__tensor_flatten__"):
         names, context = _flatten(value)

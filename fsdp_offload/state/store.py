@@ -3,7 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,25 +99,15 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 # What users see -------------------------------------------------------------------------------------------------------
 
 
-class Homes(Protocol):
-    """Whoever stores the state: what is read from a home waits for it."""
-
-    def wait_home(self, param: Tensor) -> None:
-        """Wait until the home of the state of ``param`` holds its newest bytes."""
-
-    def wait_all_home(self) -> None:
-        """Wait until every home holds its newest bytes."""
-
-
 def _waiting(method: Callable[..., Any]) -> Any:
     """``method``, which waits for the home of the parameter that it is given, or else for all."""
 
     @functools.wraps(method)
     def waiting(self: "OffloadedState", *args: Any) -> Any:
         if args:
-            self._homes.wait_home(args[0])
+            self._engine.wait_home(args[0])
         else:
-            self._homes.wait_all_home()
+            self._engine.wait_all_home()
         return method(self, *args)
 
     return waiting
@@ -130,9 +120,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         offered: tensors that were handed out to load into, by address (``checkpoint/state_dict.py``).
     """
 
-    def __init__(self, homes: Homes, items: Mapping[Tensor, UserState]) -> None:
+    def __init__(self, engine: Any, items: Mapping[Tensor, UserState]) -> None:
         super().__init__(dict, items)
-        self._homes = homes
+        self._engine = engine  # an Engine, which stores the state
         self.offered: dict[int, Any] = {}
 
     @property

@@ -14,6 +14,7 @@ from tests.twins import Twins, make_twins
 
 pytest.importorskip("triton")
 
+DEVICE = torch.device("cuda", 0)
 USUAL = AdamWStep(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 STEPS = [
     USUAL,
@@ -33,13 +34,13 @@ FORMATS = [
 
 @pytest.fixture(autouse=True)
 def nothing_tried() -> Iterator[None]:
-    masters._is_exact.cache_clear()
+    masters.is_exact.cache_clear()
     yield
-    masters._is_exact.cache_clear()
+    masters.is_exact.cache_clear()
 
 
 def scratch(kind: Any, weights: torch.dtype, grad: torch.dtype) -> MasterRange:
-    return masters._scratch(kind, weights, grad, torch.device("cuda", 0))
+    return masters._scratch(kind, weights, grad, DEVICE)
 
 
 @pytest.mark.parametrize(("kind", "weights", "grad"), FORMATS, ids=str)
@@ -47,7 +48,7 @@ def scratch(kind: Any, weights: torch.dtype, grad: torch.dtype) -> MasterRange:
 def test_it_gives_the_bits_of_the_eager_code(
     step: AdamWStep, kind: Any, weights: torch.dtype, grad: torch.dtype
 ) -> None:
-    assert is_exact(step, kind, scratch(kind, weights, grad))
+    assert is_exact(step, kind, weights, grad, DEVICE)
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 1023, 1024, 1025, 5000])
@@ -114,7 +115,7 @@ def test_it_steps_aside_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> 
         part.exp_avg[7] = torch.nextafter(part.exp_avg[7], part.exp_avg[8])
 
     monkeypatch.setattr(masters, "_eager", otherwise)
-    assert not is_exact(USUAL, "remainder", scratch("remainder", torch.bfloat16, torch.bfloat16))
+    assert not is_exact(USUAL, "remainder", torch.bfloat16, torch.bfloat16, DEVICE)
     seen = launches(monkeypatch)
     twins = twins_of("remainder")
     twins.train(1)
@@ -124,8 +125,8 @@ def test_it_steps_aside_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_schedule_of_betas_is_not_tried_for_ever() -> None:
-    part = scratch("fp32", torch.bfloat16, torch.bfloat16)
-    found = [is_exact(USUAL._replace(beta1=0.5 + n / 1000), "fp32", part) for n in range(40)]
+    formats = torch.bfloat16, torch.bfloat16, DEVICE
+    found = [is_exact(USUAL._replace(beta1=0.5 + n / 1000), "fp32", *formats) for n in range(40)]
     assert found[0]
     assert not any(found[masters._MOST_TRIALS :])
 
