@@ -5,8 +5,8 @@
     state dict ──▶ tensors at home ─────▶ tensors over the same memory, lent to the writer ─┐
                ──▶ everything else ─copy─▶ one pinned buffer, kept from save to save ───────┴─▶ staged dict ──▶ writer
 
-The staged dict is what ``dcp.async_save`` hands to its writing thread: it does not change, whatever training does. A
-home that is lent is not written: the next steps store into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
+``dcp.async_save`` hands the staged dict to its writing thread. A home that is lent is not written: the next steps store
+into a spare home (``OffloadPolicy.snapshot_bytes``), or wait.
 """
 
 import copy

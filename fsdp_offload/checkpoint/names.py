@@ -6,13 +6,10 @@ flattened    ``{"state.{fqn}.{name}": value, "param_groups.{fqn}.{entry}": value
 fsdp_dtensor ``{"state": {fqn: {name: value}}, "param_to_group_meta": {fqn: {entry: value}}}``
 ============ ==========================================================================================================
 
-The first two are those of ``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``), read in torch
-2.13; the third is Megatron-LM's (``DistributedOptimizer.sharded_param_state_fsdp_dtensor``), read at d98e8a64. Its FQNs
-have ``module.`` in front more often than those of the model.
-
-Under expert parallelism, local experts have the same names on every rank: DCP keeps those of one rank and says nothing.
-:class:`Experts` gives each a global name, so that two can never meet under one key. Recognised are, with whatever wraps
-the model in front:
+The first two are those of ``torch.distributed.checkpoint.state_dict``; the third is Megatron-LM's (read at d98e8a64),
+whose FQNs have ``module.`` in front more often than those of the model. Under expert parallelism, local experts have
+the same names on every rank, and DCP keeps those of one rank: :class:`Experts` gives each a global name. Recognised
+are, with whatever wraps the model in front:
 
 =============================================  ========================================================================
 ``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, in any module, as in Megatron's
@@ -34,9 +31,7 @@ from ..fsdp.fully_shard import parameter_names
 
 StateDict = dict[str, Any]
 
-GROUP_META = "param_to_group_meta"
-"""Megatron's name for what param groups say, by parameter."""
-
+GROUP_META = "param_to_group_meta"  # Megatron's name for what param groups say, by parameter
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 _NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
 

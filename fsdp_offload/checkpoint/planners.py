@@ -5,9 +5,8 @@
     state dict, metadata ──▶ keys: missing, extra ──▶ values: kind, dtype, destination ──▶ DCP's plan (and its shapes)
         ──▶ does it write every element once ──▶ are its files there ──▶ all ranks agree ──▶ read
 
-Everything before the last arrow is planning, from metadata and DCP's plan alone. DCP gathers the plans of all ranks,
-with their exceptions, before any rank reads or writes: an error on one rank is one on all, and then nothing has changed
-on any. No collective is added. Optimizer state is recognised by the ``param_groups`` beside it, below whatever prefix.
+Before the last arrow, all is planning. DCP gathers the plans of all ranks, with their exceptions, before any rank reads
+or writes: an error on one rank is one on all, and then nothing has changed on any. No collective is added.
 """
 
 import copy
@@ -42,9 +41,7 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
-
-LEFT = "_fsdp_offload_left"
-"""Attribute of state without elements on this rank, whose version tells of no load: the last one has left it."""
+LEFT = "_fsdp_offload_left"  # attribute of state without elements on this rank: the last load has left it
 
 
 class Loaded(NamedTuple):
@@ -60,8 +57,8 @@ class Problem(Enum):
 
     MISSING = (
         "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
-        "flatten_optimizer_state_dict? allow_missing=[patterns] leaves such keys as they are. That parameters had no "
-        "state when they were saved in the nested layout, load() alone finds out."
+        "flatten_optimizer_state_dict? allow_missing=[patterns] leaves such keys as they are, and load() takes out "
+        "those of parameters that had no state."
     )
     EXTRA = (
         "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
@@ -85,21 +82,16 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
     elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
-    a load of nothing; checkpoints of PyTorch before 2.4, which kept dicts without tensors as one object, where that
-    matters. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where each rank
-    has one range of the elements.
+    a load of nothing. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where
+    each rank has one range of the elements. State is what has ``param_groups`` beside it, below whatever prefix.
 
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
-    Taken out of the state dict (outermost keys by :func:`load` alone), which then says what the checkpoint says:
-
-    - all state of a parameter that the checkpoint lists in its groups and has no state of: it had none when it was
-      saved. The nested layout lists parameters in values: :func:`load` reads those, and a planner alone refuses;
-    - a missing ``master_param`` of floating point, which the optimizer rebuilds from the parameter; the lower bits of
-      a parameter, kept as integers, cannot be made from it. Such a master may also stay in the checkpoint.
-
-    Other keys that are missing, and may be, stay as they were in the state dict. So do all keys after a refusal.
+    :func:`load` takes out of the state dict all state of parameters that the checkpoint lists in its groups without
+    state, and a missing ``master_param`` of floating point, which the optimizer rebuilds. A planner alone leaves
+    outermost keys in it, and cannot read the lists of the nested layout: it refuses these. Other keys that are missing,
+    and may be, stay as they were. So do all keys after a refusal.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``

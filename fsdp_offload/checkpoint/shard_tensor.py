@@ -6,12 +6,10 @@ no placement describes it; so the local tensor itself brings its chunks, from th
     local memory ──ShardTensor(local, chunks)──▶ with_chunks(like, ...): a DTensor with it inside ──▶ state dict
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
 
-The chunks are a value of the tensor: they go where it goes (``detach``, ``clone``, ``to``, staging, pickling, pointwise
-operations), and a copy's views are of the copy's memory. Results of other operations are plain. Outside a DTensor it
-saves and cannot be loaded: DCP compares its local shape with the global one. Plain FSDP2 shards need none of this.
-
-``CheckpointableTensor`` of torch >= 2.14 is not used: it describes boxes of a local tensor that has as many dimensions
-as the global one, which a flat range has not, and a DTensor does not ask its local tensor for it.
+The chunks go where the tensor goes (``detach``, ``clone``, ``to``, staging, pickling, pointwise operations); results of
+other operations are plain. Outside a DTensor it saves and cannot be loaded: DCP compares its local shape with the
+global one. ``CheckpointableTensor`` of torch >= 2.14 describes boxes of a local tensor with as many dimensions as the
+global one, which a flat range has not, and a DTensor does not ask its local tensor for it.
 """
 
 from collections.abc import Mapping

@@ -5,11 +5,9 @@
     optimizer.state ──names, masters, ragged shards──▶ nested ──▶ flattened      get_optimizer_state_dict
     any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
-Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it where it
-is, without the device and without a collective.
-
-What torch's own functions do otherwise: a KeyError after a forward without backward; a hidden step where there is no
-state; loaded tensors are cast and moved; a load that matched nothing trains from zero.
+Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it there.
+torch's own functions make a hidden step where there is no state, cast and move what is loaded, and train from zero
+after a load that matched nothing.
 """
 
 from collections.abc import Iterable, Mapping

@@ -16,21 +16,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 # Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
+# Methods of a local tensor that says itself which chunks of the global tensor it is.
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
-"""Methods of a local tensor that says itself which chunks of the global tensor it is."""
-
-
+# Neither gloo nor NCCL carries these dtypes: the remainders of masters, ours and Transformer Engine's, are int16.
+_NOT_CARRIED = {torch.int16, torch.uint16}
+# Attribute of a parameter that lives on the host: the DTensor through which it is written there (homed.py).
 STAND_IN = "_fsdp_offload_stand_in"
-"""Attribute of a parameter that lives on the host: the DTensor through which it is written there (:mod:`homed`)."""
+# The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute.
+LOCAL: Any = DTensor._local_tensor
 
 
 def is_dtensor(tensor: object) -> bool:
     """Return whether ``tensor`` is sharded or replicated over a device mesh."""
     return isinstance(tensor, DTensor)
-
-
-LOCAL: Any = DTensor._local_tensor
-"""The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -78,12 +76,8 @@ def _spec_for(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
     return dataclasses.replace(like._spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
-_NOT_CARRIED = {torch.int16, torch.uint16}
-"""Dtypes that neither gloo nor NCCL carries: the remainders of masters, ours and Transformer Engine's, are int16."""
-
-
 class _GatheredByBits(DTensor):
-    """A DTensor of such a dtype: collectives get its bits as bfloat16, which they move and do not look at."""
+    """A DTensor of a dtype that is not carried: collectives move its bits as bfloat16, and do not look at them."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As DTensor's."""

@@ -39,6 +39,7 @@ class Watcher(Protocol):
         """Their memory is given to somebody who may write it at any time, and nobody is told."""
 
 
+# Names of functions whose results share no memory with what they are given.
 _READS = frozenset(
     {
         *("_foreach_norm", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_abs"),
@@ -46,8 +47,6 @@ _READS = frozenset(
         *("any", "all", "count_nonzero", "item", "tolist", "equal", "dot", "clone", "__repr__"),
     }
 )
-"""Names of functions whose results share no memory with what they are given."""
-
 _WATCHER = "_fsdp_offload_watcher"
 
 

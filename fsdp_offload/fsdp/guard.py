@@ -12,15 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-_METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}
-"""Methods of DTensor that are no torch functions."""
-
+_METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}  # of DTensor, which are no torch functions
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag", "_base"}
 _GRADIENT = {"grad", "_grad"}
 _SETTABLE = {"requires_grad"}
-
-_GUARDS: dict[type[Tensor], "Guard"] = {}
-"""The guard of each class that one has derived."""
+_GUARDS: dict[type[Tensor], "Guard"] = {}  # of each class that one has derived
 
 
 @functools.cache

@@ -26,8 +26,7 @@ from .guard import Guard
 
 _WAIT = "_fsdp_offload_wait"
 _USES = "_fsdp_offload_uses"
-_COMMUNICATES = {"full_tensor", "redistribute"}
-"""Methods of DTensor that an accelerator's backend can only do with memory of the accelerator."""
+_COMMUNICATES = {"full_tensor", "redistribute"}  # an accelerator's backend can do them only with memory of its own
 
 
 class _Homed(Guard):
@@ -240,8 +239,7 @@ _HOW = (
     "its parameters live on the host and stream through the device (OffloadPolicy(parameters=True)). Do it before "
     "offload_optimizer(), or call remove_offload() first. No parameter has been changed."
 )
-_KEPT_FOR = "_fsdp_offload_kept_for"
-"""Attribute of a parameter that is not to be converted, as long as the engine is there to which it refers weakly."""
+_KEPT_FOR = "_fsdp_offload_kept_for"  # attribute of a parameter: the engine because of which it is not converted
 
 
 def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> Callable[[], None]:

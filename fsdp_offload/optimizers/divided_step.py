@@ -21,14 +21,9 @@ from ..state.layout import tensors_in
 from ..state.store import UserState
 from .capabilities import Capabilities
 
-ENGINE_ATTRIBUTE = "_offload_engine"
-"""Where an offloaded optimizer keeps its engine; never copied to a shadow, which would be a reference cycle."""
-
-_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})
-
-_SCHEDULED = frozenset({"lr", "betas"})
-"""Entries of param groups that schedulers write, perhaps into tensors, and that optimizers of torch only read."""
-
+ENGINE_ATTRIBUTE = "_offload_engine"  # of an offloaded optimizer
+_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})  # of which a shadow has no copy
+_SCHEDULED = frozenset({"lr", "betas"})  # entries that schedulers write, perhaps into tensors; torch only reads them
 _SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
 
 

@@ -18,8 +18,6 @@ from .capabilities import Capabilities
 from .divided_step import DividedStep, entries_of, instance_attributes
 
 LayoutKey = tuple[tuple[str, str], ...]
-"""Of a param group: see :func:`layout_key`."""
-
 _NO_SWITCHES = frozenset({"params", "param_names", "train_mode"})
 
 

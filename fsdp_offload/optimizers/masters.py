@@ -33,16 +33,10 @@ from .divided_step import DividedStep
 
 logger = logging.getLogger(__name__)
 
-MasterKind = Literal["remainder", "fp32"]
-"""What ``add_masters`` keeps: the lower 16 bits of a master in int16, or all of it."""
-
+MasterKind = Literal["remainder", "fp32"]  # what is kept: the lower 16 bits of a master in int16, or all of it
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-MASTER = "master_param"
-"""The name under which Transformer Engine's FusedAdam and Megatron-LM keep it in ``optimizer.state[param]``."""
-
-_OPEN_NUMEL = 1 << 26
-"""Open so many elements together at most: an open remainder takes 8 bytes each, for the master and the gradient."""
+MASTER = "master_param"  # also the name in the state of Transformer Engine's FusedAdam and in Megatron-LM
+_OPEN_NUMEL = 1 << 26  # open together at most: a remainder takes 8 bytes for its open master and its gradient
 
 
 def has_master(param: Tensor) -> bool:

@@ -32,9 +32,7 @@ from ..state.store import UserState
 from .capabilities import Capabilities, Conventions, LogicalStep
 from .masters import LOW_PRECISION, MASTER
 
-OLDEST = (2, 18)
-"""Before it, empty local shards, which fully_shard makes, were updated out of bounds or not at all."""
-
+OLDEST = (2, 18)  # before it, empty local shards, as fully_shard makes, were updated out of bounds or not at all
 _with_unread_masters: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
