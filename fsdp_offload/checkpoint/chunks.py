@@ -186,8 +186,7 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
             f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
-            "fsdp_offload.checkpoint.with_parameter_chunks gives values of a state_dict() what their parameters know; "
-            "Megatron's update_uneven_dtensor_chunk_metadata and with_chunks say it of one tensor"
+            "with_parameter_chunks says it of a state_dict(), with_chunks of one tensor (fsdp_offload.checkpoint)"
         )
     return placed
 

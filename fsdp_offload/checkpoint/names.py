@@ -155,9 +155,8 @@ def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> 
     if lacking:
         raise ValueError(
             f"{lacking[0]} and {len(lacking) - 1} other parameters of experts are on a mesh that is not all ranks: "
-            "another rank may have other experts under these names, and a checkpoint would keep those of one rank. "
-            "Give experts=Experts.of_rank(expert_parallel_rank, num_local_experts), which numbers them globally, or "
-            "experts=Experts(0, num_experts) if their numbers are global already."
+            "a checkpoint would keep those that one rank has under these names. Give experts=Experts.of_rank("
+            "expert_parallel_rank, num_local_experts), or Experts(0, num_experts) if their numbers are global already."
         )
 
 

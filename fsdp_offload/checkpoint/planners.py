@@ -65,9 +65,7 @@ class Problem(Enum):
         "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
     )
     KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
-    DTYPE = (
-        "of another dtype than in the checkpoint, and would be cast: {}. Cast on purpose with allow_cast=[patterns]."
-    )
+    DTYPE = "of another dtype than in the checkpoint: {}. Cast them on purpose with allow_cast=[patterns]."
     DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
     OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
     HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
@@ -319,8 +317,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         if wrong:
             raise ValueError(
                 f"nothing has been written: DCP would save {len(wrong)} tensors as other parts than they are: "
-                f"{listed(wrong)}. Save what carries its chunks: get_optimizer_state_dict, and for values of a model's "
-                "state_dict() fsdp_offload.checkpoint.with_parameter_chunks"
+                f"{listed(wrong)}. get_optimizer_state_dict and with_parameter_chunks(model, state_dict) say which"
             )
         dtensors = {key: value for key, value in self.state_dict.items() if self.keeps_one_chunk and is_dtensor(value)}
         ragged = [key for key, value in dtensors.items() if len(chunks_of(value).chunks) > 1]

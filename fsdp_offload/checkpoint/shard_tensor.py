@@ -114,9 +114,8 @@ class ShardTensor(Tensor):
     ) -> Any:
         if func is _aten.copy_.default and not isinstance(args[0], ShardTensor):
             raise RuntimeError(
-                "a ShardTensor is being copied into a plain tensor, which would lose its chunks and, saved in its "
-                "place, make a checkpoint that cannot be loaded. If this is staging for an asynchronous save, use "
-                "torch's DefaultStager; to copy the bare data, copy from its `local`"
+                "a ShardTensor is being copied into a plain tensor, which would lose its chunks. To stage it for an "
+                "asynchronous save, use torch's DefaultStager; to copy the bare data, copy from its `local`"
             )
         bare_args, bare_kwargs = tree_map_only(ShardTensor, lambda one: one.local, (args, kwargs or {}))
         result = func(*bare_args, **bare_kwargs)

@@ -192,9 +192,9 @@ def _as_loaded(param: Tensor, value: Any) -> Any:
         own, carried = chunks_of(param), chunks_of(value)
         if (own.global_shape, own.rectangles) != (carried.global_shape, carried.rectangles):
             raise ValueError(
-                f"set_optimizer_state_dict: state of shape {carried.global_shape} has {carried.rectangles} on this "
-                f"rank, and its parameter of shape {own.global_shape} has {own.rectangles}. Load the checkpoint into "
-                "what get_optimizer_state_dict(for_load=True) gives: that reshards."
+                f"set_optimizer_state_dict: state has {carried.rectangles} of {carried.global_shape} on this rank, and "
+                f"its parameter {own.rectangles} of {own.global_shape}. To reshard, load into what "
+                "get_optimizer_state_dict(for_load=True) gives."
             )
     return over_local(param, memory_of(value).view(local_shard(param).shape))
 
@@ -290,8 +290,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             if required:
                 raise ValueError(
                     f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
-                    f"{sorted(filter(filled.get, filled))} was. The checkpoint lacks it; load it, or take {fqn} out of "
-                    "the state dict."
+                    f"{sorted(filter(filled.get, filled))} was. Load all of it, or take {fqn} out of the state dict."
                 )
             # A master that the checkpoint lacks is made anew from the parameter.
             state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}

@@ -25,17 +25,12 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
         # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
         module.reshard()
     for group in _param_groups(model):
-        _follow_modules(group)
+        # As the first forward, yet to come, takes up parameters that transformers put there since fully_shard.
+        if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
+            for one in group.fsdp_params:
+                if getattr(one._module_info.module, one._module_info.param_name) is not one.sharded_param:
+                    one.reset_sharded_param()
     return {param: name for name, param in model.named_parameters()}
-
-
-def _follow_modules(group: Any) -> None:
-    """Take up parameters that transformers put there since ``fully_shard``, as the first forward does, yet to come."""
-    if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
-        for one in group.fsdp_params:
-            info = one._module_info
-            if getattr(info.module, info.param_name) is not one.sharded_param:
-                one.reset_sharded_param()
 
 
 def parameters_of(model: nn.Module) -> set[Tensor]:
@@ -283,7 +278,6 @@ class LeftBehind:
 _USES = ("_before_gather", "_before_use", "_before_reduce", "_before_state_dict")
 _DROPPED = (
     "the optimizer was dropped (garbage collected) behind a backward that had updated parameters "
-    "(OffloadPolicy(overlap='iteration')), before step() or before zero_grad(): gradients are gone, and without step() "
-    "the parameters are half updated. Keep the optimizer until both have been called. To go on with this model, load "
-    "its weights (model.load_state_dict()) and clear its gradients (model.zero_grad())."
+    "(OffloadPolicy(overlap='iteration')), before step() or before zero_grad(): gradients are gone, or parameters half "
+    "updated. To go on with this model, call model.load_state_dict() and model.zero_grad()."
 )

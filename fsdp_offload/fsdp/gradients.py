@@ -151,15 +151,13 @@ def _put_local(tensor: Tensor, local: Tensor) -> None:
 # Spent gradients ------------------------------------------------------------------------------------------------------
 
 USED_UP = (
-    "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')), and whatever is done with it "
-    "before step() comes too late. A loop that clips has to call fsdp_offload.clip_grad_norm_(optimizer, max_norm) "
-    "from the first step on, and needs room for all gradients, so that updates can be taken back. A loop that does "
-    "anything else with gradients has to use overlap='forward'."
+    "this gradient was used in the backward already (OffloadPolicy(overlap='iteration')). A loop that clips has to "
+    "call fsdp_offload.clip_grad_norm_(optimizer, max_norm) from the first step on, and needs room for all gradients. "
+    "A loop that does anything else with gradients has to use overlap='forward'."
 )
 _FREED_UP = (
     "this gradient was used in the backward and freed (OffloadPolicy(parameters=True, overlap='iteration')). Call "
-    "zero_grad() after each step(); a loop that looks at gradients, or goes on adding to them, has to use "
-    "overlap='forward'."
+    "zero_grad() after each step(), or use overlap='forward' to look at gradients or go on adding to them."
 )
 
 

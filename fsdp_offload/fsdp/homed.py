@@ -136,9 +136,8 @@ def _stand_in_for(param: Tensor, func: Any) -> Tensor:
 
 def _refuse_gradient(gradient: Tensor) -> None:
     raise RuntimeError(
-        "a loss depends on a parameter past the modules that fully_shard gathers (a penalty on the weights?), and it "
-        "lives on the host (OffloadPolicy(parameters=True)), where autograd cannot follow. Compute that within the "
-        "forward of the module whose parameter it is, or in the optimizer (weight_decay)."
+        "a loss depends on a parameter that lives on the host (OffloadPolicy(parameters=True)), where autograd cannot "
+        "follow: a penalty on the weights? Compute it in the forward of its module, or in the optimizer (weight_decay)."
     )
 
 

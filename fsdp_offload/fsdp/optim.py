@@ -23,9 +23,8 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
         return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
     if isinstance(grad, SpentGradient):
         return (
-            "its gradient was used in the backward before the last step() and freed (OffloadPolicy(parameters=True, "
-            "overlap='iteration')); call zero_grad() after each step(), and use overlap='forward' to step with the "
-            "same gradients again"
+            "its gradient was used in the backward before the last step() and freed (parameters=True, "
+            "overlap='iteration'); call zero_grad() after each step(), or use overlap='forward' to step with it again"
         )
     if local_shard(grad).layout != torch.strided:
         return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"

@@ -93,8 +93,7 @@ class Layouts:
         except Exception as error:
             raise ValueError(
                 f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
-                f"{tuple(local.shape)}, {local.dtype}) failed, so what it keeps is not known "
-                f"({type(error).__name__}: {error})."
+                f"{tuple(local.shape)}, {local.dtype}) failed ({type(error).__name__}: {error})."
             ) from error
         if self.capabilities.known:  # any other may look at anything that is true of a parameter
             self._learnt[key] = layout

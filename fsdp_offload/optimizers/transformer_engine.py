@@ -144,8 +144,8 @@ class FusedAdamConventions(Conventions):
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].to(device)  # a checkpoint may have brought it to the host
             # A group is counted by the flag that the group before it has left.
-            step = torch.zeros_like(now) if "step" not in group else group["step"].to(device)
-            ends.append(step + 1 if "step" not in group else step + (now != 1).to(torch.int))
+            is_first = "step" not in group
+            ends.append(torch.ones_like(now) if is_first else group["step"].to(device) + (now != 1).to(torch.int))
             if group["params"]:
                 now.copy_(found_inf)
 
@@ -191,13 +191,12 @@ class FusedAdamConventions(Conventions):
         found = dict(saved)
         for name in homes.keys() & saved.keys():
             local, dtype = local_shard(saved[name]).detach(), self._dtypes.get(name, torch.float32)
-            if local.dtype is torch.int16 or dtype is torch.float32:
-                pass
-            elif dtype is torch.bfloat16:
+            is_scaled = local.dtype is not torch.int16 and dtype is not torch.float32
+            if is_scaled and dtype is torch.bfloat16:
                 scale = torch.ones([1], dtype=torch.float32, device=param.device)
                 optimizer._scales.setdefault(param, {}).setdefault(name, scale)
                 local = local.bfloat16()
-            else:
+            elif is_scaled:
                 bare = _bare(optimizer)
                 # A copy: fp16 is scaled in place.
                 bare.set_scaled_state(param, name, local.to(param.device, torch.float32, copy=True))

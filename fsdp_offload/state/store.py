@@ -191,9 +191,8 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         wanted, got = forms_of(shard.homes[name]), forms_of(value)
         if got != wanted:
             raise ValueError(
-                f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. State is "
-                "neither cast nor resized; put a tensor of that shape and dtype there, or delete the entry. Nothing "
-                "has been changed."
+                f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. Put a tensor of "
+                "that shape and dtype there, or delete the entry. Nothing has been changed."
             )
     overwritten = {leaf.data_ptr() for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name]} - {0}
     copies: list[tuple[Tensor, Tensor]] = []
