@@ -57,10 +57,9 @@ class ArenaStager(AsyncStager):
     the state (as many bytes as the state has), or the first step during a save waits for its end.
 
     One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
-    place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict that did not come from
-    ``get_optimizer_state_dict(for_load=True)``) spoils the file, and is an error when the save has ended: in the next
-    step, the next save or :meth:`close`, and in the log at once. ``AsyncCheckpointerType.PROCESS`` is refused, with a
-    TypeError in its future: give that torch's ``DefaultStager``.
+    place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict without ``for_load=True``)
+    spoils the file, and is an error in the next step, the next save or :meth:`close`, and in the log at once.
+    ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's ``DefaultStager``.
 
     Args:
         optimizers: offloaded optimizers; none is fine, everything is copied then.

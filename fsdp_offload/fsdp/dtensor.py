@@ -154,11 +154,7 @@ def is_host_offloaded(param: Tensor) -> bool:
 
 
 def split_factor(placement: object) -> int:
-    """The blocks in each of which a rank has a part; 1 for a plain ``Shard``.
-
-    Raises:
-        TypeError: a placement of a kind that is neither.
-    """
+    """The blocks in each of which a rank has a part: 1 for a plain ``Shard``; a TypeError for other placements."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     if isinstance(placement, Shard):

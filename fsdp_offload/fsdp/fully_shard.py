@@ -114,18 +114,12 @@ def wait_for_updates(model: nn.Module) -> None:
 class Points(NamedTuple):
     """Functions to call at the points of an iteration. A stream is ``None`` where it is the current one."""
 
-    before_gather: Callable[[torch.Stream | None], None]
-    """The parameters are about to be read on this stream."""
-    before_use: Callable[[bool], None]
-    """The current stream is about to use them gathered; told whether in a backward."""
-    before_reduce: Callable[[], None]
-    """Gradients are about to be reduced; not called where there are none."""
-    reduced: Callable[[object], None]
-    """Gradients have been reduced, once this event (of torch, or ``None`` on the CPU) has passed."""
-    before_read: Callable[[torch.Stream | None, bool], None]
-    """The shards are about to be read on this stream; told whether for a backward."""
-    after_read: Callable[[torch.Stream | None], None]
-    """The reads have been issued there."""
+    before_gather: Callable[[torch.Stream | None], None]  # the parameters are about to be read on this stream
+    before_use: Callable[[bool], None]  # the current stream is about to use them gathered; whether in a backward
+    before_reduce: Callable[[], None]  # gradients are about to be reduced; not called where there are none
+    reduced: Callable[[object], None]  # they have been once this event (of torch, or ``None`` on the CPU) has passed
+    before_read: Callable[[torch.Stream | None, bool], None]  # the shards are about to be; whether for a backward
+    after_read: Callable[[torch.Stream | None], None]  # the reads have been issued there
 
 
 class ShardingGroup:

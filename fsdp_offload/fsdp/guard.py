@@ -25,14 +25,7 @@ def _guards_of(cls: type) -> list["Guard"]:
 
 
 class Guard:
-    """One reason for which tensors must not be used: whoever computes with one, or saves it, is told so.
-
-    Args:
-        name: becomes part of the class name that the tensors have meanwhile.
-        message: of the error; ``{what}`` is the name of the function that was called.
-        lets_gradients: whether ``.grad`` may still be read and set.
-        attributes: those that may be used and are used often: they are made as fast as without a guard.
-    """
+    """One reason for which tensors must not be used: computing with one, or saving it, raises."""
 
     methods = frozenset(
         {
@@ -44,8 +37,9 @@ class Guard:
     """What a tensor knows without its values."""
 
     def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
-        self.name = name
-        self.message = message
+        """``lets_gradients``: ``.grad`` may be read and set. ``attributes`` may be used, as fast as without a guard."""
+        self.name = name  # a part of the class name that the tensors have meanwhile
+        self.message = message  # of the error; ``{what}`` is the function that was called
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
         self._setters = _SETTABLE | _GRADIENT if lets_gradients else _SETTABLE
         self._attributes = tuple(attributes)

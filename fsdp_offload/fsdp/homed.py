@@ -145,13 +145,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 class ShardedParameter:
-    """One parameter of one group of ``fully_shard``.
-
-    Attributes:
-        device: that on which it is gathered.
-        padded_numel: elements that a gather reads on this rank.
-        wait: called before host memory of a parameter is used: it may still be written.
-    """
+    """One parameter of one group of ``fully_shard``."""
 
     def __init__(self, fsdp_param: Any) -> None:
         """Take FSDP's own record of it; a NotImplementedError where torch keeps the shard in another way."""
@@ -162,9 +156,9 @@ class ShardedParameter:
                 "host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
-        self.wait: Callable[[Tensor], None] = lambda param: None
-        self.device: torch.device = fsdp_param.device
-        self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()
+        self.wait: Callable[[Tensor], None] = lambda param: None  # before host memory is used: it may be written
+        self.device: torch.device = fsdp_param.device  # on which it is gathered
+        self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()  # that a gather reads on this rank
 
     @property
     def param(self) -> Tensor:

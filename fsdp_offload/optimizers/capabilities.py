@@ -95,13 +95,8 @@ class Capabilities:
     refusal: str = ""  # why this class cannot be offloaded at all
     refuses_dtensor: str = ""  # why it cannot be offloaded with sharded parameters
     known: bool = True  # a table that was tested says how the class may be divided
-    trusted: bool = False  # the user says so, of a class that no table knows
+    moves_whole: bool = False  # nobody has said so: all state is loaded, stepped plainly, and stored
     conventions: Conventions = field(default_factory=Conventions)
-
-    @property
-    def moves_whole(self) -> bool:
-        """Whether nobody has said how its step may be divided: all state is loaded, stepped plainly, and stored."""
-        return not (self.known or self.trusted)
 
     def host_options(self, group: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, Any]:
         """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.
@@ -172,7 +167,7 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
     row = row_of(cls)
     if row is None or row.library != "torch" or row.verdict == "mixed":
         if not trust:
-            return Capabilities(known=False)
+            return Capabilities(known=False, moves_whole=True)
         if row is not None and row.verdict == "mixed":
             raise ValueError(
                 f"trust_separable=True: what the step of {cls.__name__} writes to a parameter depends on others, says "
@@ -180,7 +175,7 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
             )
         of_elements = row is None or row.verdict == "elementwise"
         cuttable = _cuttable(()) if of_elements else frozenset()
-        return Capabilities(known=False, trusted=True, elementwise=of_elements, cuttable=cuttable)
+        return Capabilities(known=False, elementwise=of_elements, cuttable=cuttable)
     elementwise = row.verdict == "elementwise"
     return Capabilities(
         elementwise=elementwise,

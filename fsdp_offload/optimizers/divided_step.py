@@ -28,14 +28,7 @@ _SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for 
 
 
 class DividedStep:
-    """One logical step of an optimizer, and what it changes in param groups and attributes, in however many buckets.
-
-    Attributes:
-        conventions: of the class.
-        copies: of values that somebody may write before updates on other streams have read them; kept until then.
-        by_param: attributes that are dicts with parameters as keys.
-        unvisited: numbers of groups that no bucket has had parameters of.
-    """
+    """One logical step of an optimizer, and what it changes in param groups and attributes, in however many buckets."""
 
     def __init__(
         self,
@@ -61,14 +54,14 @@ class DividedStep:
         self._attributes = instance_attributes(optimizer)
         scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
         self._attributes |= scaler
+        # Somebody may write the originals before updates on other streams have read the copies; kept until then.
         self.copies = tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler])
-        self.by_param: dict[str, dict[Tensor, Any]] = {
-            name: self._attributes[name] for name in self.conventions.attributes_by_param
-        }
+        by_param = self.conventions.attributes_by_param
+        self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._unwatched = {*self._step.attributes(), *self.by_param, *scaler}
         self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
         self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
-        self.unvisited = set(range(len(self._groups)))
+        self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
 
     def run(
         self,
@@ -76,15 +69,11 @@ class DividedStep:
         state: Mapping[Tensor, UserState],
         by_param: Mapping[str, dict[Tensor, Any]] | None = None,
     ) -> dict[Tensor, UserState]:
-        """Run the plain step of the class on ``params``, and note what it changes beside them and their state.
+        """Run the plain step of the class on ``params``, by numbers of groups; returns their ``state`` after it.
 
-        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes.
-
-        Args:
-            params: by the numbers of their groups. The step sees no other groups: a plain one does not see its groups
-                emptied, and some classes fail on that.
-            state: of them. Returned is the state after it.
-            by_param: what these attributes hold instead; what the step adds is found there.
+        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes, and with
+        no other groups, as some classes fail on empty ones. What it changes beside state is noted; what it adds to
+        attributes ``by_param``, which stand for its own, is found there.
 
         Raises:
             RuntimeError: a change differs from that of an earlier bucket of the same step, or state is no parameter's.

@@ -42,19 +42,13 @@ def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> Layou
 
 
 class Layouts:
-    """Learns the state layouts of one optimizer, once for equal parameters in equal groups.
-
-    Attributes:
-        capabilities: of its class.
-        counters: entries of param groups that its own step changes.
-        staying: of a class that moves as a whole, by their ``id``: values that have to stay where they are.
-    """
+    """Learns the state layouts of one optimizer, once for equal parameters in equal groups."""
 
     def __init__(self, cls: type[Optimizer], capabilities: Capabilities) -> None:
         self.capabilities = capabilities
         self._cls = cls
-        self.counters: set[str] = set()
-        self.staying: frozenset[int] = frozenset()
+        self.counters: set[str] = set()  # entries of param groups that its own step changes
+        self.staying: frozenset[int] = frozenset()  # of a class that moves as a whole: values that stay, by ``id``
         self._new_entries = dict(capabilities.conventions.group_counters)  # as a first step leaves them
         self._learnt: dict[Any, StateLayout] = {}
 
@@ -76,10 +70,7 @@ class Layouts:
         """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
 
         Classes whose state looks like the parameter are run on a few elements, others on a scratch tensor like
-        ``param``, with its sharding. Of a class that moves as a whole nothing is known before it has made state.
-
-        Raises:
-            ValueError: its step fails on scratch tensors.
+        ``param``, with its sharding; a ValueError if that fails. Of a class that moves as a whole nothing is known.
         """
         if self.capabilities.moves_whole:
             return StateLayout({})

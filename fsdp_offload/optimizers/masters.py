@@ -63,11 +63,7 @@ def let_weights_win(param: Tensor, master: Tensor) -> None:
 
 
 def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what is kept under ``master_param``.
-
-    Raises:
-        ValueError: the master of such a parameter has no remainder.
-    """
+    """Return the dtype of what is kept under ``master_param``; a ValueError where masters have no remainders."""
     if kind == "fp32":
         return torch.float32
     if param_dtype is not torch.bfloat16:

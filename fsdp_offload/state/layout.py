@@ -35,12 +35,7 @@ class ValueLayout:
 
     leaves: tuple[LeafLayout, ...]
     type: type[Tensor]
-    _build: _Build
-
-    def build(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The value over ``leaves``, without a copy."""
-        value: Tensor = self._build(iter(leaves))
-        return value
+    build: Callable[[Sequence[Tensor]], Tensor]  # over leaves, without a copy
 
 
 class NotUnderstoodError(TypeError):
@@ -48,14 +43,10 @@ class NotUnderstoodError(TypeError):
 
 
 def describe_value(value: Tensor) -> ValueLayout:
-    """Describe the layout of ``value``.
-
-    Raises:
-        NotUnderstoodError: some part of it is not a dense tensor.
-    """
+    """Describe the layout of ``value``; a NotUnderstoodError if some part of it is not a dense tensor."""
     leaves: list[LeafLayout] = []
     build = _describe(value, leaves)
-    return ValueLayout(tuple(leaves), type(value), build)
+    return ValueLayout(tuple(leaves), type(value), lambda parts: build(iter(parts)))
 
 
 def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
@@ -118,17 +109,11 @@ def tensors_in(value: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout of the state that an optimizer keeps for one parameter, once it has created it.
+    """Layout of the state that an optimizer keeps for one parameter, once it has created it."""
 
-    Attributes:
-        values: the tensors that are moved, by name, in the optimizer's order.
-        scalars: names of what stays where the optimizer put it (0-dim tensors, numbers), each with an example.
-        left_out: names of tensors that are not understood and stay on the device.
-    """
-
-    values: dict[str, ValueLayout]
-    scalars: dict[str, object] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    values: dict[str, ValueLayout]  # the tensors that are moved, by name, in the optimizer's order
+    scalars: dict[str, object] = field(default_factory=dict)  # examples of what stays: 0-dim tensors, numbers
+    left_out: tuple[str, ...] = ()  # names of tensors that are not understood and stay on the device
 
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:

@@ -33,21 +33,13 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class Home:
-    """Memory for one parameter's state.
+    """Memory for one parameter's state."""
 
-    Attributes:
-        leaves: dense tensors over it, by state name.
-        values: what ``optimizer.state[param]`` holds for each name, over ``leaves``.
-        weights: the parameter's local shard, where this is the home of a parameter and of no state.
-        stand_in: the DTensor over ``weights`` that counts writes through the parameter, once it has lived there.
-        readers: whoever was given it to read; some of them may have finished.
-    """
-
-    leaves: dict[str, list[Tensor]]
-    values: dict[str, Tensor]
-    weights: Tensor | None = None
-    stand_in: Tensor | None = None
-    readers: list[Reader] = field(default_factory=list)
+    leaves: dict[str, list[Tensor]]  # dense tensors over it, by state name
+    values: dict[str, Tensor]  # what ``optimizer.state[param]`` holds for each name, over ``leaves``
+    weights: Tensor | None = None  # the parameter's local shard, where this is the home of a parameter and of no state
+    stand_in: Tensor | None = None  # the DTensor over that which counts writes through the parameter
+    readers: list[Reader] = field(default_factory=list)  # some of them may have finished
 
     def all_leaves(self) -> Iterator[Tensor]:
         """The dense tensors over it."""
@@ -71,15 +63,10 @@ class Home:
 
 @dataclass(eq=False)
 class Housed(ABC):
-    """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter.
+    """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter."""
 
-    Attributes:
-        places: its home, and a spare one if there is room for it.
-        side: which of ``places`` is the home now.
-    """
-
-    places: list[Home] = field(default_factory=list, kw_only=True)
-    side: int = field(default=0, kw_only=True)
+    places: list[Home] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
+    side: int = field(default=0, kw_only=True)  # which of them is the home now
 
     @property
     def home(self) -> Home:
@@ -107,29 +94,17 @@ class Housed(ABC):
 
 @dataclass(eq=False)
 class StateShard(Housed):
-    """One parameter's state on this rank.
+    """One parameter's state on this rank."""
 
-    Attributes:
-        param: the optimizer's parameter, a key of ``optimizer.state``.
-        name: FQN, or the place in ``param_groups``; for messages.
-        on_locals: the optimizer runs on this rank's local tensors; otherwise it sees ``param`` itself.
-        cuttable: it may be updated in flat ranges.
-        layout: names, shapes and dtypes, learnt before the state exists.
-        group: which of ``optimizer.param_groups`` the parameter is in.
-        together: only state of one number shares buckets: parameters whose gradients are final at the same time.
-        on_host: it is updated on the host, in its home.
-        existed: there has been state, whose dtypes are what they are from then on.
-    """
-
-    param: Tensor
-    name: str
-    on_locals: bool
-    cuttable: bool
-    layout: StateLayout
-    group: int
-    together: int = 0
-    on_host: bool = False
-    existed: bool = False
+    param: Tensor  # the optimizer's, a key of ``optimizer.state``
+    name: str  # FQN, or the place in ``param_groups``; for messages
+    on_locals: bool  # the optimizer runs on this rank's local tensors; otherwise it sees ``param`` itself
+    cuttable: bool  # it may be updated in flat ranges
+    layout: StateLayout  # learnt before the state exists
+    group: int  # which of ``optimizer.param_groups`` the parameter is in
+    together: int = 0  # only state of one number shares buckets: gradients that are final at the same time
+    on_host: bool = False  # it is updated on the host, in its home
+    existed: bool = False  # there has been state, whose dtypes are what they are from then on
     buckets: list[int] = field(default_factory=list)
 
     @property

@@ -114,16 +114,12 @@ def _waiting(method: Callable[..., Any]) -> Any:
 
 
 class OffloadedState(defaultdict[Tensor, UserState]):
-    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date.
-
-    Attributes:
-        offered: tensors that were handed out to load into, by address (``checkpoint/state_dict.py``).
-    """
+    """``optimizer.state`` of an offloaded optimizer: looking at a value waits until its home is up to date."""
 
     def __init__(self, engine: Any, items: Mapping[Tensor, UserState]) -> None:
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
-        self.offered: dict[int, Any] = {}
+        self.offered: dict[int, Any] = {}  # what was handed out to load into, by address (checkpoint/state_dict.py)
 
     @property
     def unwaited(self) -> StateStore:
