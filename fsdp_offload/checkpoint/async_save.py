@@ -288,6 +288,4 @@ class StagedDict(dict[str, Any]):
         return handed.items()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "ArenaStager lends memory of this process: use AsyncCheckpointerType.THREAD, or torch's DefaultStager."
-        )
+        raise TypeError("ArenaStager lends memory of this process: use AsyncCheckpointerType.THREAD, or DefaultStager")

@@ -194,9 +194,7 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
 def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
     """The elements of one rectangle that are in ``flat_range``; nothing of nothing."""
     if len(part.chunks) > 1:
-        raise ValueError(
-            f"a flat range is taken of one rectangle; this part has {len(part.chunks)}. Give the global shape instead"
-        )
+        raise ValueError(f"a flat range is taken of one rectangle, and this part of a tensor has {len(part.chunks)}")
     if isinstance(flat_range, slice):
         if flat_range.start is None or flat_range.stop is None or flat_range.step not in (None, 1):
             raise ValueError(f"a flat range has a start, a stop and no step, got {flat_range}")

@@ -79,9 +79,7 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     groups = state_dict.get("param_groups")
     entries = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
-        entries = {
-            fqn: {n: v for n, v in group.items() if n != "params"} for group in groups for fqn in group["params"]
-        }
+        entries = {fqn: {n: v for n, v in of.items() if n != "params"} for of in groups for fqn in of["params"]}
     if isinstance(state_dict.get("state"), Mapping) and isinstance(entries, Mapping):
         return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in (state_dict["state"], entries)))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]

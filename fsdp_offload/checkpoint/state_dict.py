@@ -65,9 +65,7 @@ def get_optimizer_state_dict(
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
     if for_load and cpu_offload:
-        raise ValueError(
-            "get_optimizer_state_dict: with for_load=True, leave out cpu_offload=True: copies never arrive"
-        )
+        raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
         raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
     fqns = fqns_of(model, experts)

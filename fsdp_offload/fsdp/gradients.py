@@ -87,10 +87,8 @@ class _Watch(Guard):
         return made
 
 
-# Without a name, the derived classes have that of the class they are derived from.
-_WATCH = _Watch(
-    "", "", lets_gradients=True, attributes=("grad", "_version", "device", "dtype", "requires_grad", "shape")
-)
+_OFTEN = ("grad", "_version", "device", "dtype", "requires_grad", "shape")
+_WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class keeps its name
 
 
 def watch(tensor: Tensor, watcher: Watcher) -> None:

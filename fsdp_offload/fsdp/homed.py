@@ -308,6 +308,4 @@ def _refuse_assign(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: object
 ) -> None:
     if local_metadata.get("assign_to_params_buffers") and any(map(_is_kept, module.parameters())):
-        raise RuntimeError(
-            f"load_state_dict(assign=True) cannot put other tensors in the place of {type(module).__name__}'s: {_HOW}"
-        )
+        raise RuntimeError(f"load_state_dict(assign=True) cannot exchange tensors of a {type(module).__name__}: {_HOW}")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from ..fsdp.dtensor import has_inner_tensors
+from ..state.layout import params_of
 from .capabilities import Capabilities, Conventions, capabilities_of
 from .masters import capabilities_with_masters
 from .transformer_engine import capabilities_of_fused_adam, is_fused_adam, keep_unread_masters
@@ -21,9 +22,7 @@ def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabiliti
     capabilities = capabilities_of(plain, trust=trust)
     if plain is not cls:
         capabilities = capabilities_with_masters(capabilities)
-    if capabilities.elementwise and any(
-        has_inner_tensors(p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    if capabilities.elementwise and any(map(has_inner_tensors, params_of(optimizer))):
         # A type of its own may mean anything by a view or a range, and state like it has tensors inside as well: the
         # optimizer sees such parameters whole, as they are.
         return replace(

@@ -41,16 +41,13 @@ class DividedStep:
         """Note where a step with ``kwargs`` starts; ``pinned`` as :attr:`LogicalStep.pinned`, which comes first."""
         self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
         self._step = self.conventions.begin(optimizer, kwargs or {})
-        self._pinned = [
-            {**a, **b} for a, b in itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
-        ]
+        pairs = itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
+        self._pinned = [{**first, **own} for first, own in pairs]
         groups = entries_of(optimizer)
         self._start = tree_flatten(groups)
         self._versions = _versions(self._start[0])
         # Schedulers and a GradScaler may write theirs before the step ends.
-        self._groups = [
-            {name: _own(value) if name in _SCHEDULED else value for name, value in group.items()} for group in groups
-        ]
+        self._groups = [{n: _own(v) if n in _SCHEDULED else v for n, v in group.items()} for group in groups]
         self._attributes = instance_attributes(optimizer)
         scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
         self._attributes |= scaler

@@ -59,10 +59,8 @@ def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
     if hasattr(type(value), "__tensor_flatten__"):
         names, context = _flatten(value)
         inner = {name: _describe(getattr(value, name), leaves) for name in names}
-        cls, shape, stride = cast(Any, type(value)), value.shape, value.stride()
-        return lambda parts: cls.__tensor_unflatten__(
-            {n: build(parts) for n, build in inner.items()}, context, shape, stride
-        )
+        remake, shape, stride = cast(Any, type(value)).__tensor_unflatten__, value.shape, value.stride()
+        return lambda parts: remake({n: build(parts) for n, build in inner.items()}, context, shape, stride)
     if value.layout != torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
         raise NotUnderstoodError(f"{type(value).__name__} with layout {value.layout}")
     meta = torch.empty_like(value, device="meta")  # dense, in the same order of dimensions
