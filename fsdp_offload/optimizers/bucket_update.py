@@ -14,7 +14,7 @@ from typing import TypeGuard
 from torch import Tensor
 
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
-from ..state.layout import leaves_of
+from ..state.layout import forms_of, leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
 from .divided_step import DividedStep
@@ -175,13 +175,13 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
 
 def _fill_slot(bound: BoundRange, name: str, value: Tensor) -> None:
     """Move state that the optimizer has just created (or exchanged for a new tensor) into the slot."""
-    created, slot = leaves_of(value), leaves_of(bound.values[name])
-    is_now, expected = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (created, slot))
+    slot = bound.values[name]
+    is_now, expected = forms_of(value), forms_of(slot)
     if is_now != expected:
         raise RuntimeError(
             f"state {name!r} of {bound.shard.name} was expected as {expected} and is now {is_now}; hyperparameters "
             "that change the layout of the state must be changed before step()."
         )
-    for source, target in zip(created, slot, strict=True):
+    for source, target in zip(leaves_of(value), leaves_of(slot), strict=True):
         if source is not target:
             target.copy_(source)

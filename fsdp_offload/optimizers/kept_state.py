@@ -203,15 +203,10 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _copied(values: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
     """Copy what a step may write. ``copies``: by ``id``, what stands for a value."""
-    copied = {}
-    for name, value in values.items():
+
+    def is_shared(value: Any) -> bool:
         library = type(value).__module__.partition(".")[0]
         of_torch = library == "torch" and not isinstance(value, Tensor | torch.Generator)  # groups of processes, ...
-        if of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType):
-            copied[name] = value
-            continue
-        try:
-            copied[name] = copy.deepcopy(value, copies)
-        except Exception as error:
-            raise ValueError(f"{name} cannot be copied, and a step on scratch tensors might change it") from error
-    return copied
+        return of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType)
+
+    return {name: value if is_shared(value) else copy.deepcopy(value, copies) for name, value in values.items()}
