@@ -48,7 +48,7 @@ def scratch(kind: Any, weights: torch.dtype, grad: torch.dtype) -> MasterRange:
 def test_it_gives_the_bits_of_the_eager_code(
     step: AdamWStep, kind: Any, weights: torch.dtype, grad: torch.dtype
 ) -> None:
-    assert is_exact(step, kind, weights, grad, DEVICE)
+    assert is_exact(step._replace(lr=1e-3), kind, weights, grad, DEVICE)  # as it is tried in training
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 1023, 1024, 1025, 5000])
