@@ -176,7 +176,7 @@ def test_a_shard_order_of_the_mesh_is_followed():
 
 def test_what_has_no_chunks_is_refused():
     for mesh, _ in all_ranks((2,)):
-        with pytest.raises(ValueError, match="this part has 2"):
+        with pytest.raises(ValueError, match="this part of a tensor has 2"):
             chunks_of(dtensor(mesh, (_StridedShard(0, split_factor=2),), (8, 2)), (0, 1))
         with pytest.raises(ValueError, match="Redistribute"):
             chunks_of(dtensor(mesh, (Partial(),), (4,)))

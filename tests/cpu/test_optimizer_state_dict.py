@@ -525,7 +525,7 @@ def test_flat_state_of_the_same_elements_is_taken(mesh: DeviceMesh) -> None:
         chunks = chunks_of((42,), (begin, begin + 40))
         state["state"]["weight"]["exp_avg"] = with_chunks(over_part(weight, values, (42,)), values, chunks)
         if begin == 2:
-            with pytest.raises(ValueError, match=r"state of shape \(42,\) has \[\(\(2,\), \(40,\)\)\] on this rank"):
+            with pytest.raises(ValueError, match=r"state has \[\(\(2,\), \(40,\)\)\] of \(42,\) on this rank"):
                 set_optimizer_state_dict(model, optimizer, state)
             continue
         expected = values.clone()
