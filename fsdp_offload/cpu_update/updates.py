@@ -1,7 +1,7 @@
 """Runs the user's optimizer on the host for its share of the state, which is updated where it lives.
 
-The main thread submits a job for each bucket (:mod:`job`), and waits for it when somebody needs what it makes. Threads
-(:mod:`worker`) bring its gradients and parameters down, update, and bring the parameters up.
+The main thread submits a job for each bucket, and waits for it when somebody needs what it makes. Threads bring its
+gradients and parameters down, update, and bring the parameters up (:mod:`worker`).
 """
 
 import time
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..device.arena import aligned
-from ..device.lanes import Mark
+from ..device.lanes import EventMark, Mark
 from ..device.link import device_link
 from ..fsdp.dtensor import local_shard
 from ..optimizers import Capabilities
@@ -25,30 +25,25 @@ from ..optimizers.bucket_update import BoundRange
 from ..policy import OffloadPolicy
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
-from .job import HostJob, HostStep
-from .worker import host_worker
+from .worker import HostJob, HostStep, host_worker
 
 
 @dataclass(frozen=True, eq=False)
-class CpuMark:
+class CpuMark(Mark):
     """The end of the last update of one bucket, and of the way up of its parameters."""
 
     host: "HostUpdates"
     number: int
 
-    def resolved(self) -> Mark | None:
+    def resolved(self) -> EventMark | None:
         """Block the host until the CPU has updated; returns a mark behind which parameters are new on the device."""
-        return self.host.wait_updated(self.number)
-
-    def elapsed_ms_since(self, earlier: Any) -> float:
-        """Not known: the host's clock has its times."""
-        raise NotImplementedError
+        uploaded = self.host.wait_updated(self.number)
+        return None if uploaded is None else uploaded.resolved()
 
     def synchronize(self) -> None:
         """Block the host until the device has the parameters."""
-        mark = self.resolved()
-        if mark is not None:
-            mark.synchronize()
+        if (uploaded := self.host.wait_updated(self.number)) is not None:
+            uploaded.synchronize()
 
 
 class HostUpdates:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,27 +73,40 @@ def _sizes_of_pieces(numels: tuple[int, ...], piece_bytes: int) -> list[list[int
     return sizes
 
 
-class Mark(Protocol):
+class Mark:
     """A point in a lane that others wait for."""
 
-    def resolved(self) -> "Mark | None":
-        """Return the mark that streams can wait for, if any; the CPU's is known when it has updated."""
+    def resolved(self) -> "EventMark | None":
+        """Return what streams can wait for; ``None``: it has been passed. The CPU's blocks until that is known."""
+        return None
 
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
     def elapsed_ms_since(self, earlier: Any) -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
+        raise NotImplementedError
 
 
-class EventMark:
-    """Somebody else's event, to be waited for."""
+class HostMark(Mark):
+    """A point that has been passed already: serial lanes wait before they mark."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_ms_since(self, earlier: "HostMark") -> float:
+        """Milliseconds on the host's clock."""
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+class EventMark(Mark):
+    """An event of a stream: torch's, or somebody else's."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
 
-    def resolved(self) -> Mark:
-        """Itself."""
+    def resolved(self) -> "EventMark":
+        """Return itself."""
         return self
 
     def synchronize(self) -> None:
@@ -101,32 +114,15 @@ class EventMark:
         self.event.synchronize()
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
-        """Milliseconds on the device between two marks that have both been passed."""
+        """Milliseconds on the device."""
         return earlier.event.elapsed_time(self.event)
 
 
 class StreamMark(EventMark):
-    """An event of ours on a stream."""
+    """An event of ours."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.Event(device, enable_timing=True))
-
-
-class HostMark:
-    """A point that has been passed already: serial lanes wait before they mark."""
-
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def resolved(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def elapsed_ms_since(self, earlier: "HostMark") -> float:
-        """Milliseconds on the host's clock."""
-        return (self.seconds - earlier.seconds) * 1e3
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -174,11 +170,10 @@ class Lane:
                 with self._in_use:
                     self._wait(known)
 
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: EventMark) -> None:
         if isinstance(mark, StreamMark):
             self._now.wait_event(mark.event)
         else:
-            assert isinstance(mark, EventMark)
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
@@ -252,7 +247,7 @@ class TurnsLane(Lane):
 class SerialLane(Lane):
     """A lane on the current stream that waits for each of its actions."""
 
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: EventMark) -> None:
         """Block the host until somebody else's event has passed; what these lanes were given before has finished."""
         mark.synchronize()
 

@@ -41,7 +41,7 @@ class Lanes:
 
 
 class DeviceLink:
-    """Lanes of the copies of one device, shared by all offloaded optimizers there.
+    """The lanes and the memory of one device, shared by all offloaded optimizers there.
 
     The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
     """
@@ -114,11 +114,7 @@ class DeviceLink:
             torch.accelerator.synchronize(self.device)
 
 
-_links: dict[torch.device, DeviceLink] = {}
-
-
+@functools.cache
 def device_link(device: torch.device) -> DeviceLink:
-    """The link of ``device``, made on first use."""
-    if device not in _links:
-        _links[device] = DeviceLink(device)
-    return _links[device]
+    """Return the link of ``device``, the same every time."""
+    return DeviceLink(device)

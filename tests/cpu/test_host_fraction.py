@@ -22,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update import job as host_job
-from fsdp_offload.cpu_update.job import HostJob
+from fsdp_offload.cpu_update import worker
 from fsdp_offload.cpu_update.updates import HostUpdates
-from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.cpu_update.worker import HostJob, host_worker
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
@@ -329,14 +328,14 @@ class BoomError(Exception):
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Updates on the host of parameters with these names fail."""
     names: list[str] = []
-    update = host_job.update_bucket
+    update = worker.update_bucket
 
     def maybe(step: Any, ranges: Any, states: Any) -> None:
         if any(bound.shard.name in names for bound in ranges):
             raise BoomError("out of order")
         update(step, ranges, states)
 
-    monkeypatch.setattr(host_job, "update_bucket", maybe)
+    monkeypatch.setattr(worker, "update_bucket", maybe)
     return names
 
 
