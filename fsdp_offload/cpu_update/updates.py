@@ -17,8 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..device.arena import aligned
-from ..device.lanes import EventMark, Mark
-from ..device.link import device_link
+from ..device.lanes import EventMark, Mark, device_link
 from ..fsdp.dtensor import local_shard
 from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange
@@ -60,7 +59,7 @@ class HostUpdates:
         self.failure = ""
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
-        self._lanes = self._link.host_lanes(serial=policy.serial)
+        self._lanes = self._link.lanes(serial=policy.serial)
         self._jobs: dict[int, HostJob] = {}  # the last one of each bucket
         self._entries: dict[int, OwnCounters] = {}  # of jobs that nobody has waited for
         self._step: HostStep | None = None
@@ -80,7 +79,7 @@ class HostUpdates:
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
         self._waited_seconds = 0.0
-        self._step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes[0])
+        self._step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes.down)
 
     def update(
         self,

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..device.arena import Region, aligned
-from ..device.lanes import PIECE_BYTES, Lane, Mark, pieces_of, recorded
+from ..device.lanes import PIECE_BYTES, Lane, Lanes, Mark, pieces_of, recorded
 from ..optimizers import Capabilities
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep, entries_of, instance_attributes
@@ -105,7 +105,7 @@ class HostJob:
     moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
     step: HostStep
     states: StateStore  # copies of the user's entries
-    lanes: tuple[Lane, Lane]  # for what goes down, and for what goes up
+    lanes: Lanes
     after: Sequence[Mark | None]  # passed before gradients and parameters are read
     errors: list[tuple[str, BaseException]]  # of all jobs: parameters that may be half updated, and why
     done: threading.Event = field(default_factory=threading.Event)  # the host may look at results and ``errors``
@@ -137,7 +137,7 @@ class HostJob:
                 self._issue_downloads(slot)
 
     def _issue_downloads(self, slot: Slot) -> None:
-        down = self.lanes[0]
+        down = self.lanes.down
         down.wait(*self.after, slot.uploaded)  # R1: parameters of the job before may still go up from here
         offset = 0
 
@@ -215,7 +215,7 @@ class HostJob:
         # Ours are dense. What has to be rearranged on its way is copied in one piece.
         flat = [(_bytes(param), _bytes(own)) for param, own in pairs if param.stride() == own.stride()]
         others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
-        up, copies = self.lanes[1], [*pieces_of(flat, PIECE_BYTES), *others]
+        up, copies = self.lanes.up, [*pieces_of(flat, PIECE_BYTES), *others]
         up.copy_all([target for target, _ in copies], [source for _, source in copies])
         self.uploaded = up.mark()
 

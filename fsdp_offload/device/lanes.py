@@ -1,16 +1,11 @@
-"""Lanes: where loads, stores and updates run, and the marks by which they wait for each other.
+"""The link of one device: lanes, on which loads, stores and updates run, and marks, by which they wait for each other.
 
-On an accelerator the loads and the stores have streams of their own, and updates run on the stream that is current in
-``step()``, or on one of their own where they are to run beside a forward or a backward:
-
-- loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
-  that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
-  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is.
-  That needs a queue of the driver for each stream: ``copy_queues.py``;
-- stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
-  read, and gradients that the host is to update with, go the same way;
-- what the host updates has streams of its own, one down and two in turns up. The CPU is a lane as well
-  (``cpu_update/``): whoever waits for a mark of it on a stream blocks the host until it has updated.
+On an accelerator each kind of work has streams of its own, so that loads, stores, updates, the backward and the next
+forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of somebody else
+(``fully_shard`` makes one in each gather and each reduction; a loss that is read goes the other way) waits for all
+copies that were released to the copy engine before it, so never more than one piece is. That needs a queue of the
+driver for each stream: ``copy_queues.py``. The CPU is a lane as well (``cpu_update/``): whoever waits for a mark of it
+on a stream blocks the host until it has updated.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
@@ -22,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -285,3 +280,106 @@ def recorded(name: str) -> AbstractContextManager[object]:
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
     tracing = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(name) if tracing else nullcontext()
+
+
+# One device -----------------------------------------------------------------------------------------------------------
+
+
+class Lanes:
+    """The lanes of one device. Tests have others, which run everything later (``tests/core/deferred.py``).
+
+    Attributes:
+        load, store: copies between homes and places.
+        update: updates beside the model.
+        down, up: gradients and parameters of updates on the CPU. In the streams of loads and stores they would queue
+            behind buckets of the device, which in turn wait for updates and for places.
+        compute: the stream that is current.
+    """
+
+    def __init__(self, device: torch.device, *, serial: bool) -> None:
+        """With ``serial``, and on the CPU, none overlaps another."""
+        self._device = device
+        if serial or device.type == "cpu":
+            names = ("load", "store", "update", "down", "up", "compute")
+            lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
+            self.load, self.store, self.update, self.down, self.up, self.compute = lanes
+            return
+        self.load = TurnsLane(device, PIECE_BYTES, name="load")
+        self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store")
+        # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
+        self.update = Lane(device, torch.Stream(device, priority=-1), name="update")
+        self.down = Lane(device, torch.Stream(device), name="down")
+        self.up = TurnsLane(device, PIECE_BYTES, name="up")  # as loads: both hold up small copies of others
+        self.compute = Lane(device)
+
+    def on(self, stream: torch.Stream | None) -> Lane:
+        """Return the lane of a stream of torch's; ``None`` is the current one."""
+        if stream is None or isinstance(self.compute, SerialLane):
+            return self.compute
+        return Lane(self._device, stream, name=f"stream {stream.stream_id}")
+
+    def event(self, event: object) -> Mark:
+        """Return a mark for an event of torch's; without one, the point that compute has reached."""
+        return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
+
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """Note, for whoever looks for races, that these were made in the order of the compute lane."""
+
+    def freed(self, tensor: Tensor) -> None:
+        """Note that memory is given back: the next kernel of the compute lane may write it."""
+
+
+class DeviceLink:
+    """The lanes and the memory of one device, shared by all offloaded optimizers there.
+
+    The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def lanes(self, *, serial: bool) -> Lanes:
+        """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""
+        return Lanes(self.device, serial=True) if serial else self._lanes
+
+    @functools.cached_property
+    def _lanes(self) -> Lanes:
+        return Lanes(self.device, serial=False)
+
+    def taken_bytes(self, when: Literal["current", "peak"]) -> int:
+        """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.
+
+        With the gaps between, which only an allocation that fits can have. The peak is no less than what was ever taken
+        at once: both parts need not have been largest together.
+        """
+        if self.device.type == "cpu":
+            return 0
+        stats = torch.accelerator.memory_stats(self.device)
+        return int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
+
+    def room_beside(self, taken_bytes: int) -> int:
+        """Device memory that this process may have beside so much, less a twentieth of all. On the CPU, none."""
+        if self.device.type == "cpu":
+            return 0
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        has_limit = hasattr(module, "get_per_process_memory_fraction")  # CUDA
+        most = int(total * module.get_per_process_memory_fraction(self.device)) if has_limit else int(total)
+        reachable = min(int(free) + torch.accelerator.memory_reserved(self.device), most)
+        return max(0, reachable - taken_bytes - most // 20)
+
+    def empty_cache(self) -> None:
+        """Give the memory back that the allocator holds and nobody uses."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done everything that was issued to it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+@functools.cache
+def device_link(device: torch.device) -> DeviceLink:
+    """Return the link of ``device``, the same every time."""
+    return DeviceLink(device)

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from ..device.arena import BREAK_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
-from ..device.lanes import Mark
-from ..device.link import DeviceLink, Lanes, device_link
+from ..device.lanes import DeviceLink, Lanes, Mark, device_link
 from ..fsdp.dtensor import is_dtensor, local_shard
 from ..fsdp.fully_shard import (
     drop_gathered_gradients,

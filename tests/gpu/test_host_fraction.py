@@ -45,7 +45,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStreams]:
         method = getattr(HostJob, name)
 
         def slowed(self: HostJob, *args: Any) -> None:
-            lane = self.lanes[which == "up"]
+            lane = getattr(self.lanes, which)
             with lane.running():
                 torch.cuda._sleep(cycles)
             method(self, *args)
