@@ -23,6 +23,7 @@ from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
 from .checks import (
+    RIGHT_ORDER,
     check_no_other_updates,
     device_of,
     names_of_parameters,
@@ -247,17 +248,14 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
 
 def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None, exist_ok: bool) -> None:
     """Refuse to leave an offload as it is where the second call asks for another one, or does not know of it."""
-    attachment, other = attached(optimizer), []
-    if not exist_ok:
-        other.append("which exist_ok=True accepts")
-    if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
+    attachment = attached(optimizer)
+    engine, known = attachment.engine, None if attachment.model is None else attachment.model()
+    if policy is not None and engine.layouts.capabilities.moves_whole:
         policy = replace(policy, overlap="step")
-    if policy is not None and policy != attachment.engine.policy:
-        other.append(f"with {attachment.engine.policy}")
-    if model is not None and (attachment.model is None or attachment.model() is not model):
-        other.append("without a model" if attachment.model is None else "for another model")
-    if other:
+    if not exist_ok or policy not in (None, engine.policy) or model not in (None, known):
+        which = "without a model" if known is None else "for this model" if model in (None, known) else "for another"
         raise RuntimeError(
-            f"offload_optimizer: this optimizer is offloaded already, {' and '.join(other)}. Call remove_offload() "
-            "first."
+            f"offload_optimizer: this optimizer is offloaded already, {which}, with {engine.policy}. Call "
+            f"remove_offload() first, or say in one place of the script what you want: {RIGHT_ORDER}. exist_ok=True "
+            "accepts what there is."
         )

@@ -250,17 +250,6 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
 # Each step ------------------------------------------------------------------------------------------------------------
 
 
-def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Refuse to step where all that a parameter has been given is a gradient that this class does not look at."""
-    for param in params_of(optimizer):
-        if param.grad is None and getattr(param, "decoupled_grad", None) is not None:
-            raise RuntimeError(
-                f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, and this "
-                "optimizer reads param.grad. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
-                "Megatron's use_precision_aware_optimizer off. Nothing has been changed."
-            )
-
-
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Step pre-hook: a class's own step must not run on state that is elsewhere, or on parameters that are rounded."""
     attachment, passed = attachment_of(optimizer), ("", "", "", "")

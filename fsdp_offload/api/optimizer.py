@@ -21,7 +21,7 @@ from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import is_trained, params_of
 from ..state.store import UserState
-from .checks import RIGHT_ORDER, check_gradients_are_read, device_of, names_by_place, refuse_exchanged
+from .checks import RIGHT_ORDER, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
 from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
 
@@ -232,8 +232,6 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     else:
         result = _run_closure(engine, *args, **kwargs)
         with torch.no_grad():
-            if engine.conventions.reads_param_grad:
-                check_gradients_are_read(self, engine.names)
             kwargs.pop("closure", None)
             updated = engine.step(self, states_of(self).unwaited, kwargs)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from ..engine.engine import Engine, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
-from ..state.layout import params_of as params_of  # for the integrations, too
+from ..state.layout import params_of
 from ..state.store import OffloadedState
 
 

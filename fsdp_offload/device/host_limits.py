@@ -26,7 +26,20 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, available)
 
 
-def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: int = 0) -> None:
+IF_THE_KERNEL_KNOWS_LESS = (
+    "if the machine has memory that the kernel does not report yet, say how much may be used with "
+    "OffloadPolicy.host_limit_bytes"
+)
+
+
+def check_host_memory(
+    needed_bytes: int,
+    limit_bytes: int | None,
+    held_bytes: int = 0,
+    *,
+    what: str = "The optimizer state to offload",
+    instead: str = IF_THE_KERNEL_KNOWS_LESS,
+) -> None:
     """Refuse to take more than there is.
 
     Args:
@@ -35,6 +48,8 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
             what all ranks of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) is also held against
             the limit, as each of them alone would pass.
         held_bytes: what this rank has taken before, for the same optimizer; it counts towards both limits.
+        what: needs it.
+        instead: what to do, if not to shard over more ranks.
 
     Raises:
         MemoryError: says what is needed, what there is, and what to do.
@@ -53,10 +68,7 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
         ]
     for asked_bytes, most_bytes, needs in limits:
         if asked_bytes > most_bytes:
-            raise MemoryError(
-                f"The optimizer state to offload needs {needs}. Shard over more ranks, or, if the machine has memory "
-                "that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
-            )
+            raise MemoryError(f"{what} needs {needs}. Shard over more ranks, or {instead}.")
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import model_of, offload, policy_from
 
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import metrics_of_each, offload, policy_from
 
 

@@ -27,9 +27,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import metrics_of_each, model_of, offload, policy_from
 
 
