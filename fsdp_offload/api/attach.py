@@ -22,20 +22,7 @@ from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
-from .checks import (
-    RIGHT_ORDER,
-    check_no_other_updates,
-    device_of,
-    names_of_parameters,
-    options_without_effect,
-    refuse,
-    refuse_bypass,
-    tied_to_parameters,
-    watch_steps,
-    wrong_to_stream,
-    wrong_with_holder,
-    wrong_with_optimizer,
-)
+from . import checks
 from .optimizer import OffloadedOptimizer, offloaded_class
 from .report import OffloadReport, notes_of
 from .wrapped import (
@@ -115,21 +102,19 @@ def offload_optimizer(
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer
-    params, names = params_of(target), names_of_parameters(target, model)
+    params, names = params_of(target), checks.names_of_parameters(target, model)
     capabilities = capabilities_for(target, trust=trust_separable)
-    refuse(wrong_with_optimizer(target, capabilities, policy))
+    checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
             whole = f"has no effect on {type(target).__name__}, which moves as a whole, in step()"
             warnings.warn(f"offload_optimizer: overlap={policy.overlap!r} {whole}.", stacklevel=2)
         policy = replace(policy, overlap="step")
-    device = device_of(params, names, capabilities, policy)
-    check_no_other_updates(params, names, policy)
+    device = checks.device_of(params, names, capabilities, policy)
+    checks.check_no_other_updates(params, names, policy)
     together = group_numbers(model, policy)
     if policy.parameters:
-        refuse(wrong_to_stream(model, names))
-        if capabilities.moves_whole:
-            refuse(tied_to_parameters(target, names))
+        checks.refuse(checks.wrong_to_stream(target, capabilities, model, names))
 
     # Homes for its state.
     cls = type(target)
@@ -151,17 +136,17 @@ def offload_optimizer(
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
     vars(target)[ENGINE_ATTRIBUTE] = attachment
     attachment.undo += redirect_captured_step(target, cls.step, type(target).step, wrappers)
-    attachment.undo.append(target.register_step_pre_hook(refuse_bypass).remove)
+    attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
-        watch_steps(attachment, model)
+        checks.watch_steps(attachment, model)
     except BaseException:
         remove_offload(target)
         raise
     engine.take_staging()
     groups = len({together[param] for param in gathered})
-    for note in (*notes_of(engine), *options_without_effect(engine, groups)):
+    for note in (*notes_of(engine), *checks.options_without_effect(engine, groups)):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
@@ -229,7 +214,7 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
     """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
     held = holders_in(optimizer)
     for holder in held.values():
-        refuse(wrong_with_holder(holder))
+        checks.refuse(checks.wrong_with_holder(holder))
     for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
         keep_unread_masters(inner)
     done: list[Optimizer] = []
@@ -255,7 +240,7 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
     if not exist_ok or policy not in (None, engine.policy) or model not in (None, known):
         which = "without a model" if known is None else "for this model" if model in (None, known) else "for another"
         raise RuntimeError(
-            f"offload_optimizer: this optimizer is offloaded already, {which}, with {engine.policy}. Call "
-            f"remove_offload() first, or say in one place of the script what you want: {RIGHT_ORDER}. exist_ok=True "
-            "accepts what there is."
+            f"offload_optimizer: this optimizer is offloaded already, {which}, with {engine.policy}. exist_ok=True "
+            "accepts that. For another offload call remove_offload() first, or say in one place of the script what you "
+            f"want: {checks.RIGHT_ORDER}."
         )

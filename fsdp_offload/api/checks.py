@@ -197,8 +197,10 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
         yield f"{name} is a {type(local).__name__}, made of other tensors: add the first such group, then attach."
 
 
-def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Parameters that cannot have their home on the host: only what ``fully_shard`` gathers can."""
+def wrong_to_stream(
+    optimizer: Optimizer, capabilities: Capabilities, model: nn.Module | None, names: Mapping[Tensor, str]
+) -> Iterator[str]:
+    """Parameters that cannot have a home on the host: ``fully_shard`` does not gather them, or state shares them."""
     groups = [] if model is None else sharding_groups(model)
     found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
     if not found:
@@ -212,14 +214,9 @@ def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Ite
                 f"{names[param]} is a {type(local_shard(param)).__name__}, which says itself how it is gathered; "
                 "OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the state."
             )
-
-
-def tied_to_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """State over the memory of a parameter, which would not follow it to the host."""
-    param = param_under(names, kept_by(optimizer))
-    if param is not None:
+    if capabilities.moves_whole and (under := param_under(names, kept_by(optimizer))) is not None:
         yield (
-            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[param]}, which "
+            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[under]}, which "
             "OffloadPolicy(parameters=True) moves to the host. Use parameters=False."
         )
 

@@ -56,12 +56,7 @@ class Slot:
 
 
 class HostStep:
-    """One logical step as it was when it was called; the buckets of the host share it, and its threads look into it.
-
-    Attributes:
-        gradient_divisor: of the user's gradients in a fused kernel: the scale, or one where it skips the step.
-        failed: an update has failed, so that later ones are left out.
-    """
+    """One logical step as it was when it was called; the buckets of the host share it, and its threads look into it."""
 
     def __init__(
         self,
@@ -81,10 +76,11 @@ class HostStep:
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
         self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
+        # As in a fused kernel, the user's gradients are divided by the scale, or by one where it skips the step.
         self.gradient_divisor, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
         if (scale := self.gradient_divisor) is not None and found_inf is not None:
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
-        self.failed = False
+        self.failed = False  # an update has, so that later ones are left out
 
     @cached_property
     def divided(self) -> DividedStep:
@@ -154,20 +150,14 @@ class HostJob:
             bound.gradient = grad
         # One piece: nobody else's small copies go down here.
         down.copy_all(on_host, [*self.grads, *self.params])
-        with down.running():
-            self._unscale_gradients()
+        if (divisor := self.step.gradient_divisor) is not None:
+            with down.running():
+                for grad in self.grads:
+                    if grad.dtype.itemsize < divisor.dtype.itemsize:
+                        grad.copy_(grad.to(divisor.dtype).div_(divisor))  # in its own dtype the scale might not exist
+                    else:
+                        grad.div_(divisor)
         self._down = down.mark()
-
-    def _unscale_gradients(self) -> None:
-        """Divide the user's gradients, as a fused kernel does where ``GradScaler`` gives it the scale."""
-        divisor = self.step.gradient_divisor
-        if divisor is None:
-            return
-        for grad in self.grads:
-            if grad.dtype.itemsize < divisor.dtype.itemsize:
-                grad.copy_(grad.to(divisor.dtype).div_(divisor))  # in its own dtype the scale might not exist
-            else:
-                grad.div_(divisor)
 
     def update(self) -> None:
         """Wait for them, and update."""

@@ -94,14 +94,10 @@ class Region:
 
     @normal_tensors()
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:
-        """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``.
+        """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``, or raise a RuntimeError.
 
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
         are touched and locked in parallel, and the driver refuses a copy across two.
-
-        Raises:
-            RuntimeError: the driver refuses to page-lock the memory.
-            OSError: the address space is used up.
         """
         self.nbytes = nbytes
         self.pinned = pin and nbytes > 0
@@ -135,8 +131,7 @@ class Region:
     ) -> Tensor:
         """A tensor over ``nbytes`` bytes at ``offset``, with a storage of its own that begins there and ends with it.
 
-        The storage matters: the stagers and writers of torch.distributed.checkpoint copy a tensor's whole *storage*,
-        so views of one large storage would each be staged as all of it.
+        torch.distributed.checkpoint copies whole *storages*: of views of one, each would be staged as all of it.
         """
         if nbytes == 0:
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
@@ -151,10 +146,9 @@ class Region:
 def _touch_and_lock(
     pieces: Sequence[tuple[int, int]], lock: Callable[[int, int], int] | None, errors: dict[int, int]
 ) -> None:
-    """Write every page of ``pieces`` (address, bytes) once and lock each piece as soon as it is written.
+    """Write every page of ``pieces`` (address, bytes) once, and lock each piece then; ``errors``: codes by address.
 
-    Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once. ``errors`` gets the
-    driver's error code for each address that was handed to it.
+    Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once.
     """
 
     def lock_when_touched(address: int, nbytes: int, touches: Sequence[Future[int]]) -> None:

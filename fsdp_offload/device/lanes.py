@@ -126,11 +126,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 class Lane:
-    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used.
-
-    Attributes:
-        name: tells lanes apart.
-    """
+    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
 
     def __init__(self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute") -> None:
         self.name = name
@@ -211,8 +207,7 @@ class TurnsLane(Lane):
         """Take turns after ``turn_bytes`` at most."""
         super().__init__(device, torch.Stream(device), name=name)
         self._turn_bytes = turn_bytes
-        self._next = torch.Stream(device)
-        self._done, self._next_done = torch.Event(device), torch.Event(device)
+        self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -235,7 +230,6 @@ class TurnsLane(Lane):
         self._stream.record_event(self._done)
         self._next.wait_event(self._done)
         self._stream, self._next = self._next, self._stream
-        self._done, self._next_done = self._next_done, self._done
         self._piece_bytes = 0
 
 

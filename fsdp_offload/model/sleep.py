@@ -297,7 +297,7 @@ def _overlap(one: Storage, other: Storage) -> bool:
 class _Where(enum.Enum):
     """Where parked parameters are."""
 
-    HERE = "on the device; the region is kept for the next time"
+    HERE = "on the device"
     LEAVING = "on the device, where they may be used; there is room for them on the host"
     AWAY = "on the host alone"
     COMING = "on the host and, once a copy has ended, on the device"
@@ -311,18 +311,17 @@ _AWAY = Guard(
 )
 
 
-class ParkedParameters:
-    """Parameters that only the optimizer's step uses: fp32 masters that a framework copies into its model afterwards.
+class ParkedParameters(Parking):
+    """fp32 masters that a framework copies into its model: only the optimizer's step uses them, and they leave with it.
 
-    They leave and come back with the phases of the optimizer that has them, and may be used until they are released:
-    Megatron copies masters into the buffers of MXFP8 parameters between the two calls. Afterwards gradients may be set;
-    whatever else is done with the tensors themselves raises.
+    They may be used until they are released: Megatron copies masters into the buffers of MXFP8 parameters between the
+    two calls. Afterwards gradients may be set; whatever else is done with the tensors themselves raises.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
         """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
+        super().__init__("offload_states(), for fp32 masters,", limit_bytes)
         self.params = list(params)
-        self._parking = Parking("offload_states(), for fp32 masters,", limit_bytes)
         self._loaded: Mark | None = None
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
@@ -330,19 +329,18 @@ class ParkedParameters:
     @property
     def host_bytes(self) -> int:
         """Host memory taken for them."""
-        region = self._parking.region
-        return 0 if region is None else region.nbytes
+        return 0 if self.region is None else self.region.nbytes
 
     def offload(self) -> None:
         """Take the host memory for :meth:`release`, or raise a MemoryError."""
         self.settle()
-        if self._where is _Where.HERE and self._make_room():
+        if self._where is _Where.HERE and self._has_room():
             self._where = _Where.LEAVING
 
     def release(self) -> None:
         """Move them to the host, in the order of the current stream."""
-        if self._where is _Where.LEAVING and self._make_room():
-            self._parking.leave()
+        if self._where is _Where.LEAVING and self._has_room():
+            self.leave()
             layers = (layer for param in self.params for layer in (param, local_shard(param)))
             self._take_off_guard = _AWAY.put_on(layers)
             self._where = _Where.AWAY
@@ -350,7 +348,7 @@ class ParkedParameters:
     def reload(self) -> None:
         """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
         if self._where is _Where.AWAY:
-            self._loaded = self._parking.load()
+            self._loaded = self.load()
             self._where = _Where.COMING
         elif self._where is _Where.LEAVING:
             self._where = _Where.HERE
@@ -359,7 +357,7 @@ class ParkedParameters:
         """The current stream is about to use them: what has been reloaded is there, and may be used."""
         if self._where is _Where.COMING:
             assert self._loaded is not None, "reload() has set it"
-            self._parking.wait(self._loaded)
+            self.wait(self._loaded)
             self._take_off_guard()
             self._where = _Where.HERE
 
@@ -373,13 +371,13 @@ class ParkedParameters:
         if self._where in (_Where.HERE, _Where.COMING):
             if self._loaded is not None:
                 self._loaded.synchronize()
-            self._parking.region = None
+            self.region = None
 
-    def _make_room(self) -> bool:
+    def _has_room(self) -> bool:
         """Looked up each time, as ``param.data = ...`` gives a parameter another storage; False: all are empty."""
         storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
         if storages := [storage for storage in storages if storage.nbytes()]:
-            self._parking.make_room(storages)
+            self.make_room(storages)
         return bool(storages)
 
 
