@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp_offload.cpu_update.worker import Slot, host_worker
+from fsdp_offload.cpu_update import Slot, host_worker
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 

@@ -22,7 +22,6 @@ LIMITS = {
     "fsdp_offload/checkpoint": 1_918,
     "fsdp_offload/core": 1_615,  # 4 let the real state of optimizers decide on buckets
     "fsdp_offload/engine": 3_040,  # what joins the core to an optimizer; 30 keep shared state shared
-    "fsdp_offload/cpu_update": 611,
     "fsdp_offload/device": 850,
     "fsdp_offload/integrations": 451,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
     "fsdp_offload/model": 480,

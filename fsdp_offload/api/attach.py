@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..cpu_update.updates import HostUpdates
+from ..cpu_update import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine

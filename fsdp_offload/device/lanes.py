@@ -4,8 +4,8 @@ On an accelerator each kind of work has streams of its own, so that loads, store
 forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of somebody else
 (``fully_shard`` makes one in each gather and each reduction; a loss that is read goes the other way) waits for all
 copies that were released to the copy engine before it, so never more than one piece is. That needs a queue of the
-driver for each stream: ``copy_queues.py``. The CPU is a lane as well (``cpu_update/``): whoever waits for a mark of it
-on a stream blocks the host until it has updated.
+driver for each stream: ``copy_queues.py``. The CPU has marks as well (``cpu_update.py``): whoever waits for one on a
+stream blocks the host until it has updated.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """

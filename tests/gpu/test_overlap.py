@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import clip_grad_norm_
-from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.cpu_update import host_worker
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
 from tests.gpu.streams import LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
