@@ -132,11 +132,16 @@ class HostJob:
         self.errors.append((stopped, error))
         self.step.failed = self.failed = True
 
-    def begin(self, slot: Slot) -> None:
-        """Issue the copies down, into ``slot``, which is nobody else's until :meth:`finish` has returned."""
+    def begin(self, worker: "HostWorker") -> None:
+        """Issue the copies down, into a slot that is nobody else's until :meth:`finish`."""
+        slot = worker.slots.get()
         with self._failing():
             if not self.step.failed:
                 self._issue_downloads(slot)
+        try:
+            worker.updates.submit(self.update, worker, slot)
+        except RuntimeError:  # the interpreter goes, and joins this thread
+            worker.slots.put(slot)
 
     def _issue_downloads(self, slot: Slot) -> None:
         down = self.lanes.down
@@ -165,7 +170,7 @@ class HostJob:
                         grad.div_(divisor)
         self._down = down.mark()
 
-    def update(self) -> None:
+    def update(self, worker: "HostWorker", slot: Slot) -> None:
         """Wait for them, and update."""
         with self._failing():
             if self._down is not None:
@@ -177,6 +182,7 @@ class HostJob:
         for bound in self.ranges:
             bound.gradient = None  # the memory is somebody else's from now on
         self.failed = self.failed or self.step.failed
+        worker.up.submit(self.finish, worker, slot)
 
     def _update(self) -> None:
         step = self.step.divided
@@ -196,7 +202,7 @@ class HostJob:
         self.state_bytes = sum(value.nbytes for bound in self.ranges for value in bound.values.values())
         self._updated = True
 
-    def finish(self) -> None:
+    def finish(self, worker: "HostWorker", slot: Slot) -> None:
         """Issue the copies up."""
         with self._failing():
             if self._updated:
@@ -205,6 +211,8 @@ class HostJob:
         self.ranges, self.params, self.grads, self.moves, self.after = [], [], [], [], ()
         self.step = self.states = None  # type: ignore[assignment]
         self.done.set()
+        slot.uploaded = self.uploaded
+        worker.slots.put(slot)
 
     def _issue_uploads(self) -> None:
         pairs = [(param, one.param) for param, one in zip(self.params, self.ranges, strict=True)]
@@ -228,14 +236,14 @@ class HostWorker:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.creator_pid = device, os.getpid()
-        self._slots: SimpleQueue[Slot] = SimpleQueue()  # that no job is in
+        self.slots: SimpleQueue[Slot] = SimpleQueue()  # that no job is in
         self._slot_bytes, self._pinned = 0, False
 
         def thread(name: str, prepare: Callable[[], object]) -> ThreadPoolExecutor:
             return ThreadPoolExecutor(1, f"fsdp_offload host {name}", prepare)
 
-        self._down, self._up = (thread(name, partial(_use_device, device)) for name in ("down", "up"))
-        self._updates = thread("updates", partial(_prepare_thread, device, update_threads()))
+        self.down, self.up = (thread(name, partial(_use_device, device)) for name in ("down", "up"))
+        self.updates = thread("updates", partial(_prepare_thread, device))
 
     def missing_bytes(self, slot_bytes: int) -> int:
         """Host memory that :meth:`reserve` would take in addition."""
@@ -247,33 +255,12 @@ class HostWorker:
             return
         slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
         for _ in range(_SLOTS if self._slot_bytes else 0):
-            self._slots.get()  # there may not be room for both
+            self.slots.get()  # there may not be room for both
         self._slot_bytes = 0
         regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
         self._slot_bytes, self._pinned = slot_bytes, pin
         for region in regions:
-            self._slots.put(Slot(region))
-
-    def submit(self, job: HostJob) -> None:
-        """Have ``job`` done after all others submitted before; returns at once."""
-        self._down.submit(self._begin, job)
-
-    def _begin(self, job: HostJob) -> None:
-        slot = self._slots.get()
-        job.begin(slot)
-        try:
-            self._updates.submit(self._update, job, slot)
-        except RuntimeError:  # the interpreter goes, and joins this thread
-            self._slots.put(slot)
-
-    def _update(self, job: HostJob, slot: Slot) -> None:
-        job.update()
-        self._up.submit(self._finish, job, slot)
-
-    def _finish(self, job: HostJob, slot: Slot) -> None:
-        job.finish()
-        slot.uploaded = job.uploaded
-        self._slots.put(slot)
+            self.slots.put(Slot(region))
 
 
 _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()
@@ -292,43 +279,29 @@ def _use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def _prepare_thread(device: torch.device, threads: int) -> None:
-    """Device, cores and number of threads of this thread only, before its pool of threads is made."""
+def _prepare_thread(device: torch.device) -> None:
+    """Choose device, cores and number of threads of this thread only, before its pool of threads is made.
+
+    It may have 7/8 of this rank's cores, or one less. The threads of a kernel wait for each other: with one on each
+    core, all wait for the one whose core the main thread has, or the one that issues copies. (H200, 16 cores: 240 ms
+    with 16 threads, 203 with 15, 211 with 14.)
+    """
     _use_device(device)
-    cores = cores_near(device)
-    if cores != frozenset(os.sched_getaffinity(0)):
+    near = cores = frozenset(os.sched_getaffinity(0))
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        numbers = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+        near = cores_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers)) & cores or cores
+    if near != cores:
         with suppress(OSError):  # a sandbox may forbid it; then the kernel chooses among all
-            os.sched_setaffinity(0, cores)
-    usual = torch.get_num_threads()
-    torch.set_num_threads(min(threads, len(cores)))
+            os.sched_setaffinity(0, near)
+    share, usual = len(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
+    torch.set_num_threads(max(1, min(share - max(1, share // 8), len(near))))
     # That counts for this thread, and for all that begin later, which are not ours. A thread that ends at once puts the
     # number for those back, and ours keeps its own.
     restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
     restoring.start()
     restoring.join()
-
-
-# Cores ----------------------------------------------------------------------------------------------------------------
-
-
-def update_threads() -> int:
-    """Return how many threads may update on this rank: 7/8 of its share of the process's cores, or one less.
-
-    The threads of a kernel wait for each other: with one on each core, all wait for the one whose core the main thread
-    has, or the one that issues copies. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
-    """
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, cores - max(1, cores // 8))
-
-
-def cores_near(device: torch.device) -> frozenset[int]:
-    """Cores of this process on the device's NUMA node; all of them where the kernel does not say."""
-    allowed = frozenset(os.sched_getaffinity(0))
-    if device.type != "cuda":
-        return allowed
-    found = torch.cuda.get_device_properties(device)
-    numbers = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
-    return cores_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers)) & allowed or allowed
 
 
 def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
@@ -459,7 +432,7 @@ class HostUpdates:
                 errors=self._errors,
             )
             self._jobs[number], self._entries[number] = job, entries
-            self._worker.submit(job)
+            self._worker.down.submit(job.begin, self._worker)
             if self._policy.serial:
                 self.wait_quietly(number)
         return CpuMark(self, number)
