@@ -249,16 +249,15 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
 
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Step pre-hook: a class's own step must not run on state that is elsewhere, or on parameters that are rounded."""
-    attachment, passed = attachment_of(optimizer), ("", "", "", "")
-    if attachment is not None and not attachment.stepping:
-        passed = attachment.engine.cls.__name__, "the offload", "offload_optimizer", "Attach"
-    elif attachment is None and isinstance(optimizer, WithMasters) and not optimizer.is_stepping:
-        passed = optimizer.plain_class.__name__, "the masters", "add_masters", "Add masters"
-    cls, what, function, do = passed
-    if cls:
+    if (attachment := attachment_of(optimizer)) is not None:
+        cls, is_past, function = attachment.engine.cls, not attachment.stepping, "offload_optimizer"
+    else:
+        assert isinstance(optimizer, WithMasters)
+        cls, is_past, function = optimizer.plain_class, not optimizer.is_stepping, "add_masters"
+    if is_past:
         raise RuntimeError(
-            f"{cls}.step was called past {what}: something captured it before {function}(). {do} first and wrap "
-            "optimizer.step afterwards. Nothing has been changed."
+            f"{cls.__name__}.step was called past {function}(): something captured it before. Call {function}() first "
+            "and wrap optimizer.step afterwards. Nothing has been changed."
         )
 
 
