@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..device.lanes import refuse_capture
-from ..engine.engine import Engine, inside
+from ..engine.engine import inside
 from ..engine.loading import check_loadable
 from ..engine.whole import WholeEngine
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
@@ -230,9 +230,15 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
             param.grad is not None for param in params_of(self)
         )
     else:
-        result = _run_closure(engine, *args, **kwargs)
+        (closure,) = args or (kwargs.pop("closure", None),)
+        if closure is not None and not engine.layouts.capabilities.known:
+            raise RuntimeError(
+                f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
+                "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
+            )
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         with torch.no_grad():
-            kwargs.pop("closure", None)
             updated = engine.step(self, states_of(self).unwaited, kwargs)
     with torch.no_grad():
         _end_step(attachment, updated=updated)
@@ -240,18 +246,6 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
 
 
 _hooked_step: Any = Optimizer.profile_hook_step(_logical_step)
-
-
-def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-    if closure is None:
-        return None
-    if not engine.layouts.capabilities.known:
-        raise RuntimeError(
-            f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot repeat "
-            "that. Call the closure yourself, then step() without it. Nothing has been changed."
-        )
-    with torch.enable_grad():
-        return closure()
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
