@@ -337,17 +337,12 @@ class CpuMark(Mark):
 
 
 class HostUpdates:
-    """The CPU's side of one optimizer: what has been submitted, and the waits for it.
-
-    Attributes:
-        failure: why its part of the state is only half updated; empty if it is whole.
-        wait_without_owner: hooks on a model have it, and so wait for the last step of an optimizer that is gone.
-    """
+    """The CPU's side of one optimizer: what has been submitted, and the waits for it."""
 
     def __init__(
         self, cls: type[Optimizer], capabilities: Capabilities, policy: OffloadPolicy, device: torch.device
     ) -> None:
-        self.failure = ""
+        self.failure = ""  # why its part of the state is only half updated
         self._cls, self._capabilities, self._policy = cls, capabilities, policy
         self._link, self._worker = device_link(device), host_worker(device)
         self._lanes = self._link.lanes(serial=policy.serial)
@@ -357,6 +352,7 @@ class HostUpdates:
         self._creates = False  # some job makes state where there is none
         self._waited_seconds = 0.0
         self._errors: list[tuple[str, BaseException]] = []  # of all jobs
+        # Hooks on a model have it, and so wait for the last step of an optimizer that is gone.
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
     def missing_bytes(self, nbytes: Iterable[Sequence[int]]) -> int:
@@ -440,11 +436,7 @@ class HostUpdates:
     # Waiting -----------------------------------------------------------------------------------------------------
 
     def wait_updated(self, number: int) -> Mark | None:
-        """Block until the last update of a bucket is done: its state is at home. ``None``: nothing was updated.
-
-        Raises:
-            RuntimeError: the update has failed, or another one of its step before it.
-        """
+        """Block until the last update of a bucket is done, ``None``: there was none; raise if its step has failed."""
         self.wait_quietly(number)
         job = self._jobs.get(number)
         if job is not None and job.failed:

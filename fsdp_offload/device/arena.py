@@ -84,13 +84,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 class Region:
-    """One block of host memory.
-
-    Attributes:
-        nbytes: exactly what was asked for.
-        pinned: whether copies to and from it can be asynchronous.
-        bytes: the whole region as a ``uint8`` tensor of shape ``(nbytes,)`` on the CPU.
-    """
+    """One block of host memory; ``bytes`` is all of it, ``uint8`` of shape ``(nbytes,)`` on the CPU."""
 
     @normal_tensors()
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:

@@ -37,19 +37,10 @@ def check_host_memory(
     what: str = "The optimizer state to offload",
     instead: str = IF_THE_KERNEL_KNOWS_LESS,
 ) -> None:
-    """Refuse to take more than there is.
+    """Raise a MemoryError if ``what`` needs more than there is; ``held_bytes`` have been taken before, and count.
 
-    Args:
-        needed_bytes: what this rank is about to take.
-        limit_bytes: the user's own figure, which then replaces the kernel's; ``None`` asks the kernel. In that case
-            what all ranks of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) is also held against
-            the limit, as each of them alone would pass.
-        held_bytes: what this rank has taken before, for the same optimizer; it counts towards both limits.
-        what: needs it.
-        instead: what to do, if not to shard over more ranks.
-
-    Raises:
-        MemoryError: says what is needed, what there is, and what to do.
+    ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. Then what all ranks
+    of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) counts as well: each alone would pass.
     """
     each_bytes, here = held_bytes + needed_bytes, f"{needed_bytes} bytes of host memory on this rank"
     if limit_bytes is not None:

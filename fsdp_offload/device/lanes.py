@@ -280,15 +280,7 @@ def recorded(name: str) -> AbstractContextManager[object]:
 
 
 class Lanes:
-    """The lanes of one device. Tests have others, which run everything later (``tests/core/deferred.py``).
-
-    Attributes:
-        load, store: copies between homes and places.
-        update: updates beside the model.
-        down, up: gradients and parameters of updates on the CPU. In the streams of loads and stores they would queue
-            behind buckets of the device, which in turn wait for updates and for places.
-        compute: the stream that is current.
-    """
+    """The lanes of one device. Tests have others, which run everything later (``tests/core/deferred.py``)."""
 
     def __init__(self, device: torch.device, *, serial: bool) -> None:
         """With ``serial``, and on the CPU, none overlaps another."""
@@ -298,13 +290,15 @@ class Lanes:
             lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
             self.load, self.store, self.update, self.down, self.up, self.compute = lanes
             return
-        self.load = TurnsLane(device, PIECE_BYTES, name="load")
+        self.load = TurnsLane(device, PIECE_BYTES, name="load")  # from homes to places
         self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store")
         # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
         self.update = Lane(device, torch.Stream(device, priority=-1), name="update")
+        # Gradients and parameters of updates on the CPU: in the streams of loads and stores they would queue behind
+        # buckets of the device, which in turn wait for updates and for places.
         self.down = Lane(device, torch.Stream(device), name="down")
         self.up = TurnsLane(device, PIECE_BYTES, name="up")  # as loads: both hold up small copies of others
-        self.compute = Lane(device)
+        self.compute = Lane(device)  # the stream that is current
 
     def on(self, stream: torch.Stream | None) -> Lane:
         """Return the lane of a stream of torch's; ``None`` is the current one."""
@@ -324,10 +318,7 @@ class Lanes:
 
 
 class DeviceLink:
-    """The lanes and the memory of one device, shared by all offloaded optimizers there.
-
-    The streams live as long as the process: new ones would each get a memory pool of their own in torch's allocator.
-    """
+    """The lanes and the memory of one device, shared by all offloaded optimizers there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -336,7 +327,7 @@ class DeviceLink:
         """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""
         return Lanes(self.device, serial=True) if serial else self._lanes
 
-    @functools.cached_property
+    @functools.cached_property  # new streams would each get a memory pool of their own in torch's allocator
     def _lanes(self) -> Lanes:
         return Lanes(self.device, serial=False)
 
