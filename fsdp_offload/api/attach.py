@@ -119,8 +119,10 @@ def offload_optimizer(
     if policy.parameters:
         checks.refuse(checks.wrong_to_stream(target, capabilities, model, names))
 
-    # Homes for its state.
     cls = type(target)
+    made = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
+
+    # Homes for its state.
     host = HostUpdates(cls, capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
     engine = kind(cls, capabilities, policy, device, names, together, host)
@@ -134,11 +136,11 @@ def offload_optimizer(
     engine.add(target, [one for one in order if eager or is_trained(one) or target.state.get(one)], states.unwaited)
 
     # From here on it is an OffloadedOptimizer.
-    target.__class__ = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
+    target.__class__ = made
     target.state = states
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
     vars(target)[ENGINE_ATTRIBUTE] = attachment
-    attachment.undo += redirect_captured_step(target, cls.step, type(target).step, wrappers)
+    attachment.undo += redirect_captured_step(target, cls.step, made.step, wrappers)
     attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
     try:

@@ -297,13 +297,7 @@ def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     for name in ("step", "zero_grad"):  # GradScaler asks what step() takes, accelerate what zero_grad() does
         ours[name].__signature__ = inspect.signature(getattr(cls, name))
     made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
-    try:
-        object.__new__(cls).__class__ = made
-    except TypeError:
-        raise ValueError(
-            f"offload_optimizer: an instance of {cls.__name__} cannot become one of a subclass: its memory layout is "
-            "fixed (__slots__, or a base written in C). Remove them, or move its step to a plain class."
-        ) from None
+    object.__new__(cls).__class__ = made  # a TypeError where the layout of instances is fixed (__slots__, a base in C)
     OffloadedOptimizer.register(made)
     return made
 

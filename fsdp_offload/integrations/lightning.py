@@ -7,9 +7,8 @@
     model = fabric.setup(model)
     optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))
 
-Automatic and manual optimization, closures, clipping, ``ModelCheckpoint`` and ``fit(ckpt_path=...)`` stay as they are.
-``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` clip an offloaded optimizer by this package's
-function, so that ``overlap="iteration"`` updates in the backward.
+``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` then clip an offloaded optimizer by this package's
+function. Everything else stays.
 """
 
 import functools

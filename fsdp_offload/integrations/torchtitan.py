@@ -6,9 +6,8 @@
 
     save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
 
-Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``LRSchedulersContainer`` and
-``CheckpointManager`` in all of its modes work as they are, without the second line too. Trainers clip the parameters of
-an offloaded container by this package's function, so that ``overlap="iteration"`` updates in the backward.
+Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``CheckpointManager`` works in all of
+its modes, without the second line too. Trainers clip an offloaded container by this package's function.
 """
 
 import functools
