@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -237,28 +237,21 @@ class HostWorker:
     def __init__(self, device: torch.device) -> None:
         self.device, self.creator_pid = device, os.getpid()
         self.slots: SimpleQueue[Slot] = SimpleQueue()  # that no job is in
-        self._slot_bytes, self._pinned = 0, False
-
-        def thread(name: str, prepare: Callable[[], object]) -> ThreadPoolExecutor:
-            return ThreadPoolExecutor(1, f"fsdp_offload host {name}", prepare)
-
-        self.down, self.up = (thread(name, partial(_use_device, device)) for name in ("down", "up"))
-        self.updates = thread("updates", partial(_prepare_thread, device))
-
-    def missing_bytes(self, slot_bytes: int) -> int:
-        """Host memory that :meth:`reserve` would take in addition."""
-        return _SLOTS * max(0, slot_bytes - self._slot_bytes)
+        self.slot_bytes, self._pinned = 0, False
+        self.down = ThreadPoolExecutor(1, "fsdp_offload host down", partial(_use_device, device))
+        self.updates = ThreadPoolExecutor(1, "fsdp_offload host updates", partial(_prepare_thread, device))
+        self.up = ThreadPoolExecutor(1, "fsdp_offload host up", partial(_use_device, device))
 
     def reserve(self, slot_bytes: int, *, pin: bool) -> None:
         """Make each slot at least that large. Waits until no job is in one where they have to grow."""
-        if slot_bytes <= self._slot_bytes and (self._pinned or not pin):
+        if slot_bytes <= self.slot_bytes and (self._pinned or not pin):
             return
-        slot_bytes, pin = max(slot_bytes, self._slot_bytes), pin or self._pinned
-        for _ in range(_SLOTS if self._slot_bytes else 0):
+        slot_bytes, pin = max(slot_bytes, self.slot_bytes), pin or self._pinned
+        for _ in range(_SLOTS if self.slot_bytes else 0):
             self.slots.get()  # there may not be room for both
-        self._slot_bytes = 0
+        self.slot_bytes = 0
         regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
-        self._slot_bytes, self._pinned = slot_bytes, pin
+        self.slot_bytes, self._pinned = slot_bytes, pin
         for region in regions:
             self.slots.put(Slot(region))
 
@@ -357,7 +350,7 @@ class HostUpdates:
 
     def missing_bytes(self, nbytes: Iterable[Sequence[int]]) -> int:
         """Count the bytes of host memory that :meth:`reserve` would take."""
-        return self._worker.missing_bytes(max(map(_slot_bytes, nbytes), default=0))
+        return _SLOTS * max(0, max(map(_slot_bytes, nbytes), default=0) - self._worker.slot_bytes)
 
     def reserve(self, nbytes: Iterable[Sequence[int]]) -> None:
         """Take the memory through which buckets pass; for each, the bytes of its gradients and of its parameters."""

@@ -12,7 +12,6 @@ The serial lanes run the same actions one by one on the current stream and wait 
 
 import functools
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +31,6 @@ pieces of 16 MiB took longer in each of three policies, the one that the link li
 STORED_PIECE_BYTES = 32 << 20
 """To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""
 
-_ALIGNED_BYTES = 512
-
 
 def refuse_capture(device: torch.device) -> None:
     """Refuse to run while a CUDA graph is being captured on the current stream."""
@@ -46,26 +43,16 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
-    """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
+    """Cut copies, laid end to end, at multiples of ``piece_bytes``: they fill as few turns as possible."""
     pieces: list[Copy] = []
-    copies = [pair for pair in copies if pair[0].numel()]
-    all_sizes = _sizes_of_pieces(tuple(target.numel() for target, _ in copies), piece_bytes)
-    for (target, source), sizes in zip(copies, all_sizes, strict=True):
+    begin = 0
+    for target, source in (pair for pair in copies if pair[0].numel()):
+        end = begin + target.numel()
+        cuts = [begin, *range(begin // piece_bytes * piece_bytes + piece_bytes, end, piece_bytes), end]
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
         pieces += zip(target.split_with_sizes(sizes), source.split_with_sizes(sizes), strict=True)
-    return pieces
-
-
-@functools.lru_cache(4096)  # the same copies come in each iteration
-def _sizes_of_pieces(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
-    """Cut copies of so many bytes, laid end to end, where a turn ends: for each, the bytes of its pieces."""
-    turns = max(1, math.ceil(sum(numels) / piece_bytes))
-    turn_bytes = min(piece_bytes, max(1, math.ceil(sum(numels) / turns / _ALIGNED_BYTES)) * _ALIGNED_BYTES)
-    sizes, begin = [], 0
-    for end in itertools.accumulate(numels):
-        cuts = [begin, *range(begin // turn_bytes * turn_bytes + turn_bytes, end, turn_bytes), end]
-        sizes.append([stop - start for start, stop in itertools.pairwise(cuts)])
         begin = end
-    return sizes
+    return pieces
 
 
 class Mark:

@@ -483,7 +483,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
         backward(net)
         optimizer.step()
     (thread,) = threads_of_ours()
-    assert host_worker(CPU)._slot_bytes > 0
+    assert host_worker(CPU).slot_bytes > 0
     worker = weakref.ref(host_worker(CPU))
     del optimizer
     optimizers.pop()
