@@ -16,6 +16,7 @@ from ..cpu_update import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
+from ..fsdp.fully_shard import parameter_names
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
@@ -105,7 +106,10 @@ def offload_optimizer(
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer
-    params, names = params_of(target), checks.names_of_parameters(target, model)
+    params, names = params_of(target), checks.names_by_place(target)
+    if model is not None:
+        checks.refuse(checks.wrong_with_model(model, names))
+        names = {param: name for param, name in parameter_names(model).items() if param in names}  # as buckets follow
     capabilities = capabilities_for(target, trust=trust_separable)
     checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:

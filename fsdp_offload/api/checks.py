@@ -4,6 +4,7 @@ Those of :func:`offload_optimizer` come first, in the order in which they are as
 forward or step, that the optimizer was attached too early, or that another one steps.
 """
 
+import functools
 import gc
 import warnings
 import weakref
@@ -125,16 +126,8 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
-    names = names_by_place(optimizer)
-    if model is None:
-        return names
-    refuse(_wrong_with_model(model, names))
-    return {param: name for param, name in parameter_names(model).items() if param in names}
-
-
-def _wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
+def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """A model that has not all parameters of the optimizer, or keeps its own on the host."""
     if uses_cpu_offload_policy(model):
         yield _HOST_OFFLOADED
     of_model = parameter_names(model)
@@ -244,7 +237,7 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
         )
 
 
-# Each step ------------------------------------------------------------------------------------------------------------
+# Steps, and other parameters of the same model ------------------------------------------------------------------------
 
 
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -259,9 +252,6 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
             f"{cls.__name__}.step was called past {function}(): something captured it before. Call {function}() first "
             "and wrap optimizer.step afterwards. Nothing has been changed."
         )
-
-
-# Other optimizers of the same parameters, and other parameters of the same model --------------------------------------
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
@@ -289,14 +279,9 @@ def _offloaded_with(
     return [(both, attachment) for both, attachment in found if both]
 
 
-_hook: list[RemovableHandle] = []
-"""Looks at the steps of all optimizers, from the first attachment on; never taken off, as torch may be calling it."""
-
-
 def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     """Look at the steps of other optimizers, and at the first forward of ``model``, which may not be sharded yet."""
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_look_who_steps))
+    _look_at_all_steps()
     if model is None or all(map(is_dtensor, attachment.engine.names)):
         return
     reference = weakref.ref(attachment)
@@ -308,6 +293,11 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
 
     handle = model.register_forward_pre_hook(check)
     attachment.undo.append(handle.remove)
+
+
+@functools.cache  # from the first attachment on; never taken off, as torch may be calling it
+def _look_at_all_steps() -> RemovableHandle:
+    return register_optimizer_step_pre_hook(_look_who_steps)
 
 
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
@@ -336,14 +326,11 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
     """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
     names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
-    if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
-        raise RuntimeError(
-            "The parameters of this optimizer were exchanged after offload_optimizer(), when the model was sharded. "
-            f"Attach afterwards: {RIGHT_ORDER}."
-        )
     # Not by their names: a look must not change what the next forward gathers.
     of_model = names.keys() if model is None else parameters_of(model)
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
+    if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
+        foreign = list(names.values())
     if foreign:
         raise RuntimeError(
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "

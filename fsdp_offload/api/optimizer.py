@@ -49,11 +49,11 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.stepping = True
         try:
-            return _hooked_step(self, *args, **kwargs)
+            return _logical_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _hooked_step fires the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
@@ -212,6 +212,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     __deepcopy__ = __reduce_ex__
 
 
+@Optimizer.profile_hook_step
 def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once, or as a class that moves as a whole calls it."""
     attachment = attached(self)
@@ -243,9 +244,6 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad():
         _end_step(attachment, updated=updated)
     return result
-
-
-_hooked_step: Any = Optimizer.profile_hook_step(_logical_step)
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
