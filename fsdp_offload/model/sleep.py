@@ -180,26 +180,27 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     moved_bytes = sum(storage.nbytes() for storage in storages)
     if storages:
         parking.make_room(storages)
-        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-        parking.link.synchronize()
-        parking.leave()
-        parking.link.synchronize()
     if gradients == "drop":
         for param in awake.values():
             param.grad = None
         drop_gathered_gradients(model)
-    if storages:
-        tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
-        away = {storage._cdata for storage in storages}
-        dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
-        asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
-        # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or
-        # breaks a CUDA context, and torch.save writes a file that lacks the bytes.
-        take_off = _ASLEEP.put_on(asleep)
-        # Before fully_shard's own hook, which would be left half way by an error within it.
-        modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
-        hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
-        model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
+    if not storages:
+        return 0
+    # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+    parking.link.synchronize()
+    parking.leave()
+    parking.link.synchronize()
+    tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
+    away = {storage._cdata for storage in storages}
+    dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
+    asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
+    # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
+    # CUDA context, and torch.save writes a file that lacks the bytes.
+    take_off = _ASLEEP.put_on(asleep)
+    # Before fully_shard's own hook, which would be left half way by an error within it.
+    modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
+    hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
+    model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
     return moved_bytes
 
 
