@@ -206,8 +206,8 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
 HOOK_IS_CALLED = 3
 """Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""
 
-_RELOADS = "_fsdp_offload_reloads"
-"""Attribute of a wrapped hook: the optimizers, in the order in which they reload."""
+_TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""By wrapper, the optimizers, in the order in which they reload."""
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
@@ -217,26 +217,25 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
     reloads ``optimizer`` too: one of ours, or a chain or object of Megatron's that holds some; else a TypeError. Those
     that are gone or plain again are left alone, and one warns if no call has come by its third step.
     """
+    targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def reload_then_call(*args: Any, **kwargs: Any) -> Any:
+        for target in list(targets):
+            if (attachment := attachment_of(target)) is not None:
+                attachment.hook_steps = HOOK_IS_CALLED
+                target.reload_states()
+        return None if callback is None else callback(*args, **kwargs)
+
     hook: Any = callback
     while isinstance(hook, functools.partial | types.MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
-    targets: weakref.WeakKeyDictionary[Any, None] | None = getattr(hook, "__dict__", {}).get(_RELOADS)
     wrapped: Any = callback
-    if targets is None:
-        targets = weakref.WeakKeyDictionary()
-
-        def reload_then_call(*args: Any, **kwargs: Any) -> Any:
-            for target in list(targets):
-                if (attachment := attachment_of(target)) is not None:
-                    attachment.hook_steps = HOOK_IS_CALLED
-                    target.reload_states()
-            return None if callback is None else callback(*args, **kwargs)
-
-        wrapped = reload_then_call if callback is None else functools.update_wrapper(reload_then_call, callback)
-        setattr(wrapped, _RELOADS, targets)
+    if not isinstance(hook, types.FunctionType) or hook not in _TARGETS:
+        hook = wrapped = reload_then_call if callback is None else functools.update_wrapper(reload_then_call, callback)
+        _TARGETS[hook] = targets
     for target in _offloaded_in(optimizer, "reload_before"):
         attachment = attached(target)
-        if target not in targets or attachment.hook_steps is None:
+        if target not in _TARGETS[hook] or attachment.hook_steps is None:
             attachment.hook_steps = 0
-        targets[target] = None
+        _TARGETS[hook][target] = None
     return wrapped  # type: ignore[no-any-return]
