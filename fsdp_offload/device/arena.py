@@ -40,14 +40,6 @@ def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
     return -(-nbytes // to_bytes) * to_bytes
 
 
-def _keep_for_ever(
-    value: object,
-    add_reference: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
-    as_argument: Callable[[object], object] = ctypes.py_object,
-) -> None:
-    add_reference(as_argument(value))
-
-
 class _Mapping(mmap.mmap):
     """A private mapping; exporting its buffer keeps it alive. ``before_unmap`` is called when nobody does any more."""
 
@@ -60,12 +52,13 @@ class _Mapping(mmap.mmap):
         self,
         exiting: Callable[[], bool] = sys.is_finalizing,
         getpid: Callable[[], int] = os.getpid,
-        keep: Callable[[object], None] = _keep_for_ever,
+        add_reference: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
+        as_argument: Callable[[object], object] = ctypes.py_object,
     ) -> None:
         if getpid() != self._creator_pid:
             # A forked child has no such pages, and no usable driver. By now it may have pages of its own there, which
             # must not be unmapped.
-            keep(self)
+            add_reference(as_argument(self))
             return
         # Not weakref.finalize: mmap unmaps first and tells its weak references afterwards. And not at exit: the driver
         # is gone by then, and the process's memory goes anyway.
