@@ -56,7 +56,7 @@ class Parking:
         self.link: DeviceLink  # of their device
         self._places: list[_Place] = []  # that are parked, or were the last to be
         self._lanes: Lanes
-        self._take = functools.partial(check_host_memory, limit_bytes=limit_bytes, what=what, instead=instead)
+        self._check_room = functools.partial(check_host_memory, limit_bytes=limit_bytes, what=what, instead=instead)
 
     def make_room(self, storages: Sequence[Storage]) -> None:
         """Choose what is parked next, one or more, and take memory for it, or raise a MemoryError."""
@@ -69,7 +69,7 @@ class Parking:
             needed_bytes += aligned(storage.nbytes())
         if self.region is None or self.region.nbytes < needed_bytes:
             self.region = None  # before the next is taken: there may not be room for both
-            self._take(needed_bytes)
+            self._check_room(needed_bytes)
             breaks = range(BREAK_BYTES, needed_bytes, BREAK_BYTES)
             self.region = Region(needed_bytes, device=device, pin=device.type != "cpu", breaks=breaks)
 
