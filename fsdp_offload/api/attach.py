@@ -88,6 +88,7 @@ def offload_optimizer(
 
     Raises:
         ValueError: it cannot be offloaded exactly; says why.
+        TypeError: it is no optimizer, or ``__slots__`` or a base in C fix the layout of its class.
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
