@@ -1,8 +1,7 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .api.attach import is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+from .api.attach import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
 from .api.clipping import clip_grad_norm_
-from .api.masters import add_masters
 from .api.optimizer import OffloadedOptimizer
 from .api.report import OffloadReport
 from .api.wrapped import offload_states, release_states, reload_before, reload_states

@@ -6,30 +6,21 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp_offload.cpu_update.job import Slot
-from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.cpu_update import host_worker
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 
 
 class Gate:
-    """A job that ends when it is opened."""
-
-    uploaded = None
+    """What holds the thread until it is opened."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
         self.opened = threading.Event()
 
-    def begin(self, slot: Slot) -> None:
-        pass
-
-    def update(self) -> None:
+    def hold(self) -> None:
         self.reached.set()
         assert self.opened.wait(TIMEOUT_SECONDS)
-
-    def finish(self) -> None:
-        pass
 
     def open(self) -> None:
         self.opened.set()
@@ -53,7 +44,7 @@ def closed(device: torch.device | None = None) -> Iterator[Gate]:
     """Within it, whatever is submitted waits until the gate is opened."""
     gate = Gate()
     _gates.append(gate)
-    host_worker(device or torch.device("cpu")).submit(gate)
+    host_worker(device or torch.device("cpu")).updates.submit(gate.hold)
     assert gate.reached.wait(TIMEOUT_SECONDS)
     try:
         yield gate

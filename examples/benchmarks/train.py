@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, remove_offload
-from fsdp_offload.device.link import device_link
+from fsdp_offload.device.lanes import device_link
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.fully_shard import fsdp_modules
 

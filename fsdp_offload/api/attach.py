@@ -1,4 +1,4 @@
-"""Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, and questions about any optimizer."""
+"""What users put on an optimizer: :func:`offload_optimizer`, :func:`remove_offload`, :func:`add_masters`."""
 
 import warnings
 import weakref
@@ -6,35 +6,26 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..cpu_update.updates import HostUpdates
+from ..cpu_update import HostUpdates
 from ..engine.engine import Engine, find_offloaded
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
+from ..fsdp.fully_shard import parameter_names
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
+from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..optimizers.transformer_engine import keep_unread_masters
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
-from .checks import (
-    check_no_other_updates,
-    device_of,
-    names_of_parameters,
-    options_without_effect,
-    refuse,
-    refuse_bypass,
-    tied_to_parameters,
-    watch_steps,
-    wrong_to_stream,
-    wrong_with_holder,
-    wrong_with_optimizer,
-)
+from . import checks
 from .optimizer import OffloadedOptimizer, offloaded_class
 from .report import OffloadReport, notes_of
 from .wrapped import (
@@ -96,6 +87,7 @@ def offload_optimizer(
 
     Raises:
         ValueError: it cannot be offloaded exactly; says why.
+        TypeError: it is no optimizer, or ``__slots__`` or a base in C fix the layout of its class.
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
@@ -114,24 +106,27 @@ def offload_optimizer(
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer
-    params, names = params_of(target), names_of_parameters(target, model)
+    params, names = params_of(target), checks.names_by_place(target)
+    if model is not None:
+        checks.refuse(checks.wrong_with_model(model, names))
+        names = {param: name for param, name in parameter_names(model).items() if param in names}  # as buckets follow
     capabilities = capabilities_for(target, trust=trust_separable)
-    refuse(wrong_with_optimizer(target, capabilities, policy))
+    checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
             whole = f"has no effect on {type(target).__name__}, which moves as a whole, in step()"
             warnings.warn(f"offload_optimizer: overlap={policy.overlap!r} {whole}.", stacklevel=2)
         policy = replace(policy, overlap="step")
-    device = device_of(params, names, capabilities, policy)
-    check_no_other_updates(params, names, policy)
+    device = checks.device_of(params, names, capabilities, policy)
+    checks.check_no_other_updates(params, names, policy)
     together = group_numbers(model, policy)
     if policy.parameters:
-        refuse(wrong_to_stream(model, names))
-        if capabilities.moves_whole:
-            refuse(tied_to_parameters(target, names))
+        checks.refuse(checks.wrong_to_stream(target, capabilities, model, names))
+
+    cls = type(target)
+    made = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
 
     # Homes for its state.
-    cls = type(target)
     host = HostUpdates(cls, capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
     engine = kind(cls, capabilities, policy, device, names, together, host)
@@ -145,22 +140,22 @@ def offload_optimizer(
     engine.add(target, [one for one in order if eager or is_trained(one) or target.state.get(one)], states.unwaited)
 
     # From here on it is an OffloadedOptimizer.
-    target.__class__ = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
+    target.__class__ = made
     target.state = states
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
     vars(target)[ENGINE_ATTRIBUTE] = attachment
-    attachment.undo += redirect_captured_step(target, cls.step, type(target).step, wrappers)
-    attachment.undo.append(target.register_step_pre_hook(refuse_bypass).remove)
+    attachment.undo += redirect_captured_step(target, cls.step, made.step, wrappers)
+    attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
-        watch_steps(attachment, model)
+        checks.watch_steps(attachment, model)
     except BaseException:
         remove_offload(target)
         raise
     engine.take_staging()
     groups = len({together[param] for param in gathered})
-    for note in (*notes_of(engine), *options_without_effect(engine, groups)):
+    for note in (*notes_of(engine), *checks.options_without_effect(engine, groups)):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)
     return optimizer
 
@@ -228,7 +223,7 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
     """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
     held = holders_in(optimizer)
     for holder in held.values():
-        refuse(wrong_with_holder(holder))
+        checks.refuse(checks.wrong_with_holder(holder))
     for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
         keep_unread_masters(inner)
     done: list[Optimizer] = []
@@ -247,17 +242,90 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
 
 def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None, exist_ok: bool) -> None:
     """Refuse to leave an offload as it is where the second call asks for another one, or does not know of it."""
-    attachment, other = attached(optimizer), []
-    if not exist_ok:
-        other.append("which exist_ok=True accepts")
-    if policy is not None and attachment.engine.layouts.capabilities.moves_whole:
+    attachment = attached(optimizer)
+    engine, known = attachment.engine, None if attachment.model is None else attachment.model()
+    if policy is not None and engine.layouts.capabilities.moves_whole:
         policy = replace(policy, overlap="step")
-    if policy is not None and policy != attachment.engine.policy:
-        other.append(f"with {attachment.engine.policy}")
-    if model is not None and (attachment.model is None or attachment.model() is not model):
-        other.append("without a model" if attachment.model is None else "for another model")
-    if other:
+    if not exist_ok or policy not in (None, engine.policy) or model not in (None, known):
+        which = "without a model" if known is None else "for this model" if model in (None, known) else "for another"
         raise RuntimeError(
-            f"offload_optimizer: this optimizer is offloaded already, {' and '.join(other)}. Call remove_offload() "
-            "first."
+            f"offload_optimizer: this optimizer is offloaded already, {which}, with {engine.policy}. exist_ok=True "
+            "accepts that. For another offload call remove_offload() first, or say in one place of the script what you "
+            f"want: {checks.RIGHT_ORDER}."
+        )
+
+
+# Masters --------------------------------------------------------------------------------------------------------------
+
+
+def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optimizer:
+    """Update fp32 masters of bf16 and fp16 parameters from now on, and round the parameters from them.
+
+    In place: the optimizer stays the same object and an instance of its class. Results are bitwise those of the same
+    optimizer on an fp32 copy of the model that receives the same gradients, rounded. ``optimizer.state[param]`` has one
+    tensor more, ``"master_param"``, of the parameter's shape and sharding, and its other tensors are fp32.
+
+    It works without :func:`offload_optimizer` and with it; call it before that. State that exists is widened, and its
+    masters start at the parameters. Weights that somebody writes into parameters win over fp32 masters; of a remainder,
+    the lower 16 bits stay. A second call with the same ``kind`` changes nothing.
+
+    Args:
+        optimizer: an elementwise one of ``torch.optim``; the wrappers of accelerate and Lightning are seen through.
+        kind: ``"fp32"`` keeps whole masters, and rounds to nearest, ties to even. ``"remainder"`` keeps only the 16
+            bits that a bf16 parameter does not have, as int16, and rounds ties away from zero.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer of torch.
+        ValueError: the class cannot be run on masters or has its own, or ``"remainder"`` was asked for fp16.
+        RuntimeError: the optimizer is offloaded without masters, or has masters of the other kind.
+    """
+    if kind not in get_args(MasterKind):
+        raise ValueError(f"add_masters: kind must be one of {get_args(MasterKind)}, got {kind!r}")
+    *wrappers, target = (optimizer,) if is_wrapped(optimizer) else wrappers_around(optimizer)
+    if isinstance(target, WithMasters) and target.master_kind == kind:
+        return optimizer
+    _check_masters(target, kind)
+    if not any(map(has_master, params_of(target))):
+        warnings.warn(
+            "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters.",
+            stacklevel=2,
+        )
+    plain: Any = type(target)
+    target.__class__ = class_with_masters(plain, kind)
+    assert isinstance(target, WithMasters)
+    redirect_captured_step(target, plain.step, type(target).step, wrappers)
+    target.register_step_pre_hook(checks.refuse_bypass)
+    widen_state(target)
+    return optimizer
+
+
+def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already.")
+    if isinstance(optimizer, WithMasters):
+        raise RuntimeError(f"add_masters: this {name} has masters already, of kind {optimizer.master_kind!r}.")
+    if attachment_of(optimizer) is not None:
+        raise RuntimeError(
+            f"add_masters: this {name} is offloaded already, without masters. Add them first:\n"
+            f"    add_masters(optimizer, {kind!r})\n"
+            "    offload_optimizer(optimizer, ...)\n"
+            "After training has begun, call remove_offload(optimizer) before these lines."
+        )
+    if not capabilities_for(optimizer).takes_masters:
+        raise ValueError(
+            f"add_masters is for the elementwise optimizers of torch.optim, and {name} is not one of them, or has "
+            "parameters that are made of several tensors. Shard an fp32 model with "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("add_masters: differentiable=True is not supported; autograd cannot follow a rounded update.")
+    fp16 = [name for param, name in checks.names_by_place(optimizer).items() if param.dtype is torch.float16]
+    if kind == "remainder" and fp16:
+        raise ValueError(
+            "add_masters: 'remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
+            f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
         )

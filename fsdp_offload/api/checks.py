@@ -4,6 +4,7 @@ Those of :func:`offload_optimizer` come first, in the order in which they are as
 forward or step, that the optimizer was attached too early, or that another one steps.
 """
 
+import functools
 import gc
 import warnings
 import weakref
@@ -125,16 +126,8 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def names_of_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
-    """Names of the optimizer's parameters, in the order of buckets: as the model registers them, else by group."""
-    names = names_by_place(optimizer)
-    if model is None:
-        return names
-    refuse(_wrong_with_model(model, names))
-    return {param: name for param, name in parameter_names(model).items() if param in names}
-
-
-def _wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
+def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """A model that has not all parameters of the optimizer, or keeps its own on the host."""
     if uses_cpu_offload_policy(model):
         yield _HOST_OFFLOADED
     of_model = parameter_names(model)
@@ -197,8 +190,10 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
         yield f"{name} is a {type(local).__name__}, made of other tensors: add the first such group, then attach."
 
 
-def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Parameters that cannot have their home on the host: only what ``fully_shard`` gathers can."""
+def wrong_to_stream(
+    optimizer: Optimizer, capabilities: Capabilities, model: nn.Module | None, names: Mapping[Tensor, str]
+) -> Iterator[str]:
+    """Parameters that cannot have a home on the host: ``fully_shard`` does not gather them, or state shares them."""
     groups = [] if model is None else sharding_groups(model)
     found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
     if not found:
@@ -212,14 +207,9 @@ def wrong_to_stream(model: nn.Module | None, names: Mapping[Tensor, str]) -> Ite
                 f"{names[param]} is a {type(local_shard(param)).__name__}, which says itself how it is gathered; "
                 "OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the state."
             )
-
-
-def tied_to_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """State over the memory of a parameter, which would not follow it to the host."""
-    param = param_under(names, kept_by(optimizer))
-    if param is not None:
+    if capabilities.moves_whole and (under := param_under(names, kept_by(optimizer))) is not None:
         yield (
-            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[param]}, which "
+            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[under]}, which "
             "OffloadPolicy(parameters=True) moves to the host. Use parameters=False."
         )
 
@@ -247,36 +237,21 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
         )
 
 
-# Each step ------------------------------------------------------------------------------------------------------------
-
-
-def check_gradients_are_read(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Refuse to step where all that a parameter has been given is a gradient that this class does not look at."""
-    for param in params_of(optimizer):
-        if param.grad is None and getattr(param, "decoupled_grad", None) is not None:
-            raise RuntimeError(
-                f"step(): the gradient of {names.get(param, 'a parameter')} is in param.decoupled_grad, and this "
-                "optimizer reads param.grad. Use Transformer Engine's FusedAdam(use_decoupled_grad=True), or leave "
-                "Megatron's use_precision_aware_optimizer off. Nothing has been changed."
-            )
+# Steps, and other parameters of the same model ------------------------------------------------------------------------
 
 
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Step pre-hook: a class's own step must not run on state that is elsewhere, or on parameters that are rounded."""
-    attachment, passed = attachment_of(optimizer), ("", "", "", "")
-    if attachment is not None and not attachment.stepping:
-        passed = attachment.engine.cls.__name__, "the offload", "offload_optimizer", "Attach"
-    elif attachment is None and isinstance(optimizer, WithMasters) and not optimizer.is_stepping:
-        passed = optimizer.plain_class.__name__, "the masters", "add_masters", "Add masters"
-    cls, what, function, do = passed
-    if cls:
+    if (attachment := attachment_of(optimizer)) is not None:
+        cls, is_past, function = attachment.engine.cls, not attachment.stepping, "offload_optimizer"
+    else:
+        assert isinstance(optimizer, WithMasters)
+        cls, is_past, function = optimizer.plain_class, not optimizer.is_stepping, "add_masters"
+    if is_past:
         raise RuntimeError(
-            f"{cls}.step was called past {what}: something captured it before {function}(). {do} first and wrap "
-            "optimizer.step afterwards. Nothing has been changed."
+            f"{cls.__name__}.step was called past {function}(): something captured it before. Call {function}() first "
+            "and wrap optimizer.step afterwards. Nothing has been changed."
         )
-
-
-# Other optimizers of the same parameters, and other parameters of the same model --------------------------------------
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
@@ -304,14 +279,9 @@ def _offloaded_with(
     return [(both, attachment) for both, attachment in found if both]
 
 
-_hook: list[RemovableHandle] = []
-"""Looks at the steps of all optimizers, from the first attachment on; never taken off, as torch may be calling it."""
-
-
 def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     """Look at the steps of other optimizers, and at the first forward of ``model``, which may not be sharded yet."""
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_look_who_steps))
+    _look_at_all_steps()
     if model is None or all(map(is_dtensor, attachment.engine.names)):
         return
     reference = weakref.ref(attachment)
@@ -323,6 +293,11 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
 
     handle = model.register_forward_pre_hook(check)
     attachment.undo.append(handle.remove)
+
+
+@functools.cache  # from the first attachment on; never taken off, as torch may be calling it
+def _look_at_all_steps() -> RemovableHandle:
+    return register_optimizer_step_pre_hook(_look_who_steps)
 
 
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
@@ -351,14 +326,11 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
     """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
     names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
-    if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
-        raise RuntimeError(
-            "The parameters of this optimizer were exchanged after offload_optimizer(), when the model was sharded. "
-            f"Attach afterwards: {RIGHT_ORDER}."
-        )
     # Not by their names: a look must not change what the next forward gathers.
     of_model = names.keys() if model is None else parameters_of(model)
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
+    if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
+        foreign = list(names.values())
     if foreign:
         raise RuntimeError(
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "

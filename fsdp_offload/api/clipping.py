@@ -7,7 +7,6 @@ the norm and the factor on the device. ``step()`` learns on the host whether the
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +88,13 @@ def clip_in_order(
         if grads:
             max_norm = float(max_norm)
             is_one = torch.clamp(max_norm / (total + 1e-6), max=1.0) == 1
-            scale = partial(_scale, max_norm, total, foreach)
+
+            def scale(grads: Sequence[Tensor]) -> None:
+                with bare(grads):
+                    for of_mesh in _by_mesh(grads):
+                        holders: Any = [SimpleNamespace(grad=grad) for grad in of_mesh]
+                        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
+
             used = set().union(*(one.put_off(is_one, scale) for one in guesses))
             scale([grad for grad in grads if id(grad) not in used])
     return norm
@@ -101,14 +106,6 @@ def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     for grad in grads:
         found[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     return list(found.values())
-
-
-def _scale(max_norm: float, total: Tensor, foreach: bool | None, grads: Iterable[Tensor]) -> None:
-    grads = list(grads)
-    with bare(grads):
-        for of_mesh in _by_mesh(grads):
-            holders: Any = [SimpleNamespace(grad=grad) for grad in of_mesh]
-            torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
 
 
 def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..device.lanes import refuse_capture
-from ..engine.engine import Engine, inside
+from ..engine.engine import inside
 from ..engine.loading import check_loadable
 from ..engine.whole import WholeEngine
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
 from ..state.layout import is_trained, params_of
 from ..state.store import UserState
-from .checks import RIGHT_ORDER, check_gradients_are_read, device_of, names_by_place, refuse_exchanged
+from .checks import RIGHT_ORDER, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
 from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
 
@@ -49,11 +49,11 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.stepping = True
         try:
-            return _hooked_step(self, *args, **kwargs)
+            return _logical_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _hooked_step fires the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
@@ -212,6 +212,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     __deepcopy__ = __reduce_ex__
 
 
+@Optimizer.profile_hook_step
 def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     """One step as the user counts them: the closure runs once, or as a class that moves as a whole calls it."""
     attachment = attached(self)
@@ -230,30 +231,19 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
             param.grad is not None for param in params_of(self)
         )
     else:
-        result = _run_closure(engine, *args, **kwargs)
+        (closure,) = args or (kwargs.pop("closure", None),)
+        if closure is not None and not engine.layouts.capabilities.known:
+            raise RuntimeError(
+                f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "
+                "repeat that. Call the closure yourself, then step() without it. Nothing has been changed."
+            )
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         with torch.no_grad():
-            if engine.conventions.reads_param_grad:
-                check_gradients_are_read(self, engine.names)
-            kwargs.pop("closure", None)
             updated = engine.step(self, states_of(self).unwaited, kwargs)
     with torch.no_grad():
         _end_step(attachment, updated=updated)
     return result
-
-
-_hooked_step: Any = Optimizer.profile_hook_step(_logical_step)
-
-
-def _run_closure(engine: Engine, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-    if closure is None:
-        return None
-    if not engine.layouts.capabilities.known:
-        raise RuntimeError(
-            f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot repeat "
-            "that. Call the closure yourself, then step() without it. Nothing has been changed."
-        )
-    with torch.enable_grad():
-        return closure()
 
 
 def _end_step(attachment: Attachment, *, updated: bool) -> None:
@@ -305,13 +295,7 @@ def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     for name in ("step", "zero_grad"):  # GradScaler asks what step() takes, accelerate what zero_grad() does
         ours[name].__signature__ = inspect.signature(getattr(cls, name))
     made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
-    try:
-        object.__new__(cls).__class__ = made
-    except TypeError:
-        raise ValueError(
-            f"offload_optimizer: an instance of {cls.__name__} cannot become one of a subclass: its memory layout is "
-            "fixed (__slots__, or a base written in C). Remove them, or move its step to a plain class."
-        ) from None
+    object.__new__(cls).__class__ = made  # a TypeError where the layout of instances is fixed (__slots__, a base in C)
     OffloadedOptimizer.register(made)
     return made
 

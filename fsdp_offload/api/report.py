@@ -131,32 +131,36 @@ class OffloadReport:
         return {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
 
     def __str__(self) -> str:
-        pinned = {"host memory taken": " pinned" if self.memory.pinned else " not pinned"}
-        rows = [(name, _bytes(nbytes) + pinned.get(name, "")) for name, nbytes in self._memory_rows() if nbytes]
-        rows += self._step_rows()
-        width = max(len(name) for name, _ in rows)
         lines = [f"Offloaded {self.optimizer}", *(f"  ! {note}" for note in self.notes), f"  {self.kept.reason}"]
         lines += [f"  {self.clipping}"] if self.clipping else []
         if self.step is None:
             lines.append(f"  No step yet. Steps will move {_bytes(self.kept.moving_bytes)} through the device.")
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
         return "\n".join([*lines, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
-    def _memory_rows(self) -> Iterator[tuple[str, int | None]]:
+    def _rows(self) -> Iterator[tuple[str, str]]:
         memory = self.memory
-        yield "state on the host", memory.host_state_bytes
-        yield "  kept on the device", memory.kept_state_bytes
-        yield "other state, where it was", memory.other_state_bytes
-        yield "parameters on the host", memory.host_parameter_bytes
-        yield "  kept on the device", memory.kept_parameter_bytes
-        yield "host memory taken", memory.host_bytes
-        yield "  spare homes", memory.spare_home_bytes
-        yield "device memory for that", memory.device_bytes
-        yield "device peak", memory.device_peak_bytes
-
-    def _step_rows(self) -> Iterator[tuple[str, str]]:
+        for name, nbytes, how in (
+            ("state on the host", memory.host_state_bytes, ""),
+            ("  kept on the device", memory.kept_state_bytes, ""),
+            ("other state, where it was", memory.other_state_bytes, ""),
+            ("parameters on the host", memory.host_parameter_bytes, ""),
+            ("  kept on the device", memory.kept_parameter_bytes, ""),
+            ("host memory taken", memory.host_bytes, " pinned" if memory.pinned else " not pinned"),
+            ("  spare homes", memory.spare_home_bytes, ""),
+            ("device memory for that", memory.device_bytes, ""),
+            ("device peak", memory.device_peak_bytes, ""),
+        ):
+            if nbytes:
+                yield name, _bytes(nbytes) + how
         if (step := self.step) is not None:
-            yield "last step: loaded", _copies(step.loaded_bytes, step.loads, step.load_gb_per_s)
-            yield "last step: stored", _copies(step.stored_bytes, step.stores, step.store_gb_per_s)
+            for name, nbytes, copies, rate in (
+                ("loaded", step.loaded_bytes, step.loads, step.load_gb_per_s),
+                ("stored", step.stored_bytes, step.stores, step.store_gb_per_s),
+            ):
+                at = "" if rate is None else f", at {rate:.1f} GB/s"
+                yield f"last step: {name}", f"{_bytes(nbytes)} in {copies} copies{at}"
             yield "last step: updated", f"{step.updates} buckets"
             if step.host_updated_bytes is not None:
                 waited = f"{step.host_update_ms:.1f} ms, {step.host_waited_ms:.1f} ms waited for"
@@ -165,10 +169,6 @@ class OffloadReport:
             waited = f"{last.stalled_ms:.1f} ms waiting for what is offloaded"
             yield "last iteration", f"{last.iteration_ms:.1f} ms, of it {waited}"
             yield "  no less than", f"{last.bound_ms:.1f} ms"
-
-
-def _copies(nbytes: int, copies: int, gb_per_s: float | None) -> str:
-    return f"{_bytes(nbytes)} in {copies} copies" + ("" if gb_per_s is None else f", at {gb_per_s:.1f} GB/s")
 
 
 def _bytes(nbytes: int) -> str:
@@ -284,13 +284,10 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     step = StepRecord(**fields, load_gb_per_s=last.load_gb_per_s, store_gb_per_s=last.store_gb_per_s)
     ways = (step.loaded_bytes, step.load_gb_per_s), (step.stored_bytes, step.store_gb_per_s)
     copies_ms = [nbytes / rate / 1e6 for nbytes, rate in ways if rate is not None]
-    iteration_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
-    return step, IterationRecord(
-        iteration_ms=iteration_ms,
-        stalled_ms=stalled_ms,
-        # The copies that were timed may have shared the link with others: that all are as slow is not proven.
-        bound_ms=min(iteration_ms, max(iteration_ms - stalled_ms, *copies_ms, 0.0)),
-    )
+    whole_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
+    # The copies that were timed may have shared the link with others: that all are as slow is not proven.
+    bound_ms = min(whole_ms, max(whole_ms - stalled_ms, *copies_ms, 0.0))
+    return step, IterationRecord(iteration_ms=whole_ms, stalled_ms=stalled_ms, bound_ms=bound_ms)
 
 
 def _left_out(engine: Engine) -> tuple[str, ...]:

@@ -1,16 +1,9 @@
 """Optimizers that are offloaded, inside other frameworks' objects too, and the phases of all of them together.
 
-==========================================  ==========================================================================
-theirs                                      what is looked at
-==========================================  ==========================================================================
-wrappers of accelerate, Lightning, Fabric   ``optimizer``, ``_optimizer``
-Megatron's ``ChainedOptimizer``             ``chained_optimizers``
-Megatron's ``DistributedOptimizer``,        ``optimizer``; ``shard_fp32_from_float16_groups`` or ``fp32_from_float16_``
-``Float16OptimizerWithFloat16Params``, …    ``groups`` name the fp32 masters among its parameters,
-                                            ``shard_fp32_groups`` those that are in fp32 anyway
-==========================================  ==========================================================================
-
-Read in ``megatron/core/optimizer`` of megatron-core 0.16.1. Nothing of it is imported.
+Wrappers of accelerate, Lightning and Fabric hold an optimizer as ``optimizer`` or ``_optimizer``, Megatron's as
+``optimizer``, its ``ChainedOptimizer`` several as ``chained_optimizers``. Megatron's also name the fp32 masters among
+its parameters (``shard_fp32_from_float16_groups``, ``fp32_from_float16_groups``) and those that are in fp32 anyway
+(``shard_fp32_groups``). Read in ``megatron/core/optimizer`` of megatron-core 0.16.1; nothing of it is imported.
 """
 
 import functools
@@ -28,32 +21,24 @@ from ..engine.engine import Engine, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
-from ..state.layout import params_of as params_of  # for the integrations, too
+from ..state.layout import params_of
 from ..state.store import OffloadedState
 
 
 @dataclass(eq=False)
 class Attachment:
-    """Additions to an optimizer when it was attached, and what undoes them.
-
-    Attributes:
-        undo: takes off what was put on the optimizer, its model, and what has captured its ``step``.
-        parked: parameters that leave the device with the state.
-        expects_gradients: no step has found any, and none has been told so.
-        is_new: it has not stepped: perhaps it was attached too early, or another one steps.
-        hook_steps: steps since a hook was wrapped to reload it; ``None``: none was.
-    """
+    """Additions to an optimizer when it was attached."""
 
     engine: Engine
     model: "weakref.ref[nn.Module] | None"
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)  # also for its model and what has captured its step
     hooks: ModelHooks | None = None
-    parked: ParkedParameters = field(default_factory=ParkedParameters)
+    parked: ParkedParameters = field(default_factory=ParkedParameters)  # they leave the device with the state
     stepping: bool = False
     has_loaded_inside_step: bool = False
-    expects_gradients: bool = True
-    is_new: bool = True
-    hook_steps: int | None = None
+    expects_gradients: bool = True  # no step has found any, and nobody has been told so
+    is_new: bool = True  # it has not stepped: perhaps it was attached too early, or another one steps
+    hook_steps: int | None = None  # since a hook was wrapped to reload it; None: none was
 
 
 def attachment_of(optimizer: object) -> Attachment | None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device.lanes import Lane, Mark, recorded
-from ..device.link import Lanes
+from ..device.lanes import Lane, Lanes, Mark, recorded
 from .items import Block, Item, Pool, Use
 from .room import Stopwatch
 

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..device.lanes import Copy, Lane, Mark, recorded
-from ..device.link import Lanes
+from ..device.lanes import Copy, Lane, Lanes, Mark, recorded
 from ..fsdp.dtensor import version_of
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline

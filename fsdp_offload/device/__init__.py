@@ -1,4 +1,4 @@
-"""The only room that knows streams, events and pinned memory: arena, ring, lanes and the link."""
+"""The only room that knows streams, events and pinned memory: arena, lanes, limits."""
 
 from .copy_queues import ask_for_copy_queues
 

@@ -40,14 +40,6 @@ def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
     return -(-nbytes // to_bytes) * to_bytes
 
 
-def _keep_for_ever(
-    value: object,
-    add_reference: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
-    as_argument: Callable[[object], object] = ctypes.py_object,
-) -> None:
-    add_reference(as_argument(value))
-
-
 class _Mapping(mmap.mmap):
     """A private mapping; exporting its buffer keeps it alive. ``before_unmap`` is called when nobody does any more."""
 
@@ -60,12 +52,13 @@ class _Mapping(mmap.mmap):
         self,
         exiting: Callable[[], bool] = sys.is_finalizing,
         getpid: Callable[[], int] = os.getpid,
-        keep: Callable[[object], None] = _keep_for_ever,
+        add_reference: Callable[[object], None] = ctypes.pythonapi.Py_IncRef,
+        as_argument: Callable[[object], object] = ctypes.py_object,
     ) -> None:
         if getpid() != self._creator_pid:
             # A forked child has no such pages, and no usable driver. By now it may have pages of its own there, which
             # must not be unmapped.
-            keep(self)
+            add_reference(as_argument(self))
             return
         # Not weakref.finalize: mmap unmaps first and tells its weak references afterwards. And not at exit: the driver
         # is gone by then, and the process's memory goes anyway.
@@ -84,24 +77,14 @@ def normal_tensors() -> Iterator[None]:
 
 
 class Region:
-    """One block of host memory.
-
-    Attributes:
-        nbytes: exactly what was asked for.
-        pinned: whether copies to and from it can be asynchronous.
-        bytes: the whole region as a ``uint8`` tensor of shape ``(nbytes,)`` on the CPU.
-    """
+    """One block of host memory; ``bytes`` is all of it, ``uint8`` of shape ``(nbytes,)`` on the CPU."""
 
     @normal_tensors()
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:
-        """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``.
+        """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``, or raise a RuntimeError.
 
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
         are touched and locked in parallel, and the driver refuses a copy across two.
-
-        Raises:
-            RuntimeError: the driver refuses to page-lock the memory.
-            OSError: the address space is used up.
         """
         self.nbytes = nbytes
         self.pinned = pin and nbytes > 0
@@ -135,8 +118,7 @@ class Region:
     ) -> Tensor:
         """A tensor over ``nbytes`` bytes at ``offset``, with a storage of its own that begins there and ends with it.
 
-        The storage matters: the stagers and writers of torch.distributed.checkpoint copy a tensor's whole *storage*,
-        so views of one large storage would each be staged as all of it.
+        torch.distributed.checkpoint copies whole *storages*: of views of one, each would be staged as all of it.
         """
         if nbytes == 0:
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
@@ -151,10 +133,9 @@ class Region:
 def _touch_and_lock(
     pieces: Sequence[tuple[int, int]], lock: Callable[[int, int], int] | None, errors: dict[int, int]
 ) -> None:
-    """Write every page of ``pieces`` (address, bytes) once and lock each piece as soon as it is written.
+    """Write every page of ``pieces`` (address, bytes) once, and lock each piece then; ``errors``: codes by address.
 
-    Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once. ``errors`` gets the
-    driver's error code for each address that was handed to it.
+    Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once.
     """
 
     def lock_when_touched(address: int, nbytes: int, touches: Sequence[Future[int]]) -> None:

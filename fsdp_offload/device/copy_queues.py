@@ -32,9 +32,7 @@ TOO_FEW = (
 def ask_for_copy_queues(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless somebody has. Never initialises CUDA.
 
-    Returns:
-        Whether the driver has as many queues as were asked for, by us or by the user. It reads the variable once, when
-        it is initialised: whoever has used CUDA before keeps what there was.
+    Returns whether the driver has these queues: it reads the variable once, when it is initialised.
     """
     if torch.version.cuda is None or VARIABLE in environment:
         return True

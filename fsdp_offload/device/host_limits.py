@@ -1,19 +1,16 @@
 """Limits of host memory: asked before any is pinned, since page-locked memory ends in the OOM killer."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 
 class HostMemory(NamedTuple):
-    """Bytes of host memory, as the kernel reports them.
+    """Bytes of host memory, as the kernel reports them."""
 
-    ``total_bytes`` is the smallest limit that applies to this process (machine, cgroup and its parents);
-    ``available_bytes`` what of it can still be taken without swapping, counting page cache as free.
-    """
-
-    total_bytes: int
-    available_bytes: int
+    total_bytes: int  # the smallest limit that applies to this process: of the machine, its cgroup, or a parent of that
+    available_bytes: int  # of it, without swapping; page cache counts as free
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
@@ -26,18 +23,24 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, available)
 
 
-def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: int = 0) -> None:
-    """Refuse to take more than there is.
+IF_THE_KERNEL_KNOWS_LESS = (
+    "if the machine has memory that the kernel does not report yet, say how much may be used with "
+    "OffloadPolicy.host_limit_bytes"
+)
 
-    Args:
-        needed_bytes: what this rank is about to take.
-        limit_bytes: the user's own figure, which then replaces the kernel's; ``None`` asks the kernel. In that case
-            what all ranks of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) is also held against
-            the limit, as each of them alone would pass.
-        held_bytes: what this rank has taken before, for the same optimizer; it counts towards both limits.
 
-    Raises:
-        MemoryError: says what is needed, what there is, and what to do.
+def check_host_memory(
+    needed_bytes: int,
+    limit_bytes: int | None,
+    held_bytes: int = 0,
+    *,
+    what: str = "The optimizer state to offload",
+    instead: str = IF_THE_KERNEL_KNOWS_LESS,
+) -> None:
+    """Raise a MemoryError if ``what`` needs more than there is; ``held_bytes`` have been taken before, and count.
+
+    ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. Then what all ranks
+    of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) counts as well: each alone would pass.
     """
     each_bytes, here = held_bytes + needed_bytes, f"{needed_bytes} bytes of host memory on this rank"
     if limit_bytes is not None:
@@ -53,39 +56,33 @@ def check_host_memory(needed_bytes: int, limit_bytes: int | None, held_bytes: in
         ]
     for asked_bytes, most_bytes, needs in limits:
         if asked_bytes > most_bytes:
-            raise MemoryError(
-                f"The optimizer state to offload needs {needs}. Shard over more ranks, or, if the machine has memory "
-                "that the kernel does not report yet, say how much may be used with OffloadPolicy.host_limit_bytes."
-            )
+            raise MemoryError(f"{what} needs {needs}. Shard over more ranks, or {instead}.")
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+_CGROUPS = {
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By version: the folder, the files of a limit and of what is used, and the name of page cache in ``memory.stat``."""
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` in bytes for each cgroup above this process that has a memory limit."""
-    limits = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            limits += _limits_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            limits += _limits_upwards(base, path, *names)
-    return limits
-
-
-def _limits_upwards(base: Path, path: str, limit_name: str, used_name: str, cache_key: str) -> list[tuple[int, int]]:
-    limits = []
-    folder = base / path.strip("/")
-    for candidate in (folder, *folder.parents):
-        text = "".join(_lines(candidate / limit_name)).strip()
-        if text.isdigit():
-            used = int("".join(_lines(candidate / used_name)).strip() or 0)
-            # Page cache counts as used but is given back on demand.
-            cache = _key_values(candidate / "memory.stat").get(cache_key, 0)
-            limits.append((int(text), max(0, used - cache)))
-        if candidate == base:
-            break
-    return limits
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, limit_name, used_name, cache_name = _CGROUPS[1 if controllers else 2]
+        folder = root / mount / path.strip("/")
+        for candidate in (folder, *folder.parents):
+            text = "".join(_lines(candidate / limit_name)).strip()
+            if text.isdigit():
+                used = int("".join(_lines(candidate / used_name)).strip() or 0)
+                # Page cache counts as used but is given back on demand.
+                cache = _key_values(candidate / "memory.stat").get(cache_name, 0)
+                yield int(text), max(0, used - cache)
+            if candidate == root / mount:
+                break
 
 
 def _lines(path: Path) -> list[str]:

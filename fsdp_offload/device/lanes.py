@@ -1,28 +1,22 @@
-"""Lanes: where loads, stores and updates run, and the marks by which they wait for each other.
+"""The link of one device: lanes, on which loads, stores and updates run, and marks, by which they wait for each other.
 
-On an accelerator the loads and the stores have streams of their own, and updates run on the stream that is current in
-``step()``, or on one of their own where they are to run beside a forward or a backward:
-
-- loads overlap with updates, stores, and whatever the device still has to do of the backward. They have two streams
-  that take turns: a small pinned copy of somebody else (``fully_shard`` makes one in each gather and each reduction)
-  waits until all copies have finished that were released to the copy engine before it, so never more than one piece is.
-  That needs a queue of the driver for each stream: ``copy_queues.py``;
-- stores overlap with updates, loads, and the next forward. They have two streams for the same reason: a loss that is
-  read, and gradients that the host is to update with, go the same way;
-- what the host updates has streams of its own, one down and two in turns up. The CPU is a lane as well
-  (``cpu_update/``): whoever waits for a mark of it on a stream blocks the host until it has updated.
+On an accelerator each kind of work has streams of its own, so that loads, stores, updates, the backward and the next
+forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of somebody else
+(``fully_shard`` makes one in each gather and each reduction; a loss that is read goes the other way) waits for all
+copies that were released to the copy engine before it, so never more than one piece is. That needs a queue of the
+driver for each stream: ``copy_queues.py``. The CPU has marks as well (``cpu_update.py``): whoever waits for one on a
+stream blocks the host until it has updated.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
 
 import functools
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +31,6 @@ pieces of 16 MiB took longer in each of three policies, the one that the link li
 STORED_PIECE_BYTES = 32 << 20
 """To the host. ``fully_shard`` makes no small copies that way, and each piece costs the host time."""
 
-_ALIGNED_BYTES = 512
-
 
 def refuse_capture(device: torch.device) -> None:
     """Refuse to run while a CUDA graph is being captured on the current stream."""
@@ -51,49 +43,52 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
-    """Cut copies such that they fill as few turns of ``piece_bytes`` as possible, all about equally."""
+    """Cut copies, laid end to end, at multiples of ``piece_bytes``: they fill as few turns as possible."""
     pieces: list[Copy] = []
-    copies = [pair for pair in copies if pair[0].numel()]
-    all_sizes = _sizes_of_pieces(tuple(target.numel() for target, _ in copies), piece_bytes)
-    for (target, source), sizes in zip(copies, all_sizes, strict=True):
+    begin = 0
+    for target, source in (pair for pair in copies if pair[0].numel()):
+        end = begin + target.numel()
+        cuts = [begin, *range(begin // piece_bytes * piece_bytes + piece_bytes, end, piece_bytes), end]
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
         pieces += zip(target.split_with_sizes(sizes), source.split_with_sizes(sizes), strict=True)
+        begin = end
     return pieces
 
 
-@functools.lru_cache(4096)  # the same copies come in each iteration
-def _sizes_of_pieces(numels: tuple[int, ...], piece_bytes: int) -> list[list[int]]:
-    """Cut copies of so many bytes, laid end to end, where a turn ends: for each, the bytes of its pieces."""
-    turns = max(1, math.ceil(sum(numels) / piece_bytes))
-    turn_bytes = min(piece_bytes, max(1, math.ceil(sum(numels) / turns / _ALIGNED_BYTES)) * _ALIGNED_BYTES)
-    sizes, begin = [], 0
-    for end in itertools.accumulate(numels):
-        cuts = [begin, *range(begin // turn_bytes * turn_bytes + turn_bytes, end, turn_bytes), end]
-        sizes.append([stop - start for start, stop in itertools.pairwise(cuts)])
-        begin = end
-    return sizes
-
-
-class Mark(Protocol):
+class Mark:
     """A point in a lane that others wait for."""
 
-    def resolved(self) -> "Mark | None":
-        """Return the mark that streams can wait for, if any; the CPU's is known when it has updated."""
+    def resolved(self) -> "EventMark | None":
+        """Return what streams can wait for; ``None``: it has been passed. The CPU's blocks until that is known."""
+        return None
 
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
     def elapsed_ms_since(self, earlier: Any) -> float:
         """Milliseconds between two marks of the same lane that have both been passed."""
+        raise NotImplementedError
 
 
-class EventMark:
-    """Somebody else's event, to be waited for."""
+class HostMark(Mark):
+    """A point that has been passed already: serial lanes wait before they mark."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_ms_since(self, earlier: "HostMark") -> float:
+        """Milliseconds on the host's clock."""
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+class EventMark(Mark):
+    """An event of a stream: torch's, or somebody else's."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
 
-    def resolved(self) -> Mark:
-        """Itself."""
+    def resolved(self) -> "EventMark":
+        """Return itself."""
         return self
 
     def synchronize(self) -> None:
@@ -101,32 +96,15 @@ class EventMark:
         self.event.synchronize()
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
-        """Milliseconds on the device between two marks that have both been passed."""
+        """Milliseconds on the device."""
         return earlier.event.elapsed_time(self.event)
 
 
 class StreamMark(EventMark):
-    """An event of ours on a stream."""
+    """An event of ours."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.Event(device, enable_timing=True))
-
-
-class HostMark:
-    """A point that has been passed already: serial lanes wait before they mark."""
-
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def resolved(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def elapsed_ms_since(self, earlier: "HostMark") -> float:
-        """Milliseconds on the host's clock."""
-        return (self.seconds - earlier.seconds) * 1e3
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -135,11 +113,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 class Lane:
-    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used.
-
-    Attributes:
-        name: tells lanes apart.
-    """
+    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
 
     def __init__(self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute") -> None:
         self.name = name
@@ -174,11 +148,10 @@ class Lane:
                 with self._in_use:
                     self._wait(known)
 
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: EventMark) -> None:
         if isinstance(mark, StreamMark):
             self._now.wait_event(mark.event)
         else:
-            assert isinstance(mark, EventMark)
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
             with self.running():
                 mark.event.wait()
@@ -221,8 +194,7 @@ class TurnsLane(Lane):
         """Take turns after ``turn_bytes`` at most."""
         super().__init__(device, torch.Stream(device), name=name)
         self._turn_bytes = turn_bytes
-        self._next = torch.Stream(device)
-        self._done, self._next_done = torch.Event(device), torch.Event(device)
+        self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -245,14 +217,13 @@ class TurnsLane(Lane):
         self._stream.record_event(self._done)
         self._next.wait_event(self._done)
         self._stream, self._next = self._next, self._stream
-        self._done, self._next_done = self._next_done, self._done
         self._piece_bytes = 0
 
 
 class SerialLane(Lane):
     """A lane on the current stream that waits for each of its actions."""
 
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: EventMark) -> None:
         """Block the host until somebody else's event has passed; what these lanes were given before has finished."""
         mark.synchronize()
 
@@ -290,3 +261,97 @@ def recorded(name: str) -> AbstractContextManager[object]:
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
     tracing = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(name) if tracing else nullcontext()
+
+
+# One device -----------------------------------------------------------------------------------------------------------
+
+
+class Lanes:
+    """The lanes of one device. Tests have others, which run everything later (``tests/core/deferred.py``)."""
+
+    def __init__(self, device: torch.device, *, serial: bool) -> None:
+        """With ``serial``, and on the CPU, none overlaps another."""
+        self._device = device
+        if serial or device.type == "cpu":
+            names = ("load", "store", "update", "down", "up", "compute")
+            lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
+            self.load, self.store, self.update, self.down, self.up, self.compute = lanes
+            return
+        self.load = TurnsLane(device, PIECE_BYTES, name="load")  # from homes to places
+        self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store")
+        # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
+        self.update = Lane(device, torch.Stream(device, priority=-1), name="update")
+        # Gradients and parameters of updates on the CPU: in the streams of loads and stores they would queue behind
+        # buckets of the device, which in turn wait for updates and for places.
+        self.down = Lane(device, torch.Stream(device), name="down")
+        self.up = TurnsLane(device, PIECE_BYTES, name="up")  # as loads: both hold up small copies of others
+        self.compute = Lane(device)  # the stream that is current
+
+    def on(self, stream: torch.Stream | None) -> Lane:
+        """Return the lane of a stream of torch's; ``None`` is the current one."""
+        if stream is None or isinstance(self.compute, SerialLane):
+            return self.compute
+        return Lane(self._device, stream, name=f"stream {stream.stream_id}")
+
+    def event(self, event: object) -> Mark:
+        """Return a mark for an event of torch's; without one, the point that compute has reached."""
+        return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
+
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """Note, for whoever looks for races, that these were made in the order of the compute lane."""
+
+    def freed(self, tensor: Tensor) -> None:
+        """Note that memory is given back: the next kernel of the compute lane may write it."""
+
+
+class DeviceLink:
+    """The lanes and the memory of one device, shared by all offloaded optimizers there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def lanes(self, *, serial: bool) -> Lanes:
+        """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""
+        return Lanes(self.device, serial=True) if serial else self._lanes
+
+    @functools.cached_property  # new streams would each get a memory pool of their own in torch's allocator
+    def _lanes(self) -> Lanes:
+        return Lanes(self.device, serial=False)
+
+    def taken_bytes(self, when: Literal["current", "peak"]) -> int:
+        """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.
+
+        With the gaps between, which only an allocation that fits can have. The peak is no less than what was ever taken
+        at once: both parts need not have been largest together.
+        """
+        if self.device.type == "cpu":
+            return 0
+        stats = torch.accelerator.memory_stats(self.device)
+        return int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
+
+    def room_beside(self, taken_bytes: int) -> int:
+        """Device memory that this process may have beside so much, less a twentieth of all. On the CPU, none."""
+        if self.device.type == "cpu":
+            return 0
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        has_limit = hasattr(module, "get_per_process_memory_fraction")  # CUDA
+        most = int(total * module.get_per_process_memory_fraction(self.device)) if has_limit else int(total)
+        reachable = min(int(free) + torch.accelerator.memory_reserved(self.device), most)
+        return max(0, reachable - taken_bytes - most // 20)
+
+    def empty_cache(self) -> None:
+        """Give the memory back that the allocator holds and nobody uses."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done everything that was issued to it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+@functools.cache
+def device_link(device: torch.device) -> DeviceLink:
+    """Return the link of ``device``, the same every time."""
+    return DeviceLink(device)

@@ -17,8 +17,8 @@ from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
-from ..cpu_update.updates import HostUpdates
-from ..device.link import device_link
+from ..cpu_update import HostUpdates
+from ..device.lanes import device_link
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed

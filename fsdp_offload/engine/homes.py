@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..core.buckets import ELSEWHERE, bucketing
 from ..core.items import BytesAtHome, Item
 from ..core.packing import Homes, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
-from ..cpu_update.updates import HostUpdates
+from ..cpu_update import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard, version_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import Bucket
-from ..cpu_update.updates import HostUpdates
+from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
 from ..fsdp.gradients import bare

@@ -5,9 +5,7 @@
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"device_bytes": 1 << 28})
 
-Everything else stays: ``accumulate``, ``clip_grad_norm_``, schedulers, scalers, ``save_state``, ``load_state``.
-``accelerator.clip_grad_norm_`` calls that of this package for the parameters of an offloaded optimizer, so that
-``overlap="iteration"`` updates in the backward.
+``accelerator.clip_grad_norm_`` then clips an offloaded optimizer by this package's function. Everything else stays.
 """
 
 import functools
@@ -20,8 +18,8 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import model_of, offload, policy_from
 
 

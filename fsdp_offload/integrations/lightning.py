@@ -7,9 +7,8 @@
     model = fabric.setup(model)
     optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))
 
-Automatic and manual optimization, closures, clipping, ``ModelCheckpoint`` and ``fit(ckpt_path=...)`` stay as they are.
-``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` clip an offloaded optimizer by this package's
-function, so that ``overlap="iteration"`` updates in the backward.
+``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` then clip an offloaded optimizer by this package's
+function. Everything else stays.
 """
 
 import functools
@@ -23,8 +22,8 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import metrics_of_each, offload, policy_from
 
 

@@ -11,34 +11,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
-from ..api.checks import RIGHT_ORDER
-from ..api.wrapped import params_of
 from ..policy import OffloadPolicy, refuse_unknown
+from ..state.layout import params_of
 
 _PREFIX = "FSDP_OFFLOAD_"
 _OF_TESTS = "FSDP_OFFLOAD_TEST_"  # our own
 
 
-def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -> OffloadPolicy:
+def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> OffloadPolicy:
     """Make a policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
 
-    ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` is the field ``device_bytes``; an empty variable is none. Text is JSON of
-    such a dict. A policy is returned as it is.
+    ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` is the field ``device_bytes``; an empty variable is none. A policy is returned
+    as it is.
 
     Raises:
-        ValueError: there is no field of that name, in ``values`` or in the environment, or the text is no JSON.
+        ValueError: there is no field of that name, in ``values`` or in the environment.
         TypeError, ValueError: a field does not take that value.
     """
     if isinstance(values, OffloadPolicy):
         return values
     names = {_PREFIX + field.name.upper(): field.name for field in fields(OffloadPolicy)}
-    said = {variable: text for variable, text in os.environ.items() if variable.startswith(_PREFIX) and text}
-    said = {variable: text for variable, text in said.items() if not variable.startswith(_OF_TESTS)}
-    refuse_unknown(said, [*names])
-    with suppress(ValueError):
-        values = json.loads(values) if isinstance(values, str) else values
-    if not isinstance(values, Mapping | None):
-        raise ValueError(f'A policy in text is JSON such as {{"overlap": "forward"}}, got {values!r}.')
+    said = {name: text for name, text in os.environ.items() if name.startswith(_PREFIX) and text}
+    said = {name: text for name, text in said.items() if not name.startswith(_OF_TESTS)}
+    refuse_unknown(said, names)
     asked = dict(values or {})
     refuse_unknown(asked, [*names.values()])
     given = {names[variable]: text for variable, text in said.items()} | asked
@@ -51,14 +46,8 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | str | None = None) -
 
 def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
     """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
-    again = is_offloaded(optimizer)
-    chosen = None if policy is None and again else policy_from(policy)
-    try:
-        offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
-    except RuntimeError as error:
-        if not again:
-            raise
-        raise RuntimeError(f"{error} Or say in one place of the script what you want: {RIGHT_ORDER}.") from None
+    chosen = None if policy is None and is_offloaded(optimizer) else policy_from(policy)
+    offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
 
 
 def _value(name: str, value: Any) -> Any:

@@ -6,9 +6,8 @@
 
     save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
 
-Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``LRSchedulersContainer`` and
-``CheckpointManager`` in all of its modes work as they are, without the second line too. Trainers clip the parameters of
-an offloaded container by this package's function, so that ``overlap="iteration"`` updates in the backward.
+Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``CheckpointManager`` works in all of
+its modes, without the second line too. Trainers clip an offloaded container by this package's function.
 """
 
 import functools
@@ -27,9 +26,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import params_of
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
+from ..state.layout import params_of
 from .plain_values import metrics_of_each, model_of, offload, policy_from
 
 

@@ -10,7 +10,6 @@ The optimizer is offloaded before a checkpoint is loaded: ``resume_from_checkpoi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer
@@ -20,25 +19,13 @@ from .accelerate import clip_with
 from .plain_values import metrics_of, offload, policy_from
 
 
-@dataclass
-class OffloadArguments:
-    """Arguments of :class:`OffloadTrainer` for ``HfArgumentParser``: ``OffloadTrainer(..., **vars(arguments))``."""
-
-    offload_policy: str | None = field(
-        default=None, metadata={"help": "Fields of OffloadPolicy as JSON; FSDP_OFFLOAD_... variables give the others."}
-    )
-    offload_metrics: bool = field(
-        default=False, metadata={"help": "Log bytes by place and times of the last step; waits for it at each log."}
-    )
-
-
 class OffloadTrainer(Trainer):
     """A ``Trainer`` whose optimizer is offloaded in each ``train()``."""
 
     def __init__(
         self,
         *args: Any,
-        offload_policy: OffloadPolicy | Mapping[str, Any] | str | None = None,
+        offload_policy: OffloadPolicy | Mapping[str, Any] | None = None,
         offload_metrics: bool = False,
         **kwargs: Any,
     ) -> None:

@@ -1,1 +1,1 @@
-"""Where a model's forward and backward meet the engine: hooks, tuning from measured iterations, sleep."""
+"""A model's memory: built on the host, and asleep there."""

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device.arena import BREAK_BYTES, Region, aligned
-from ..device.host_limits import check_host_memory
-from ..device.lanes import Mark
-from ..device.link import DeviceLink, Lanes, device_link
+from ..device.host_limits import IF_THE_KERNEL_KNOWS_LESS, check_host_memory
+from ..device.lanes import DeviceLink, Lanes, Mark, device_link
 from ..fsdp.dtensor import is_dtensor, local_shard
 from ..fsdp.fully_shard import (
     drop_gathered_gradients,
@@ -51,30 +50,28 @@ class _Place(NamedTuple):
 class Parking:
     """Host memory for storages that leave a device, kept from one time to the next."""
 
-    def __init__(self, no_room: str, limit_bytes: int | None = None) -> None:
-        """``no_room``: what a MemoryError says, with ``{nbytes}`` filled in. ``limit_bytes``: as a policy has it."""
+    def __init__(self, what: str, limit_bytes: int | None, instead: str = IF_THE_KERNEL_KNOWS_LESS) -> None:
+        """``what`` needs it, within ``limit_bytes`` as a policy has them; ``instead``: what to do if there is none."""
         self.region: Region | None = None
-        self.places: list[_Place] = []  # that are parked, or were the last to be
         self.link: DeviceLink  # of their device
-        self._no_room, self._limit_bytes = no_room, limit_bytes
+        self._places: list[_Place] = []  # that are parked, or were the last to be
+        self._lanes: Lanes
+        self._check_room = functools.partial(check_host_memory, limit_bytes=limit_bytes, what=what, instead=instead)
 
     def make_room(self, storages: Sequence[Storage]) -> None:
         """Choose what is parked next, one or more, and take memory for it, or raise a MemoryError."""
         device = storages[0].device
         self.link = device_link(device)
-        self.places, offset = [], 0
+        self._lanes = self.link.lanes(serial=False)
+        self._places, needed_bytes = [], 0
         for storage in storages:
-            self.places.append(_Place(storage, storage.nbytes(), offset))
-            offset += aligned(storage.nbytes())
-        if self.region is not None and self.region.nbytes >= offset:
-            return
-        self.region = None  # before the next is taken: there may not be room for both
-        try:
-            check_host_memory(offset, self._limit_bytes)
-        except MemoryError as error:
-            raise MemoryError(self._no_room.format(nbytes=offset)) from error
-        breaks = range(BREAK_BYTES, offset, BREAK_BYTES)
-        self.region = Region(offset, device=device, pin=device.type != "cpu", breaks=breaks)
+            self._places.append(_Place(storage, storage.nbytes(), needed_bytes))
+            needed_bytes += aligned(storage.nbytes())
+        if self.region is None or self.region.nbytes < needed_bytes:
+            self.region = None  # before the next is taken: there may not be room for both
+            self._check_room(needed_bytes)
+            breaks = range(BREAK_BYTES, needed_bytes, BREAK_BYTES)
+            self.region = Region(needed_bytes, device=device, pin=device.type != "cpu", breaks=breaks)
 
     def leave(self) -> None:
         """Copy them to the region and give back the device's memory, all in the order of the current stream."""
@@ -85,14 +82,14 @@ class Parking:
         self._free()
 
     def _free(self) -> None:
-        for place in self.places:
+        for place in self._places:
             place.storage.resize_(0)
 
     def load(self) -> Mark:
         """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
         lanes = self._lanes
         try:
-            for place in self.places:
+            for place in self._places:
                 place.storage.resize_(place.nbytes)
             # What the current stream gets may still be in use by what was issued to it before; so may the region, by
             # the copies that came before.
@@ -102,21 +99,17 @@ class Parking:
             self.link.synchronize()
             self._free()
             raise
-        self.places = []
+        self._places = []
         return lanes.load.mark()
 
     def wait(self, end: Mark) -> None:
         """Let the current stream wait for what :meth:`load` has started."""
         self._lanes.compute.wait(end)
 
-    @property
-    def _lanes(self) -> Lanes:
-        return self.link.lanes(serial=False)
-
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
         assert self.region is not None
-        for storage, nbytes, begin in self.places:
+        for storage, nbytes, begin in self._places:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             end = begin + nbytes
             first_break = (begin // BREAK_BYTES + 1) * BREAK_BYTES
@@ -132,11 +125,6 @@ _ASLEEP = Guard(
     "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
     lets_gradients=False,
 )
-_NO_ROOM_FOR_MODEL = (
-    "offload_model needs {nbytes} bytes of host memory for this rank's part of the model, and there is not enough. "
-    "Shard over more ranks, or pass gradients='drop'. Nothing has been changed."
-)
-
 _SLEEP = "_fsdp_offload_sleep"
 """A model's attribute while it is asleep: what allows its use. In no table: its tensors may refer to the model."""
 
@@ -187,31 +175,32 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     if gradients == "offload":
         found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
         found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
-    parking = _parkings.setdefault(model, Parking(_NO_ROOM_FOR_MODEL))
+    parking = _parkings.setdefault(model, Parking("offload_model", None, "pass gradients='drop'"))
     storages = _storages_of(model, found)
     moved_bytes = sum(storage.nbytes() for storage in storages)
     if storages:
         parking.make_room(storages)
-        # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-        parking.link.synchronize()
-        parking.leave()
-        parking.link.synchronize()
     if gradients == "drop":
         for param in awake.values():
             param.grad = None
         drop_gathered_gradients(model)
-    if storages:
-        tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
-        away = {storage._cdata for storage in storages}
-        dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
-        asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
-        # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or
-        # breaks a CUDA context, and torch.save writes a file that lacks the bytes.
-        take_off = _ASLEEP.put_on(asleep)
-        # Before fully_shard's own hook, which would be left half way by an error within it.
-        modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
-        hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
-        model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
+    if not storages:
+        return 0
+    # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
+    parking.link.synchronize()
+    parking.leave()
+    parking.link.synchronize()
+    tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
+    away = {storage._cdata for storage in storages}
+    dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
+    asleep = [layer for tensor, leaf in dense if leaf.untyped_storage()._cdata in away for layer in _layers(tensor)]
+    # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
+    # CUDA context, and torch.save writes a file that lacks the bytes.
+    take_off = _ASLEEP.put_on(asleep)
+    # Before fully_shard's own hook, which would be left half way by an error within it.
+    modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
+    hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
+    model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
     return moved_bytes
 
 
@@ -309,7 +298,7 @@ def _overlap(one: Storage, other: Storage) -> bool:
 class _Where(enum.Enum):
     """Where parked parameters are."""
 
-    HERE = "on the device; the region is kept for the next time"
+    HERE = "on the device"
     LEAVING = "on the device, where they may be used; there is room for them on the host"
     AWAY = "on the host alone"
     COMING = "on the host and, once a copy has ended, on the device"
@@ -322,24 +311,18 @@ _AWAY = Guard(
     lets_gradients=True,
 )
 
-_NO_ROOM_FOR_MASTERS = (
-    "offload_states() needs {nbytes} bytes of host memory for the fp32 masters that are the optimizer's parameters, "
-    "and there is not enough. They stay where they are."
-)
 
+class ParkedParameters(Parking):
+    """fp32 masters that a framework copies into its model: only the optimizer's step uses them, and they leave with it.
 
-class ParkedParameters:
-    """Parameters that only the optimizer's step uses: fp32 masters that a framework copies into its model afterwards.
-
-    They leave and come back with the phases of the optimizer that has them, and may be used until they are released:
-    Megatron copies masters into the buffers of MXFP8 parameters between the two calls. Afterwards gradients may be set;
-    whatever else is done with the tensors themselves raises.
+    They may be used until they are released: Megatron copies masters into the buffers of MXFP8 parameters between the
+    two calls. Afterwards gradients may be set; whatever else is done with the tensors themselves raises.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
         """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
+        super().__init__("offload_states(), for fp32 masters,", limit_bytes)
         self.params = list(params)
-        self._parking = Parking(_NO_ROOM_FOR_MASTERS, limit_bytes)
         self._loaded: Mark | None = None
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
@@ -347,19 +330,18 @@ class ParkedParameters:
     @property
     def host_bytes(self) -> int:
         """Host memory taken for them."""
-        region = self._parking.region
-        return 0 if region is None else region.nbytes
+        return 0 if self.region is None else self.region.nbytes
 
     def offload(self) -> None:
         """Take the host memory for :meth:`release`, or raise a MemoryError."""
         self.settle()
-        if self._where is _Where.HERE and self._make_room():
+        if self._where is _Where.HERE and self._has_room():
             self._where = _Where.LEAVING
 
     def release(self) -> None:
         """Move them to the host, in the order of the current stream."""
-        if self._where is _Where.LEAVING and self._make_room():
-            self._parking.leave()
+        if self._where is _Where.LEAVING and self._has_room():
+            self.leave()
             layers = (layer for param in self.params for layer in (param, local_shard(param)))
             self._take_off_guard = _AWAY.put_on(layers)
             self._where = _Where.AWAY
@@ -367,7 +349,7 @@ class ParkedParameters:
     def reload(self) -> None:
         """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
         if self._where is _Where.AWAY:
-            self._loaded = self._parking.load()
+            self._loaded = self.load()
             self._where = _Where.COMING
         elif self._where is _Where.LEAVING:
             self._where = _Where.HERE
@@ -376,7 +358,7 @@ class ParkedParameters:
         """The current stream is about to use them: what has been reloaded is there, and may be used."""
         if self._where is _Where.COMING:
             assert self._loaded is not None, "reload() has set it"
-            self._parking.wait(self._loaded)
+            self.wait(self._loaded)
             self._take_off_guard()
             self._where = _Where.HERE
 
@@ -390,13 +372,13 @@ class ParkedParameters:
         if self._where in (_Where.HERE, _Where.COMING):
             if self._loaded is not None:
                 self._loaded.synchronize()
-            self._parking.region = None
+            self.region = None
 
-    def _make_room(self) -> bool:
+    def _has_room(self) -> bool:
         """Looked up each time, as ``param.data = ...`` gives a parameter another storage; False: all are empty."""
         storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
         if storages := [storage for storage in storages if storage.nbytes()]:
-            self._parking.make_room(storages)
+            self.make_room(storages)
         return bool(storages)
 
 

@@ -22,7 +22,7 @@ from .training import DTYPES, Masters, Training
 # Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
 # records of an H200 have 5 % with 78 % of the device in use, and up to 15 % with a third in use.
 SLACK = 0.05
-RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/link.py has it
+RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/lanes.py has it
 MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
 SAME = 1.01  # estimates do not tell closer ones apart
 MORE_RANKS = (1, 2, 4, 8)  # times as many, which are tried if nothing fits

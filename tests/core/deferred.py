@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fsdp_offload.device.link import Lanes
+from fsdp_offload.device.lanes import Lanes
 
 Clock = dict[str, int]
 

@@ -21,11 +21,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update import job as host_job
-from fsdp_offload.cpu_update.job import HostJob
-from fsdp_offload.cpu_update.updates import HostUpdates
-from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload import OffloadPolicy, cpu_update, is_offloaded, remove_offload
+from fsdp_offload.cpu_update import HostJob, HostUpdates, host_worker
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
@@ -329,14 +326,14 @@ class BoomError(Exception):
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Updates on the host of parameters with these names fail."""
     names: list[str] = []
-    update = host_job.update_bucket
+    update = cpu_update.update_bucket
 
     def maybe(step: Any, ranges: Any, states: Any) -> None:
         if any(bound.shard.name in names for bound in ranges):
             raise BoomError("out of order")
         update(step, ranges, states)
 
-    monkeypatch.setattr(host_job, "update_bucket", maybe)
+    monkeypatch.setattr(cpu_update, "update_bucket", maybe)
     return names
 
 
@@ -486,7 +483,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
         backward(net)
         optimizer.step()
     (thread,) = threads_of_ours()
-    assert host_worker(CPU)._slot_bytes > 0
+    assert host_worker(CPU).slot_bytes > 0
     worker = weakref.ref(host_worker(CPU))
     del optimizer
     optimizers.pop()
@@ -563,7 +560,7 @@ EXITING = """
 import torch
 from torch import nn
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.cpu_update.worker import host_worker
+from fsdp_offload.cpu_update import host_worker
 
 net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.device import link as device_links
 from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
@@ -55,12 +54,6 @@ def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
 
 
 # reload_before -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def a_link_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizers of other tests hold staging until they are collected, whenever that is."""
-    monkeypatch.setattr(device_links, "_links", {})
 
 
 @pytest.fixture

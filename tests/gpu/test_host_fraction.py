@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update.job import HostJob
-from fsdp_offload.cpu_update.updates import HostUpdates
+from fsdp_offload.cpu_update import HostJob, HostUpdates
 from fsdp_offload.engine.engine import engine_of
 from tests import host_worker_gate
 from tests.conformance import oracle
@@ -45,7 +44,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStreams]:
         method = getattr(HostJob, name)
 
         def slowed(self: HostJob, *args: Any) -> None:
-            lane = self.lanes[which == "up"]
+            lane = getattr(self.lanes, which)
             with lane.running():
                 torch.cuda._sleep(cycles)
             method(self, *args)

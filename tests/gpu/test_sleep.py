@@ -10,8 +10,7 @@ from torch import multiprocessing as torch_multiprocessing
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import OffloadPolicy, offload_model, reload_model
-from fsdp_offload.device.lanes import Lane
-from fsdp_offload.device.link import DeviceLink
+from fsdp_offload.device.lanes import DeviceLink, Lane
 from tests.forks import resident_bytes
 from tests.gpu.streams import MIB, SIZES
 from tests.overlapping import Loop, Net, adamw

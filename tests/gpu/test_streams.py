@@ -73,7 +73,7 @@ def test_capture_is_refused() -> None:
 
 SMALL_COPY = """
 import torch
-from fsdp_offload.device.link import device_link
+from fsdp_offload.device.lanes import device_link
 
 device = torch.device("cuda", 0)
 lanes = device_link(device).lanes(serial=False)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_offload.core.packing import choose_host_share
-from fsdp_offload.cpu_update.worker import cores_of_pci
+from fsdp_offload.cpu_update import cores_of_pci
 
 SIZES = st.lists(st.integers(0, 10_000), max_size=30)
 FRACTIONS = st.floats(0, 1)

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core", "engine"},
     "checkpoint": {"fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
     "plan": {"policy", "device", "core"},
-    "integrations": {"policy", "api", "checkpoint"},
+    "integrations": {"policy", "state", "api", "checkpoint"},
 }
 
 TOOLS = "checkpoint_tools"

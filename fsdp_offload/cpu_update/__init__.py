@@ -1,1 +1,0 @@
-"""Updates on the CPU (``host_fraction``), behind one small protocol."""
