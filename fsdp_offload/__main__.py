@@ -30,7 +30,7 @@ def main() -> None:
     elif command == "--version":
         sys.stdout.write(f"fsdp-offload {__version__}\n")
     else:
-        sys.stderr.write(f"fsdp-offload: {'no command' if not command else f'unknown: {command}'}\n\n{HELP}")
+        sys.stderr.write(f"fsdp-offload: {'unknown: ' + ' '.join(sys.argv[1:]) if command else 'no command'}\n\n{HELP}")
         sys.exit(2)
 
 

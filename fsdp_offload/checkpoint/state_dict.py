@@ -22,7 +22,7 @@ from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER
 from ..state.layout import leaves_of, params_of
-from ..state.store import UserState
+from ..state.store import OffloadedState, UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
 from .planners import LEFT, listed
@@ -113,10 +113,13 @@ def set_optimizer_state_dict(
         ValueError: names or groups do not correspond; the load left a template of ``for_load=True`` untouched, or
             filled only a part of some parameter's state; state is missing, extra, or of another shape, dtype or
             sharding. Nothing has changed then, apart from what had been loaded in place.
+        RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
     optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
+    for one in optimizers:
+        _check_offered(one, saved)
     plans = [(one, _by_number(one, fqns, saved, strict=strict)) for one in optimizers]
     known = {fqns[param] for one in optimizers for param in params_of(one)}
     extra = [fqn for fqn in (*saved.state, *saved.entries) if fqn not in known]
@@ -230,9 +233,28 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
     }
     values = [value for state in offered.values() for value in state.values()]
     states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
+    states.offered_after = engine.core.last_moved
     # Counters that groups get in the first step would not be asked for, and so not be loaded.
     counters = engine.layouts.group_counters_at_zero() if reserved else {}
     return offered, [{**counters, **group} for group in optimizer.param_groups]
+
+
+def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
+    """Refuse homes that a step has written since they were offered: what stays on the device is newer than the load."""
+    engine, states = attached(optimizer).engine, states_of(optimizer)
+    values = (value for state in saved.state.values() for value in state.values() if _address(value) in states.offered)
+    if states.offered_after is not engine.core.last_moved and not all(_is_untouched(states, one) for one in values):
+        engine.failure = "a checkpoint was loaded into a state dict that was made before the last step"
+        raise RuntimeError(
+            f"set_optimizer_state_dict: {engine.failure}, so that a part of it is lost. Call "
+            "get_optimizer_state_dict(for_load=True) again, load into that, and set it."
+        )
+
+
+def _is_untouched(states: OffloadedState, value: Tensor) -> bool:
+    """Return whether ``value`` is what was offered to load into, and nobody has written it since."""
+    template, versions = states.offered.get(_address(value), (None, None))
+    return template is not None and _versions(template) == versions
 
 
 def _versions(value: Tensor) -> tuple[int, ...]:
@@ -267,18 +289,13 @@ def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByF
 def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
     """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
     states = states_of(optimizer)
-
-    def is_untouched(value: Tensor) -> bool:
-        template, versions = states.offered.get(_address(value), (None, None))
-        return template is not None and _versions(template) == versions
-
     loaded: dict[Tensor, UserState] = {}
     untouched: list[str] = []
     for param in params_of(optimizer):
         fqn, state = fqns[param], states.unwaited.get(param)
         given = saved.state.get(fqn, {})
         # Our planner has noted on values without elements on this rank what the other ranks see.
-        filled = {name: not is_untouched(value) for name, value in given.items() if _address(value)}
+        filled = {name: not _is_untouched(states, value) for name, value in given.items() if _address(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         if fqn in saved.entries and filled and not any(filled.values()):
             untouched.append(fqn)
@@ -294,7 +311,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
         if state:
             loaded[param] = state
-    if untouched and states.offered and all(is_untouched(value) for value, _ in states.offered.values()):
+    if untouched and states.offered and all(_is_untouched(states, value) for value, _ in states.offered.values()):
         raise ValueError(
             "set_optimizer_state_dict: nothing was loaded into what get_optimizer_state_dict(for_load=True) gave: the "
             f"checkpoint has none of {listed(untouched)}. Are the keys those under which it was saved?"

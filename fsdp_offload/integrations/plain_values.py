@@ -57,7 +57,7 @@ def _value(name: str, value: Any) -> Any:
         value = value.strip().lower()
         with suppress(ValueError):
             value = json.loads({"none": "null"}.get(value, value))
-    if isinstance(default, bool) and value in (0, 1):
+    if (isinstance(default, bool) or name == "pin_memory") and value in (0, 1):
         return bool(value)
     return int(value) if name.endswith("_bytes") and isinstance(value, float) and value.is_integer() else value
 

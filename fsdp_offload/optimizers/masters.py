@@ -87,7 +87,8 @@ def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
         return kept
     lower = in_memory_order(kept)
     rounded = in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
-    halves = torch.stack((lower, rounded - (lower < 0).to(torch.int16)), dim=-1)
+    borrowed = (lower < 0) & (rounded & 0x7FFF != 0)  # never of a zero, unless somebody wrote it: it would become NaN
+    halves = torch.stack((lower, rounded - borrowed.to(torch.int16)), dim=-1)
     return halves.view(torch.float32).as_strided(kept.shape, kept.stride())
 
 
@@ -232,11 +233,15 @@ def _remade(cls: Any, kind: MasterKind) -> WithMasters:
 @torch.no_grad()
 def widen_state(optimizer: WithMasters) -> None:
     """Give a master to each parameter that has state already, and widen that to fp32, which loses nothing."""
-    for param in filter(has_master, params_of(optimizer)):
-        state = optimizer.state.get(param) or {}
-        if state:
-            narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
-            _take_over(optimizer, param, narrow)
+    for group in optimizer.param_groups:
+        first_sum = group.get("initial_accumulator_value")  # of Adagrad, which makes state before its first step
+        for param in filter(has_master, group["params"]):
+            state = optimizer.state.get(param) or {}
+            if state:
+                narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
+                _take_over(optimizer, param, narrow)
+                if first_sum is not None and not state["step"]:
+                    local_shard(optimizer.state[param]["sum"]).fill_(first_sum)  # as it is before it is rounded
 
 
 def _take_over(optimizer: WithMasters, param: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -411,7 +416,9 @@ def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: 
     gradient = normal() * torch.exp(3 * normal())
     gradient[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=device)
     master = normal()
+    master[4:8] = torch.tensor([0.0, -0.0, 0.0, -0.0], device=device)  # weights that somebody has written
     kept = torch.randint(-(1 << 15), 1 << 15, (_TRIED_NUMEL,), device=device, generator=generator).to(torch.int16)
+    kept[4:6] = -1
     return MasterRange(
         master.to(weights),
         gradient.to(grad),

@@ -57,7 +57,7 @@ def _update(
     w = tl.load(weights + at, mask=inside, other=0)
     k = tl.load(kept + at, mask=inside, other=0)
     if remainder:
-        upper = w - (k < 0).to(tl.int16)
+        upper = w - ((k < 0) & ((w & 0x7FFF) != 0)).to(tl.int16)
         p = ((upper.to(tl.int32) << 16) | (k.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
         p = tl.where(w != k.to(weights.dtype.element_ty), w.to(tl.float32), k)  # weights that were written win

@@ -164,7 +164,9 @@ def plan(
     """
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
     if not all(value is None or 0 < value < math.inf for value in changes.values()):
-        raise ValueError(f"device_gb and link_gb_per_s must be positive, got {device_gb!r} and {link_gb_per_s!r}")
+        raise ValueError(
+            f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
+        )
     there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
     wanted, of = Training(**training), model_of(model)
     if trace is None:

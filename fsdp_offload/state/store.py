@@ -120,6 +120,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
         self.offered: dict[int, Any] = {}  # what was handed out to load into, by address (checkpoint/state_dict.py)
+        self.offered_after: object = None  # which step
 
     @property
     def unwaited(self) -> StateStore:

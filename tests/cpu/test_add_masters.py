@@ -47,6 +47,21 @@ def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert max(opened) < 1500 + largest < sum(opened) // 3
 
 
+def test_a_zero_that_somebody_writes_stays_a_number() -> None:
+    """Of no rounded master that is zero are the lower bits negative."""
+    kept = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for zero in (0.0, -0.0):
+        opened = masters.open_master("remainder", torch.full(kept.shape, zero, dtype=torch.bfloat16), kept)
+        assert opened.abs().max() < 1e-40
+
+
+@EVERY_KIND
+def test_state_from_a_constructor_is_as_for_fp32_parameters(kind: str) -> None:
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = add_masters(optim.Adagrad([param], initial_accumulator_value=0.1), kind)
+    assert torch.equal(optimizer.state[param]["sum"], torch.full((8,), 0.1))
+
+
 def test_it_stays_the_same_object_of_its_class() -> None:
     optimizer = adamw(Net().bfloat16().parameters())
     assert add_masters(optimizer) is optimizer

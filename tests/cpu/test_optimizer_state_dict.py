@@ -274,6 +274,24 @@ def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None
     assert_same_runs(run, Run(offload=False, prepare=all_used).train(*range(2 if trained_since else 1)))
 
 
+@EVERY_FORM
+def test_a_step_between_the_template_and_its_load_is_an_error(tmp_path: Path, form: dict[str, Any]) -> None:
+    """State that stays on the device is newer than what was loaded."""
+    saver = Run(prepare=all_used).train(0, 1)
+    save(saver, tmp_path, **form)
+    run = Run(seed=1, prepare=all_used).train(0)
+    state = {"optimizer": run.get(for_load=True, **form)}
+    run.train(1)
+    dcp.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="before the last step"):
+        run.set(state["optimizer"])
+    run.backward(2)
+    with pytest.raises(RuntimeError, match="before the last step"):
+        run.optimizer.step()
+    load(run, tmp_path, **form)
+    assert_same(run.get(), saver.get())
+
+
 # Several optimizers --------------------------------------------------------------------------------------------------
 
 
