@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "fsdp_offload": 15_330,  # on its way to 12,000; 230 are masters without offload, which the policy had not
-    "fsdp_offload/api": 1_650,  # 97 are add_masters; 10 refuse state over parameters that move
+    "fsdp_offload/api": 1_649,  # 97 are add_masters; 10 refuse state over parameters that move
     "fsdp_offload/checkpoint": 1_870,  # 23 refuse loads that a step has overtaken
     "fsdp_offload/core": 1_615,  # 4 let the real state of optimizers decide on buckets
     "fsdp_offload/engine": 3_040,  # what joins the core to an optimizer; 30 keep shared state shared
@@ -33,7 +33,7 @@ LIMITS = {
     "examples/benchmarks": 1_960,
     "tests": 33_430,  # on its way to 22,000; 300 are the tracer, which the package had
 }
-ATTACHING, STEP = 32, 15  # files
+ATTACHING, STEP = 31, 15  # files
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
 
