@@ -183,36 +183,6 @@ def shard(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
     return model
 
 
-@pytest.mark.parametrize("when", ["before-first-forward", "gathered", "after-backward"])
-def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> None:
-    model = shard(make(), mesh)
-    if when == "gathered":
-        with torch.no_grad():
-            model(batch(0))
-    if when == "after-backward":
-        model(batch(0)).backward()
-    offload_model(model)
-    assert {storage.nbytes() for storage in storages_of_fsdp(model)} == {0}
-    for use in (lambda: model(batch(0)), lambda: model.body(torch.ones(6, 8)), model.unshard):
-        with pytest.raises(RuntimeError, match=ASLEEP):
-            use()
-    reload_model(model)
-    model.reshard()
-    for one, other in zip(model.parameters(), shard(make(), mesh).parameters(), strict=True):
-        assert same_bits(local(one), local(other))
-    model(batch(1)).backward()
-
-
-def storages_of_fsdp(model: nn.Module) -> list[torch.UntypedStorage]:
-    from fsdp_offload.fsdp.fully_shard import _param_groups
-
-    params = [param for group in _param_groups(model) for param in group.fsdp_params]
-    tensors = [param._sharded_param_data for param in params]
-    tensors += [param.sharded_param._local_tensor for param in params]
-    tensors += [tensor for param in params for tensor in param.all_gather_outputs]
-    return [tensor.untyped_storage() for tensor in tensors]
-
-
 def test_gradients_that_are_not_reduced_yet_are_dropped_on_request(mesh: DeviceMesh) -> None:
     """That they come back otherwise is the habit ``unreduced`` with sleep."""
     model, fresh = shard(make(), mesh), shard(make(), mesh)
