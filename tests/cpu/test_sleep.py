@@ -22,9 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from tests.forks import address_space_bytes, resident_bytes
-from tests.overlapping import SIZES, Loop, adamw
 from tests.parity import local, same_bits
-from tests.policies import with_share
 
 ASLEEP = r"Call reload_model\(model\) first"
 
@@ -232,21 +230,6 @@ def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
-    """Until somebody needs the parameters, an update that runs on into it keeps its gradients beyond zero_grad()."""
-    loop = Loop(mesh, adamw, with_share(**SIZES, overlap="forward")).train(2)  # the second is measured alone
-    loop.backward(2)
-    loop.optimizer.step()
-    grads = [weakref.ref(local(param.grad).untyped_storage()) for param in loop.model.parameters()]
-    loop.optimizer.zero_grad()
-    gc.collect()
-    assert any(grad() is not None for grad in grads)
-    offload_model(loop.model)
-    gc.collect()
-    assert [grad() for grad in grads] == [None] * len(grads)
-    reload_model(loop.model)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
