@@ -80,27 +80,6 @@ def test_a_group_that_torch_refuses_changes_nothing() -> None:
     pair.train(2)
 
 
-TAKEN_OUT = ("up.weight", "norm.bias", "gain")  # one with buckets of its own, and some that share theirs
-
-
-def taken_out(run: Run) -> set[int]:
-    return {id(run.params[name]) for name in TAKEN_OUT}
-
-
-@pytest.mark.parametrize("kind", ["adamw", "on the CPU"])
-def test_parameters_taken_out_of_their_group(kind: str) -> None:
-    """By hand, as people freeze a layer: their state stays, and their values, although they have gradients."""
-    pair = pair_of(kind)
-    pair.train(3)
-    for run in pair:
-        group = run.optimizer.param_groups[0]
-        group["params"] = [param for param in group["params"] if id(param) not in taken_out(run)]
-    pair.train(3)
-    for run in pair:
-        run.optimizer.param_groups[0]["params"].extend(run.params[name] for name in TAKEN_OUT)
-    pair.train(3)
-
-
 def change(**entries: Any) -> Callable[[Run], None]:
     def action(run: Run) -> None:
         for group in run.optimizer.param_groups:
