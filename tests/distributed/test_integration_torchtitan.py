@@ -86,7 +86,6 @@ def script(
     mode: str = "disabled",
     from_arena: bool = False,
 ) -> None:
-    del world_size
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer
 

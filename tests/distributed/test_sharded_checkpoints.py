@@ -75,7 +75,6 @@ def never_stopped(shard: models.ShardNet, make_optimizer: MakeOptimizer, steps: 
 
 def resume_full(source: Run, target: Run, folder: Path) -> None:
     """Gathered on rank 0, and sent from there to all."""
-    del folder
     saved_model = get_model_state_dict(source.model, options=FULL)
     saved = get_optimizer_state_dict(source.model, source.optimizer, options=FULL)
     assert bool(saved) == (dist.get_rank() == 0)
