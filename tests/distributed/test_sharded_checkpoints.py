@@ -1,10 +1,12 @@
 """Saving and loading offloaded state as people do it, and what it is: torch's state-dict functions, torch.save.
 
-What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit.
+What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit. In
+the end asynchronous saves by several ranks, of which one fails.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,20 +27,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.checkpoint import get_optimizer_state_dict as get_ours
 from fsdp_offload.fsdp.dtensor import has_inner_tensors
-from tests.async_writers import not_the_same
+from tests.async_writers import FailingWriter, HeldWriter, copied, loaded, not_the_same
 from tests.distributed import models
 from tests.distributed.launch import agree, mesh, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
 from tests.parity import Pair, Run, assert_at_home, attach, differences, local, params_of
-from tests.tiers import some_cases
+from tests.tiers import some_cases, world_sizes
 
 pytestmark = pytest.mark.distributed
 
 TINY = OffloadPolicy(bucket_bytes=1024, device_bytes=5 * 1024)
 SOME_KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 MakeOptimizer = Callable[[Net], Optimizer]
 Resume = Callable[[Run, Run, Path], None]
@@ -263,3 +267,46 @@ STATE_CASES = {
 
 def test_state_on_every_rank(tmp_path: Path) -> None:
     spawn_cases(STATE_CASES, 4, tmp_path)
+
+
+# Asynchronous saves: the planner's collectives run in the writing threads, so they have a process group of their own --
+#
+# That every rank's part of every file is the state of the call is the axis ``save`` of the conformance suite, and
+# ``tests/core/test_saves.py`` where writers are held.
+
+
+SPARE = replace(TINY, snapshot_bytes=1 << 30)
+
+
+def state_with(run: Run, step: int) -> dict[str, Any]:
+    optimizer = get_ours(run.model, run.optimizer)
+    return {"model": get_model_state_dict(run.model), "optimizer": optimizer, "step": step}
+
+
+def fails_on_one_rank(folder: Path, policy: OffloadPolicy) -> Iterator[str]:
+    """All ranks are told, none of them waits for ever, and the next save is complete."""
+    plain, run = (new_run(models.shard_even, adamw, chosen) for chosen in (None, policy))
+    group = dist.new_group(backend="gloo")
+    stager, kept = ArenaStager(run.optimizer), []
+    for step in range(3):
+        kind = FailingWriter if dist.get_rank() == dist.get_world_size() - 1 else HeldWriter
+        writer = kind(folder / f"bad{step}")
+        future = dcp.async_save(state_with(run, step), storage_writer=writer, async_stager=stager, process_group=group)
+        writer.let_go()
+        for side in (plain, run):
+            train(side, step, step + 1)
+        kept.append(future)
+        if "no space left on device" not in str(future.exception()):
+            yield f"save {step} ended with {future.exception()!r}"
+    yield from compared(plain, run, "after saves that failed")
+    state = copied(state_with(run, 4))
+    dcp.async_save(state_with(run, 4), checkpoint_id=folder / "good", async_stager=stager, process_group=group).result()
+    yield from not_the_same(state, loaded(folder / "good", state))
+    if list(folder.glob("bad*/.metadata")):
+        yield "a checkpoint that failed looks complete"
+
+
+@world_sizes(3, 2)
+def test_a_writer_that_fails_on_one_rank(world_size: int, tmp_path: Path) -> None:
+    cases = {name: partial(fails_on_one_rank, tmp_path / name, one) for name, one in (("all", SPARE), ("none", TINY))}
+    spawn_cases(cases, world_size, tmp_path)
