@@ -33,7 +33,6 @@ def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]
 
 
 def run_pairs(rank: int, ranks: int, first: int, every: int) -> None:
-    del rank
     slow_updates()
     cases = all_pairs(axes_of(ranks), SOME_HABITS)[first::every]
     run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
@@ -50,7 +49,6 @@ def test_every_pair(ranks: int, first: int, every: int, tmp_path: Path) -> None:
 
 def run_programs(rank: int, ranks: int, number: int) -> None:
     """All ranks draw the same programs: what they find is the same on all of them."""
-    del rank
     slow_updates()
 
     @seed(number)

@@ -265,19 +265,6 @@ def test_parameters_that_are_unfrozen_later(mesh: DeviceMesh, fields: dict[str, 
     assert same(train(None), train(policy_of(fields)))
 
 
-@pytest.mark.parametrize("make_policy", [policy_of, on_host])
-def test_parameters_that_come_after_fully_shard(mesh: DeviceMesh, make_policy: Callable[..., OffloadPolicy]) -> None:
-    """``fully_shard`` would notice them in the first forward, and the optimizer is attached before."""
-
-    def assign(model: nn.Module) -> None:
-        for module in model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(param.detach().clone().mul_(0.5)))
-
-    plain, offloaded = pair(mesh, make_policy({"overlap": "iteration"}), prepare=assign)
-    assert same(plain.train(4), offloaded.train(4))
-
-
 LATE = "blocks.1.norm.bias"  # which shares a bucket with others
 
 

@@ -524,7 +524,6 @@ def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
 
 def run_on_ranks(rank: int, world_size: int) -> None:
     """All but LBFGS, whose searches are not made for shards."""
-    del rank, world_size
     train = partial(wrong, this_device(), layout="uneven", save="memory")
     run_cases(
         {f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in [*CLASSES][2:-1] for one in SOME}

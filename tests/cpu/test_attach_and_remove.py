@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
-from tests.parity import SMALL, Net, Pair, Run, Zoo, local, make_pair, params_of, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, make_pair, params_of, train_step
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -80,27 +80,6 @@ def test_a_group_that_torch_refuses_changes_nothing() -> None:
     pair.train(2)
 
 
-TAKEN_OUT = ("up.weight", "norm.bias", "gain")  # one with buckets of its own, and some that share theirs
-
-
-def taken_out(run: Run) -> set[int]:
-    return {id(run.params[name]) for name in TAKEN_OUT}
-
-
-@pytest.mark.parametrize("kind", ["adamw", "on the CPU"])
-def test_parameters_taken_out_of_their_group(kind: str) -> None:
-    """By hand, as people freeze a layer: their state stays, and their values, although they have gradients."""
-    pair = pair_of(kind)
-    pair.train(3)
-    for run in pair:
-        group = run.optimizer.param_groups[0]
-        group["params"] = [param for param in group["params"] if id(param) not in taken_out(run)]
-    pair.train(3)
-    for run in pair:
-        run.optimizer.param_groups[0]["params"].extend(run.params[name] for name in TAKEN_OUT)
-    pair.train(3)
-
-
 def change(**entries: Any) -> Callable[[Run], None]:
     def action(run: Run) -> None:
         for group in run.optimizer.param_groups:
@@ -138,22 +117,6 @@ def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) ->
         change(**old)(run)
     pair.train(5)
     pair.assert_trained()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_amsgrad_switched_on(fused: bool) -> None:
-    """torch wants the new state from whoever switches it on. The homes are then planned anew, and nothing is lost."""
-    pair = make_pair(Zoo, lambda params: optim.AdamW(params, lr=0.01, fused=fused))
-    pair.train(3)
-
-    def switch(run: Run) -> None:
-        change(amsgrad=True)(run)
-        for param in params_of(run.optimizer):
-            run.optimizer.state[param]["max_exp_avg_sq"] = torch.zeros_like(local(param).detach())
-
-    pair.each(switch)
-    pair.train(10)
-    assert "max_exp_avg_sq" in {name for state in pair.offloaded.optimizer.state.values() for name in state}
 
 
 @pytest.mark.parametrize("policy", [SMALL, SHARED], ids=["", "on the CPU"])

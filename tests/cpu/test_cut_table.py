@@ -111,19 +111,6 @@ def test_whole_and_cut_have_the_same_bits_in_all_sizes(
     check_entry(cls, implementation, dtype, "cpu")
 
 
-def test_a_cut_anywhere_else_would_be_seen() -> None:
-    """Why cuts fall on multiples: the fused kernel's vectors end elsewhere, and their tail rounds differently."""
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(4103, generator=generator)]
-    grads = [[torch.randn(4103, generator=generator)] for _ in range(STEPS)]
-    kwargs = {"lr": 0.01, "fused": True}
-    whole = list(train(optim.AdamW, kwargs, start, grads, None))
-    aligned = list(train(optim.AdamW, kwargs, start, grads, CUT_NUMEL))
-    other = list(train(optim.AdamW, kwargs, start, grads, CUT_NUMEL + 3))
-    assert all(map(same_bits, whole[-1], aligned[-1]))
-    assert not all(map(same_bits, whole[-1], other[-1]))
-
-
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_that_threads_share(dtype: torch.dtype) -> None:

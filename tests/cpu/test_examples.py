@@ -53,6 +53,7 @@ def run(name: str, *flags: str, ranks: int = 0, folder: Path | None = None) -> s
     return result.stdout
 
 
+FEW = ("--steps", "4", "--layers", "2", "--folder", "{folder}")
 # As scripts, whose folder is the first place that imports look in: what they are called must not hide a package.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "async_checkpoint": ("--folder", "{folder}", "--steps", "4"),
@@ -66,11 +67,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "te_fused_adam": ("--help",),  # is for GPUs
     "train_bigger_than_the_gpu": ("--width", "32", "--steps", "2"),
     "train_gpt": (*SMALL, "--steps", "2"),
-    "with_accelerate": ("--help",),  # trained with below
-    "with_lightning": ("--help",),
+    "with_accelerate": (*FEW, "--width", "64"),
+    "with_lightning": FEW,
     "with_megatron_fsdp": ("--help",),
-    "with_torchtitan": ("--help",),
-    "with_trainer": ("--help",),
+    "with_torchtitan": (*FEW, "--width", "64"),
+    "with_trainer": FEW,
     "with_verl": (),
     "worked_cases": ("--models", "Llama-3.1-8B"),
 }
@@ -83,6 +84,13 @@ NEEDS = {
     "with_verl": "verl.workers.engine",
     "te_fused_adam": "transformer_engine.pytorch",
 }
+SAID = {
+    "with_accelerate": ["state on the host"],
+    "with_trainer": ["offload/memory/host_bytes", "resumed: the same"],
+    "with_lightning": ["resumed: the same"],
+    "with_torchtitan": ["resumed: the same"],
+}
+"""By scripts that train with a framework."""
 
 
 def test_every_example_is_run_as_a_script() -> None:
@@ -90,11 +98,14 @@ def test_every_example_is_run_as_a_script() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    run(name, *(flag.format(folder=tmp_path) for flag in SCRIPTS[name]), folder=tmp_path)
+    ranks = 2 if name == "with_torchtitan" else 0
+    output = run(name, *(flag.format(folder=tmp_path) for flag in SCRIPTS[name]), ranks=ranks, folder=tmp_path)
+    assert all(output.count(said) >= max(1, ranks) for said in SAID.get(name, ()))
 
 
 @pytest.mark.long
@@ -183,27 +194,6 @@ def test_a_loop_of_megatrons_shape_says_where_its_state_is(capsys: pytest.Captur
     assert away[:2] == [0, 0]
     assert all(0 < kept <= 128 and kept < device <= 192 for kept, device, _ in others)
     assert all(host == away[2] for *_, host in others)
-
-
-FRAMEWORKS: dict[str, tuple[tuple[str, ...], int, str, int]] = {
-    "accelerate": (("--width", "64"), 0, "state on the host", 1),
-    "trainer": ((), 0, "offload/memory/host_bytes", 1),
-    "lightning": ((), 0, "resumed: the same", 1),
-    "torchtitan": (("--width", "64"), 2, "resumed: the same", 2),
-}
-"""Flags, ranks, and what is said how often at least."""
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_frameworks(tmp_path: Path, name: str) -> None:
-    pytest.importorskip(NEEDS[f"with_{name}"])
-    flags, ranks, said, times = FRAMEWORKS[name]
-    usual = ("--steps", "4", "--layers", "2", "--folder", str(tmp_path))
-    output = run(f"with_{name}", *usual, *flags, ranks=ranks)
-    assert output.count(said) >= times
-    assert "resumed: the same" in output or name == "accelerate"
 
 
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """``add_masters``: a low-precision model trains as the same optimizer does on an fp32 copy of it, offloaded or not.
 
-What is compared, and with what: ``tests/twins.py``. Masters that an optimizer keeps itself: ``test_master_weights.py``.
+What is compared, and with what: ``tests/twins.py``. Masters that an optimizer keeps itself: ``test_fused_adam.py``.
 """
 
 import copy
@@ -100,16 +100,6 @@ def test_parameters_need_not_be_dense() -> None:
     assert table[:, 2:5].all()
     assert not table[:, :2].any()
     assert not table[:, 5:].any()
-
-
-def test_ties_are_rounded_by_the_format() -> None:
-    """Between 1 and the next bf16 number, and between that and its next; the same below zero."""
-    master = of_bits(0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000)
-    away, _ = split(master)
-    even = torch.empty(4, dtype=torch.bfloat16)
-    close_master("fp32", master, even, master)
-    assert [hex(bits & 0xFFFF) for bits in away.view(torch.int16).tolist()] == ["0x3f81", "0x3f82", "0xbf81", "0xbf82"]
-    assert [hex(bits & 0xFFFF) for bits in even.view(torch.int16).tolist()] == ["0x3f80", "0x3f82", "0xbf80", "0xbf82"]
 
 
 @settings(deadline=None, max_examples=60)

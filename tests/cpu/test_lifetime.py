@@ -84,9 +84,10 @@ AROUND: dict[str, tuple[Beside, Beside]] = {
 """What there is beside an optimizer, made before it is attached and when it has trained."""
 
 
+@pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("name", AROUND)
-def test_nothing_around_an_optimizer_keeps_its_memory(name: str) -> None:
-    """What has the optimizer itself keeps it no longer than it is there."""
+def test_nothing_around_an_optimizer_keeps_its_memory(name: str, removed: bool) -> None:
+    """What has the optimizer itself keeps it no longer than it is there, or offloaded."""
     before, after = AROUND[name]
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -97,6 +98,11 @@ def test_nothing_around_an_optimizer_keeps_its_memory(name: str) -> None:
     memory = mappings(optimizer)
     train(net, optimizer)
     assert_alive(memory)
+    if removed:
+        remove_offload(optimizer)
+        assert_gone(memory)
+        train(net, optimizer)
+        return
     if "scheduler" in name or "captured" in name:
         del earlier, later
     del optimizer
@@ -111,21 +117,6 @@ def test_the_optimizer_does_not_keep_the_model() -> None:
     del net
     assert reference() is None
     assert [param for group in optimizer.param_groups for param in group["params"]] == params
-
-
-def test_removing_frees_it_although_a_scheduler_lives_on() -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    before = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    offload_optimizer(optimizer, model=net, policy=POLICY)
-    after = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    memory = mappings(optimizer)
-    train(net, optimizer)
-    remove_offload(optimizer)
-    assert_gone(memory)
-    train(net, optimizer)
-    before.step()
-    after.step()
 
 
 def test_a_state_tensor_keeps_the_memory_and_nothing_else() -> None:

@@ -162,33 +162,14 @@ def test_right_after_an_evaluation(mesh: DeviceMesh) -> None:
 # From a file ---------------------------------------------------------------------------------------------------------
 
 
-@spread(
-    pairs=True,
-    make=MAKERS,
-    steps_before={"fresh": 0, "used": 2},
-    form=FORMS,
-    prepare={"all-used": all_used, "some-never": lambda net: None},
-)
-def test_a_run_resumes(
-    tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any], prepare: Callable[[Net], Any]
+@spread(pairs=True, make=MAKERS, steps_before={"fresh": 0, "used": 2}, form=FORMS)
+def test_a_run_resumes_and_a_checkpoint_from_before_the_first_step_gives_no_state(
+    tmp_path: Path, make: MakeOptimizer, steps_before: int, form: dict[str, Any]
 ) -> None:
-    """Parameters that were never used have no state afterwards, either."""
-    saver = Run(make, prepare=prepare).train(0, 1)
-    save(saver, tmp_path, **form)
-    resumed = Run(make, seed=1, prepare=prepare).train(*range(5, 5 + steps_before)).weights_from(saver)
-    load(resumed, tmp_path, partial=prepare is not all_used, **form)
-    assert is_home(resumed)
-    assert_same_runs(resumed, saver)
-    assert_same_runs(resumed.train(2, 3), Run(make, offload=False, prepare=prepare).train(0, 1, 2, 3))
-
-
-@spread(steps_before={"fresh": 0, "used": 2}, form=FORMS)
-def test_a_checkpoint_from_before_the_first_step_gives_no_state(
-    tmp_path: Path, steps_before: int, form: dict[str, Any]
-) -> None:
-    """And says nothing about the next load: templates of existing state are the same tensors each time."""
-    save(Run(prepare=all_used), tmp_path / "none", **form)
-    saver, run = Run(prepare=all_used).train(0, 1), Run(seed=1, prepare=all_used).train(*range(steps_before))
+    """That says nothing about the next load: templates of existing state are the same tensors each time."""
+    save(Run(make, prepare=all_used), tmp_path / "none", **form)
+    saver = Run(make, prepare=all_used).train(0, 1)
+    run = Run(make, seed=1, prepare=all_used).train(*range(steps_before))
     save(saver, tmp_path / "good", **form)
     for is_set in (False, True):
         state = {"optimizer": run.get(for_load=True, **form)}
@@ -197,7 +178,9 @@ def test_a_checkpoint_from_before_the_first_step_gives_no_state(
             run.set(state["optimizer"])
             assert len(run.optimizer.state) == 0
         load(run.weights_from(saver), tmp_path / "good", **form)
+        assert is_home(run)
         assert_same_runs(run, saver)
+    assert_same_runs(run.train(2, 3), Run(make, offload=False, prepare=all_used).train(0, 1, 2, 3))
 
 
 def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:

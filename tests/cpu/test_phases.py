@@ -23,7 +23,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer, OffloadPolicy, reload_before, remove_offload
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, reload_before, remove_offload
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
@@ -203,14 +203,18 @@ def test_a_hook_that_is_called_is_fine_and_another_one_is_watched_anew(first_cal
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str) -> None:
-    """What updates beside the model still read is kept beyond ``zero_grad``, but not beyond ``release_states``."""
+def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str, sleeps: bool) -> None:
+    """What updates beside the model still read is kept beyond ``zero_grad``, but not beyond a release or a sleep."""
     loop = Loop(mesh, adamw, with_share(**SIZES, **POLICIES[name])).train(3)
     loop.backward(3)
     gradients = [weakref.ref(param.grad) for param in loop.model.parameters() if param.grad is not None]
     loop.step()
-    go_through(loop.optimizer, ("offload", "release"))
+    assert any(gradient() is not None for gradient in gradients) == (name != "step")
+    if sleeps:
+        offload_model(loop.model)
+    go_through(loop.optimizer, () if sleeps else ("offload", "release"))
     assert not any(gradient() is not None for gradient in gradients)
 
 

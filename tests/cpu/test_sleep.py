@@ -22,9 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
 from tests.forks import address_space_bytes, resident_bytes
-from tests.overlapping import SIZES, Loop, adamw
 from tests.parity import local, same_bits
-from tests.policies import with_share
 
 ASLEEP = r"Call reload_model\(model\) first"
 
@@ -183,36 +181,6 @@ def shard(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
     return model
 
 
-@pytest.mark.parametrize("when", ["before-first-forward", "gathered", "after-backward"])
-def test_all_memory_of_a_sharded_model_is_away(mesh: DeviceMesh, when: str) -> None:
-    model = shard(make(), mesh)
-    if when == "gathered":
-        with torch.no_grad():
-            model(batch(0))
-    if when == "after-backward":
-        model(batch(0)).backward()
-    offload_model(model)
-    assert {storage.nbytes() for storage in storages_of_fsdp(model)} == {0}
-    for use in (lambda: model(batch(0)), lambda: model.body(torch.ones(6, 8)), model.unshard):
-        with pytest.raises(RuntimeError, match=ASLEEP):
-            use()
-    reload_model(model)
-    model.reshard()
-    for one, other in zip(model.parameters(), shard(make(), mesh).parameters(), strict=True):
-        assert same_bits(local(one), local(other))
-    model(batch(1)).backward()
-
-
-def storages_of_fsdp(model: nn.Module) -> list[torch.UntypedStorage]:
-    from fsdp_offload.fsdp.fully_shard import _param_groups
-
-    params = [param for group in _param_groups(model) for param in group.fsdp_params]
-    tensors = [param._sharded_param_data for param in params]
-    tensors += [param.sharded_param._local_tensor for param in params]
-    tensors += [tensor for param in params for tensor in param.all_gather_outputs]
-    return [tensor.untyped_storage() for tensor in tensors]
-
-
 def test_gradients_that_are_not_reduced_yet_are_dropped_on_request(mesh: DeviceMesh) -> None:
     """That they come back otherwise is the habit ``unreduced`` with sleep."""
     model, fresh = shard(make(), mesh), shard(make(), mesh)
@@ -262,21 +230,6 @@ def test_gradients_that_are_views_of_a_bucket(mesh: DeviceMesh) -> None:
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_that_an_update_holds_are_let_go(mesh: DeviceMesh) -> None:
-    """Until somebody needs the parameters, an update that runs on into it keeps its gradients beyond zero_grad()."""
-    loop = Loop(mesh, adamw, with_share(**SIZES, overlap="forward")).train(2)  # the second is measured alone
-    loop.backward(2)
-    loop.optimizer.step()
-    grads = [weakref.ref(local(param.grad).untyped_storage()) for param in loop.model.parameters()]
-    loop.optimizer.zero_grad()
-    gc.collect()
-    assert any(grad() is not None for grad in grads)
-    offload_model(loop.model)
-    gc.collect()
-    assert [grad() for grad in grads] == [None] * len(grads)
-    reload_model(loop.model)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])

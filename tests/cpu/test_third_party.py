@@ -68,8 +68,15 @@ def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
     [{"foreach": True}, {"foreach": False}, {"warmup_steps": 4, "weight_decay": 0.1, "r": 1.0}],
     ids=str,
 )
-def test_schedulefree(kwargs: dict[str, Any]) -> None:
-    pair = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01, **kwargs))
+@pytest.mark.parametrize("trusted", [False, True])
+def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:
+    """As a whole, which the report has advice for, or in pieces, as its row says."""
+    pair = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01, **kwargs), policy=None)
+    optimizer = attach(pair.offloaded.optimizer, trust_separable=trusted)
+    advice = "AdamWScheduleFree was tried in pieces.* trust_separable=True"
+    assert any(re.search(advice, note) for note in offload_report(optimizer).notes) != trusted
+    capabilities = engine_of(optimizer).layouts.capabilities
+    assert (capabilities.elementwise, capabilities.moves_whole) == (False, not trusted)
     pair.train(11, schedulefree_step)
     pair.assert_trained()
     assert offloaded_names(pair.offloaded.optimizer) == {"z", "exp_avg_sq"}
@@ -147,17 +154,6 @@ def test_a_closure_of_a_trusted_class_is_refused() -> None:
     optimizer = attach(Counting(Zoo().parameters()), trust_separable=True)
     with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
         optimizer.step(lambda: 1.0)
-
-
-def test_a_listed_class_of_another_library_runs_as_its_row_says_if_trusted() -> None:
-    alone = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
-    notes = offload_report(alone.offloaded.optimizer).notes
-    assert any(re.search("AdamWScheduleFree was tried in pieces.* trust_separable=True", note) for note in notes)
-    pair = trusting(lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01))
-    capabilities = engine_of(pair.offloaded.optimizer).layouts.capabilities
-    assert (capabilities.elementwise, capabilities.moves_whole) == (False, False)
-    pair.train(6, schedulefree_step)
-    pair.assert_trained()
 
 
 def test_what_shows_later_stops_before_the_next_bucket() -> None:

@@ -158,7 +158,6 @@ def spawn_cases(
 
 
 def _run_cases(rank: int, world_size: int, cases: Mapping[str, Callable[[], Iterable[str]]], every: int) -> None:
-    del rank, world_size
     warnings.filterwarnings("ignore", message="offload_optimizer: ")
     run_cases(cases, every)
 

@@ -20,7 +20,7 @@ WIDTH = 16
 class Net(nn.Module):
     """Rows that divide by no world size (61, 5), fewer rows than ranks (2), and parameters that are not always used."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH, 24) for _ in range(2))
@@ -29,8 +29,6 @@ class Net(nn.Module):
         self.small = nn.Linear(5, 2)
         self.head = nn.Linear(WIDTH, 61, bias=False)
         self.data_rank = 0  # ranks that share a batch (TP) have the same one
-        if tied:
-            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
         x = self.embed(tokens)
@@ -95,10 +93,10 @@ def shard_bfloat16(net: Net) -> None:
 MakeOptimizer = Callable[[Net], Optimizer]
 
 
-def build(shard: ShardNet, *, tied: bool = False, seed: int = 0, prepare: Callable[[Net], Any] | None = None) -> Net:
+def build(shard: ShardNet, *, seed: int = 0, prepare: Callable[[Net], Any] | None = None) -> Net:
     """The same parameters on every rank, then sharded."""
     torch.manual_seed(seed)
-    net = Net(tied=tied)
+    net = Net()
     if prepare is not None:
         prepare(net)
     net.to(this_device())

@@ -130,7 +130,6 @@ def numbered(folder: Path, ep: int, kind: str) -> Iterator[str]:
 
 def refused(folder: Path, ep: int, kind: str) -> Iterator[str]:
     """Before there is a state dict: whatever it would be saved with, it is too late then. To load into, too."""
-    del folder
     model, optimizer = trained(ep, kind, mesh_name=f"b{ep}{kind}", steps=1)
     flat: dict[str, Any] = {"flatten_optimizer_state_dict": True}
     saved = get_optimizer_state_dict(model, optimizer, **flat, experts=model.experts)

@@ -34,7 +34,6 @@ def run_fp16(rank: int, world_size: int, folder: Path) -> None:
     fp16 scales each shard by itself, so its bits depend on the number of ranks, and a shard without elements has no
     scale to be found: FusedAdam itself fails there.
     """
-    del rank, world_size
 
     def pair_of(steps: int) -> FusedPair:
         kwargs = {**MASTERS["fp16"], "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16}

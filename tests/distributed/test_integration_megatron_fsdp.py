@@ -72,7 +72,6 @@ def made(way: str) -> tuple[Net, Any, Model]:
 
 def script(rank: int, world_size: int, folder: Path, name: str, *, way: str, load: str = "") -> None:
     """A seed's test runs it: tests/seeds/test_megatron_4623.py."""
-    del world_size
     net, optimizer, model = made(way)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
     if load:

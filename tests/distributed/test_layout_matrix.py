@@ -164,7 +164,6 @@ def test_every_layout_is_loaded_by(
 
 def run_lacking(rank: int, world_size: int, folder: Path) -> None:
     """The checkpoint has no state for ``small``, whose shard is empty on some ranks: no rank may have some then."""
-    del rank, world_size
 
     def momentum(net: Net) -> Optimizer:
         """Without a counter, which would say on every rank whether it was loaded."""

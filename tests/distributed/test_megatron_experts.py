@@ -113,7 +113,6 @@ def test_experts_go_through_other_sizes(parted: bool, tmp_path: Path) -> None:
 def run_legs(
     rank: int, world_size: int, folder: Path, legs: list[tuple[int, tuple[int, int, int, str]]], parted: bool
 ) -> None:
-    del rank, world_size
     for number, sizes in legs:
         run_leg(folder, number, *sizes, parted=parted)
 

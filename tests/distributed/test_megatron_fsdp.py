@@ -165,7 +165,6 @@ def test_parameters_that_dcp_would_misread_are_not_written(kind: str, tp: int, t
 
 
 def run_misread(rank: int, world_size: int, folder: Path, kind: str, tp: int) -> None:
-    del rank
     model = build(Layout(mesh(world_size // tp, tp, names=("dp", "tp")), kind))
     with pytest.raises(CheckpointException, match="nothing has been written: DCP would save"):
         save({"model": dict(model.named_parameters())}, checkpoint_id=folder / "no")
@@ -182,7 +181,6 @@ def test_values_that_tensor_parallelism_cuts_first(tmp_path: Path) -> None:
 
 
 def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
-    del rank, world_size
     model = build(Layout(mesh(2, 2, names=("dp", "tp")), "even"))
     value = model_state(model)[FC1]
     average = torch.zeros_like(value)

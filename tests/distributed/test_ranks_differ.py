@@ -71,7 +71,6 @@ def updated_on_the_cpu() -> list[str]:
 
 
 def run_all(rank: int, world_size: int) -> None:
-    del rank, world_size
     slow_updates()
     cases: dict[str, Any] = {
         f"room, {make.__name__}, {overlap}": partial(other_room, make, overlap, parameters=parameters)

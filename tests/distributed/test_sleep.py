@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import offload_model, reload_model
+from fsdp_offload.fsdp.fully_shard import _param_groups
 from tests.distributed import models
 from tests.distributed.launch import mesh, spawn_cases, this_device, unless_refused
 from tests.distributed.models import batch, build
@@ -25,18 +26,28 @@ def shards_of(net: nn.Module) -> list[Tensor]:
     return [local(param.detach()) for param in net.parameters()]
 
 
-def all_away(*, gathered: bool) -> Iterable[str]:
+def storages_of_fsdp(net: nn.Module) -> list[torch.UntypedStorage]:
+    params = [param for group in _param_groups(net) for param in group.fsdp_params]
+    tensors = [param._sharded_param_data for param in params]
+    tensors += [param.sharded_param._local_tensor for param in params]
+    tensors += [tensor for param in params for tensor in param.all_gather_outputs]
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+def all_away(when: str) -> Iterable[str]:
     """On every rank, and before any collective: a rank that went on would wait for the others."""
     net = build(models.shard_even)
     before = [tensor.clone() for tensor in shards_of(net)]
-    storages = [tensor.untyped_storage() for tensor in shards_of(net)]
-    held_bytes = sum(storage.nbytes() for storage in storages)
-    if gathered:
+    held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in shards_of(net))
+    if when == "after generating":
         with torch.no_grad():
             net(batch(0))
+    if when == "after a backward":
+        net(batch(0)).backward()
+        held_bytes *= 2  # with gradients
     if offload_model(net) != held_bytes:
         yield "other bytes than those of the shards"
-    if any(storage.nbytes() for storage in storages):
+    if any(storage.nbytes() for storage in storages_of_fsdp(net)):
         yield "some memory stays"
     uses = {
         "forward": lambda: net(batch(0)),
@@ -71,8 +82,7 @@ def ignored_by_fully_shard() -> Iterable[str]:
 @world_sizes(3, 2)
 def test_while_asleep(world_size: int, tmp_path: Path) -> None:
     cases = {
-        "before the first forward": partial(all_away, gathered=False),
-        "after generating": partial(all_away, gathered=True),
+        **{when: partial(all_away, when) for when in ("at first", "after generating", "after a backward")},
         "ignored by fully_shard": ignored_by_fully_shard,
     }
     spawn_cases(cases, world_size, tmp_path)

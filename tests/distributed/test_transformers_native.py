@@ -73,7 +73,6 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def run_saves(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[str, int]) -> None:
-    del world_size
     if rank == 0:
         save_models(folder)
     dist.barrier()
@@ -85,7 +84,6 @@ def run_saves(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[s
 
 
 def run_resumes(rank: int, world_size: int, folder: Path, kind: str, sizes: dict[str, int]) -> None:
-    del rank, world_size
     source = folder / kind
     fresh, resumed = (train(source, sizes, None, resume=saved, save=None) for saved in (None, folder / "plain"))
     assert not same(fresh, resumed)

@@ -1,14 +1,18 @@
-"""The parity suite and the cut table once more, with the parameters on a device and state in pinned memory."""
+"""The parity suite and the cut table once more, with the parameters on a device and state in pinned memory.
+
+At last optimizers from other packages, as their own users use them. Each package is optional.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
+from fsdp_offload import OffloadPolicy
 from tests.cpu.test_cut_table import check_entry, entries
 from tests.cpu.test_parity_optimizers import cases, model_for
-from tests.parity import Zoo, make_pair
+from tests.parity import Run, Zoo, make_pair
 
 
 def on_device(case: Any) -> bool:
@@ -42,3 +46,39 @@ def test_capturable(cls: type[optim.Optimizer], foreach: bool) -> None:
     pair = make_pair(Zoo, lambda params: cls(params, lr=0.01, capturable=True, foreach=foreach), device="cuda")
     pair.train(10)
     pair.assert_trained()
+
+
+SHAPES = [(256, 512), (512,), (96, 128), (4096,), (1024, 300)]
+
+
+def random_step(run: Run, at: int) -> None:
+    for param in run.model.parameters():
+        generator = torch.Generator("cuda").manual_seed(at)
+        param.grad = torch.randn(param.shape, device="cuda", generator=generator)
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "options"),
+    [
+        *(("bitsandbytes.optim", name, {}) for name in ("AdamW8bit", "Adam8bit", "AdamW", "Lion8bit")),
+        *(("torchao.optim", name, {}) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+        *(("schedulefree", "AdamWScheduleFree", {"foreach": foreach}) for foreach in (True, False)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_same_bits_of_other_packages(module: str, name: str, options: dict[str, Any]) -> None:
+    cls = getattr(pytest.importorskip(module), name)
+    pair = make_pair(
+        lambda: nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES),
+        lambda params: cls(params, lr=1e-3, **options),
+        device="cuda",
+        policy=OffloadPolicy(bucket_bytes=1 << 20),
+    )
+    pair.each(lambda run: getattr(run.optimizer, "train", lambda: None)())
+    pair.train(5 if module == "torchao.optim" else 10, random_step)
+    pair.assert_trained()
+    assert pair.offloaded.optimizer.offload_report().memory.host_state_bytes > 0
+    if module == "schedulefree":
+        pair.offloaded.optimizer.eval()
+        pair.offloaded.optimizer.train()

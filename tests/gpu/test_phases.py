@@ -1,31 +1,22 @@
 """Phases on a device: what leaves is gone, and nothing blocks. The bits: ``test_conformance``."""
 
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from fsdp_offload import OffloadedOptimizer
+from tests.cpu.test_phases import PHASES, go_through
 from tests.gpu.streams import BUCKET_BYTES, MIB, offloaded, plain
 from tests.overlapping import EVERY_POLICY
 from tests.parity import leaves
 
 KIB = 1 << 10
 BLOCKED_CYCLES = 1_000_000_000  # about 0.5 s: no call may last until the device has done that
-PHASES = ("offload", "release", "reload")
 ROOM = {"device_bytes": 10 * BUCKET_BYTES}
 
 pytestmark = pytest.mark.usefixtures("clean_device")
-
-
-def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
-    """Nothing for a plain optimizer, which has no phases."""
-    for phase in phases if isinstance(optimizer, OffloadedOptimizer) else ():
-        getattr(optimizer, f"{phase}_states")()
 
 
 # Bytes ---------------------------------------------------------------------------------------------------------------

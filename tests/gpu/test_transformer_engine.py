@@ -51,13 +51,11 @@ def test_same_bits(kwargs: dict[str, Any], decoupled: bool) -> None:
 
 @pytest.mark.parametrize("kwargs", list(options((FP32, FP16, BF16, FP8))), ids=name_of)
 def test_same_bits_with_fully_shard(kwargs: dict[str, Any], one_rank: None) -> None:
-    del one_rank
     sharded_pair(kwargs).step(2, without=("up",)).step(3)
 
 
 @pytest.mark.parametrize("kwargs", [{**m, "exp_avg_dtype": d} for m in MASTERS.values() for d in (FP32, FP16, FP8)])
 def test_checkpoint(kwargs: dict[str, Any], one_rank: None, tmp_path: Path) -> None:
-    del one_rank
     pair = sharded_pair(kwargs).step(3)
     saved = pair.offloaded
     state = {"model": saved.model.state_dict(), "optim": get_optimizer_state_dict(saved.model, saved.optimizer)}

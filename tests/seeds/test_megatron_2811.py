@@ -63,7 +63,6 @@ def copy_masters_and_release(chain: Any) -> None:
 
 
 def run_case(rank: int, world_size: int, name: str, release: Any = release_states) -> None:
-    del rank, world_size
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if megatron.ON_GPU:
         pytest.importorskip("transformer_engine.pytorch")  # before megatron-core, which looks for it

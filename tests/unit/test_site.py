@@ -35,14 +35,6 @@ def test_nothing_comes_from_another_server(site: Path) -> None:
     assert [url for sheet in styles for url in re.findall(r"url\(\"?((?:https?:)?//[^)]+)", sheet)] == []
 
 
-def test_what_would_be_fetched_is_seen() -> None:
-    assert FETCHED.findall('<script src="https://unpkg.com/x"></script><link rel=preconnect href=//fonts.example>') == [
-        "https://unpkg.com/x",
-        "//fonts.example",
-    ]
-    assert FETCHED.findall('<a href="https://example.org"><script src="assets/x.js">') == []
-
-
 def test_the_front_page_is_the_readme(site: Path) -> None:
     front = (site / "index.html").read_text(encoding="utf-8")
     assert 'src="figures/offload.svg"' in front
