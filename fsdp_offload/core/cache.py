@@ -98,6 +98,7 @@ class Cache:
         moved: in this iteration.
         bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
         stopwatch: times it; ``None``: nothing is timed.
+        copies_alone: items move in ``step()`` only, where nobody else copies.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -108,6 +109,7 @@ class Cache:
         self.moved = Moved()
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
+        self.copies_alone = False
         self._lowered: Pool | None = None
 
     @property
@@ -133,7 +135,7 @@ class Cache:
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
             with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
-                load.copy([(target, source) for source, target in item.copies()])
+                load.copy([(target, source) for source, target in item.copies()], alone=self.copies_alone)
             item.ready = item.home_read["load"] = load.mark()
             self.moved.loads += len(item.home)
             self.moved.loaded_bytes += item.nbytes

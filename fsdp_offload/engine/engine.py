@@ -87,6 +87,7 @@ class Engine:
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
+        self.core.cache.copies_alone = not (policy.parameters or policy.runs_on_into_forward)
         self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
@@ -567,8 +568,8 @@ class Engine:
             self.host.raise_failure()
         if self.failure:
             raise RuntimeError(
-                f"{what} refused: {self.failure}. Before going on, load a checkpoint of this optimizer (load_state_dict "
-                "or get_optimizer_state_dict(for_load=True), which work now), and then of the model."
+                f"{what} refused: {self.failure}. Before going on, load a checkpoint of this optimizer "
+                "(load_state_dict or get_optimizer_state_dict(for_load=True), which work now), and then of the model."
             )
 
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:

@@ -118,7 +118,7 @@ class DeferredLane:
                 elif not mark.done:
                     self._after.add(mark)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, alone: bool = False) -> None:
         for target, source in pairs:
             self._add(lambda target=target, source=source: target.copy_(source), (source,), (target,))
 
