@@ -19,16 +19,15 @@ from torch import Tensor
 from ..core.regions import TensorRegion, stretches, whole_of
 from ..core.text import (
     CheckpointError,
-    Table,
     check_patterns,
     counted,
     dtype_name,
     human_bytes,
     is_excluded,
     natural_order,
+    table,
 )
 from ..fuse.names import sorted_out
-from ..look.verify import check_whole
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored.checkpoint import Checkpoint, StoredTensor
@@ -81,20 +80,22 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}")
 
 
-def as_table(new: Rewrite) -> Table:
+def as_table(new: Rewrite) -> list[str]:
     """Return a table with a row for each file: its first tensor, count and size."""
-    table = Table("file", "first", numbers=("tensors", "size"))
-    for file, nbytes in new.file_bytes().items():
-        keys = list(dict.fromkeys(piece.key for piece in new.files[file] if piece.region is not None))
-        table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
-    return table
+    keys = {
+        file: list(dict.fromkeys(piece.key for piece in pieces if piece.region is not None))
+        for file, pieces in new.files.items()
+    }
+    sizes = new.file_bytes().items()
+    rows = ((file, *(keys[file] or [""])[:1], f"{len(keys[file]):,}", human_bytes(nbytes)) for file, nbytes in sizes)
+    return table(("file", "first"), ("tensors", "size"), rows)
 
 
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    parts = _Parts(checkpoint, wanted)
+    old = rewrite.open_whole(source, threads)
+    checkpoint, parts = old.checkpoint, _Parts(old.checkpoint, wanted)
     new = _NewFiles(checkpoint, parts.model, wanted)
-    beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)
+    beside: dict[str, bytes | None] = dict.fromkeys(old.files)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
@@ -109,7 +110,7 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
             beside[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         beside[OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
+    notes = (*old.notes, *parts.notes)
     made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes, beside=beside)
     return made, parts.prefix
 
@@ -179,9 +180,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     folders = open_safetensors(source, wanted.key_prefix)
     checkpoint = folders.checkpoint
-    check_whole(checkpoint, threads)
-    is_file = PurePath(source).suffix == SUFFIX
-    sidecars = rewrite.Sidecars((), ()) if is_file else rewrite.sidecars_of(checkpoint, folders.own_files)
+    old = rewrite.whole(checkpoint, None if PurePath(source).suffix == SUFFIX else folders.own_files, threads)
     keys = [
         key
         for key in _wanted_keys(checkpoint, wanted)
@@ -192,9 +191,9 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     new = _NewFiles(checkpoint, folders.model_keys, wanted)
     new.add_dcp(keys)
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    paths, notes = {key: checkpoint.paths[key] for key in keys}, tuple(rewrite.notes_on(checkpoint, sidecars))
-    beside = dict.fromkeys(sidecars.files)
-    return Rewrite(checkpoint, new.tensors, objects, new.files, paths, notes=notes, beside=beside), folders.key_prefix
+    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(old.files)
+    made = Rewrite(checkpoint, new.tensors, objects, new.files, paths, notes=old.notes, beside=beside)
+    return made, folders.key_prefix
 
 
 class _NewFiles:

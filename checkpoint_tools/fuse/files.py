@@ -18,7 +18,6 @@ pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import zlib
@@ -35,7 +34,7 @@ from ..stored.storage import read_small
 from ..stored.unpickle import PickledObject
 from . import preset_names
 from .names import GroupName, sorted_out
-from .plan import Exchange, Source, listed, plan_exchange
+from .plan import Exchange, Source, plan_exchange
 from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
 
 RECORD_FILE = "split_record.json"
@@ -174,10 +173,6 @@ def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
     except (ValueError, KeyError) as error:  # the rules' own errors
         raise CheckpointError(str(error)) from error
     _check_left(source, found, asked.excluded)
-    for name, content in source.groups.items():
-        if any((name.optimizer, str(fqn)) in found.listed for fqn in listed(content, name)):
-            new = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
-            found.objects[name.key] = relisted(content, name, new)
     return found
 
 
@@ -209,26 +204,6 @@ def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[Grou
     """Read the contents of the param groups that are stored as objects."""
     reader = ItemReader(checkpoint)
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
-
-
-def relisted(content: Any, name: GroupName, new: Mapping[str, Sequence[str]]) -> bytes:
-    """Pickle the content with other FQNs, as ``torch.save`` does; ``new`` has those in the place of each."""
-
-    def in_place_of(found: Iterable[Any]) -> list[Any]:
-        return [fqn for old in found for fqn in new.get(str(old), (old,))]
-
-    if name.is_list:
-        content = in_place_of(content)
-    else:
-        groups = [content] if isinstance(content, dict) else content
-        groups = [
-            {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
-            for group in groups
-        ]
-        content = groups[0] if isinstance(content, dict) else groups
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> None:

@@ -201,21 +201,14 @@ class _StateDicts(Source):
         """Return the optimizer's state dict in the layout that it had, of the values under these flat keys."""
         if self._is_flat:
             return {key.removeprefix(f"{self._lead}."): value for key, value in optim.items()}
-
-        def listed_as(fqn: str) -> Sequence[str]:
-            return found.listed.get((self._lead, fqn), (fqn,))
-
-        state: StateDict = {new: {} for fqn in self._states for new in listed_as(fqn)}
+        state: StateDict = {new: {} for fqn in self._states for new in found.listed.get((self._lead, fqn), (fqn,))}
         for key, value in optim.items():
             _, _, fqn, name = found.paths.get(key) or self.paths[key]
             state[str(fqn)][name] = value
         if is_fsdp_dtensor(self._before):
             return {**self._before, "state": state}
-        groups = [
-            {**group, "params": [new for fqn in group["params"] for new in listed_as(fqn)]}
-            for group in self._before["param_groups"]
-        ]
-        return {"state": state, "param_groups": groups}
+        ((groups, content),) = self.groups.items()
+        return {"state": state, "param_groups": found.objects.get(groups.key, content)}
 
 
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:

@@ -60,7 +60,7 @@ class Exchange:
     Attributes:
         fusions: fused tensors that are split, or parts that are merged; those of the model come first.
         copies: key → the keys under which its value is afterwards: several, one or none.
-        objects: key → the bytes that replace it.
+        objects: key → the value that replaces it: a param group, which lists other FQNs.
         paths: new key → its path in the nested state dict, if known.
         parameters: how many of the fusions are tensors of a model.
         matched: the fused tensors by the names that the rules match: of the model, or of state without one.
@@ -70,7 +70,7 @@ class Exchange:
 
     fusions: list[Fusion] = field(default_factory=list)
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     parameters: int = 0
     matched: tuple[str, ...] = ()
@@ -87,6 +87,20 @@ class Exchange:
         if path:
             self.paths[key] = path
         return key
+
+    def relist(self, name: GroupName, content: Any, new: Mapping[str, Sequence[str]]) -> None:
+        """List other FQNs in a param group, in several, or in the list of one; ``new`` has those in place of each."""
+
+        def in_place_of(fqns: Iterable[Any]) -> list[Any]:
+            return [fqn for old in fqns for fqn in new.get(str(old), (old,))]
+
+        def of_group(group: Any) -> Any:
+            return {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
+
+        if new.keys().isdisjoint(str(fqn) for fqn in listed(content, name)):
+            return
+        found = in_place_of(content) if name.is_list else [of_group(group) for group in _groups(content)]
+        self.objects[name.key] = found[0] if isinstance(content, dict) else found
 
     def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
         """Check that every new key is free; ``before`` are the keys that there were, ``old`` those that are fused."""
@@ -142,6 +156,9 @@ def plan_exchange(
     found = planner.found
     old = {key for each in found.fusions for key in ((each.fused,) if way == "split" else each.parts)}
     found.check_new_keys(planner.keys, old)
+    for name, content in source.groups.items():
+        own = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
+        found.relist(name, content, own)
     return found
 
 
@@ -403,5 +420,8 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
     """List the param groups; a bare list of names counts as a group without options."""
     if name.is_list:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
-    groups = content if isinstance(content, list | tuple) else [content]
-    return [group for group in groups if isinstance(group, dict)]
+    return [group for group in _groups(content) if isinstance(group, dict)]
+
+
+def _groups(content: Any) -> Sequence[Any]:
+    return content if isinstance(content, list | tuple) else [content]

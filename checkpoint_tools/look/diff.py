@@ -20,12 +20,12 @@ import torch
 from ..core.regions import stretches, whole_of
 from ..core.text import (
     CheckpointError,
-    Table,
     counted,
     dtype_name,
     human_shape,
     natural_order,
     short_repr,
+    table,
 )
 from ..core.values import Comparison, compare_parts, compare_values, same_values
 from ..fuse.names import sorted_out
@@ -214,13 +214,11 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
     return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
 
 
-def as_table(differences: Sequence[Difference]) -> Table:
+def as_table(differences: Sequence[Difference]) -> list[str]:
     """Return a table with a row for each difference."""
-    table = Table("key", "difference", "detail", numbers=("max |A - B|",))
-    for found in differences:
-        gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
-        table.add_row(found.key, found.kind, found.detail, gap)
-    return table
+    gaps = ("" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}" for found in differences)
+    rows = ((*found[:3], gap) for found, gap in zip(differences, gaps, strict=True))
+    return table(("key", "difference", "detail"), ("max |A - B|",), rows)
 
 
 def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:

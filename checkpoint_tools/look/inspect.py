@@ -1,10 +1,10 @@
 """Summarize a checkpoint from its metadata: keys, groups and files, as JSON and as tables."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..core.text import Table, counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order
+from ..core.text import counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order, table
 from ..fuse.names import KINDS
 from ..stored.checkpoint import Checkpoint, StoredTensor
 
@@ -83,23 +83,26 @@ def headline(summary: dict[str, Any]) -> str:
     return f"{summary['path']}: {counts} in {counted(len(summary['files']), 'file')}, {human_bytes(summary['nbytes'])}"
 
 
-def as_tables(summary: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table of the groups, and one of the keys."""
-    table = Table("group", numbers=("keys", "chunks", "size"))
-    for group in summary["groups"]:
-        table.add_row(group["group"], f"{group['keys']:,}", f"{group['chunks']:,}", human_bytes(group["nbytes"]))
-    yield table
-    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
-    for entry in summary["keys"]:
-        shape = "object" if entry["shape"] is None else human_shape(entry["shape"])
-        table.add_row(entry["key"], shape, entry["dtype"] or "", f"{entry['chunks']:,}", human_bytes(entry["nbytes"]))
-    yield table
+def as_tables(summary: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return a table of the groups, and one of the keys."""
+    groups = (
+        (group["group"], f"{group['keys']:,}", f"{group['chunks']:,}", human_bytes(group["nbytes"]))
+        for group in summary["groups"]
+    )
+    shapes = ("object" if row["shape"] is None else human_shape(row["shape"]) for row in summary["keys"])
+    keys = (
+        (row["key"], shape, row["dtype"] or "", f"{row['chunks']:,}", human_bytes(row["nbytes"]))
+        for row, shape in zip(summary["keys"], shapes, strict=True)
+    )
+    sizes = ("chunks", "size")
+    return table(("group",), ("keys", *sizes), groups), table(("key", "shape", "dtype"), sizes, keys)
 
 
-def chunk_table(tensor: StoredTensor) -> Table:
+def chunk_table(tensor: StoredTensor) -> list[str]:
     """Return a table with a row for each chunk: which file has which part of a tensor."""
-    table = Table("offsets", "sizes", "file", numbers=("size",))
-    for chunk in tensor.chunks:
-        nbytes = human_bytes(chunk.numel * tensor.dtype.itemsize)
-        table.add_row(", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, nbytes)
-    return table
+    rows = (
+        (", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, human_bytes(nbytes))
+        for chunk in tensor.chunks
+        for nbytes in [chunk.numel * tensor.dtype.itemsize]
+    )
+    return table(("offsets", "sizes", "file"), ("size",), rows)

@@ -16,6 +16,7 @@ Each rank keeps files of its own, of at most about 1 GiB. No data are read here.
 
 import bisect
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,9 +119,9 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
             new.tensors[key] = StoredTensor(key, shape, fusion.dtype, ())
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
-            content = exchange.objects.get(key)
-            if content is not None:
-                new.add(file, Piece(key, None, len(content), given(content)))
+            if key in exchange.objects:
+                torch.save(exchange.objects[key], content := io.BytesIO())
+                new.add(file, Piece(key, None, len(content.getvalue()), given(content.getvalue())))
             elif key not in fused and key not in merged:
                 for new_key in exchange.copies.get(key, (key,)):
                     new.add_copy(file, new_key, key, item)

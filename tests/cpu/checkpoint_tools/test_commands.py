@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from checkpoint_tools import preset_names
 from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
 from checkpoint_tools.rewrite import rewrite, rewrite_plan
-from checkpoint_tools.rewrite.save import held
+from checkpoint_tools.rewrite.rewrite import held
 from checkpoint_tools.stored.items import ItemReader
 from tests.checkpoint_tools import saves, tool
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
@@ -358,7 +358,6 @@ def test_help_is_for_people(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 --help                                     | 0 | Usage
 split --help                               | 0 | Usage
---version                                  | 0 | checkpoint_tools of fsdp-offload
 verify                                     | 2 | Missing argument
 verify x --no-such-option                  | 2 | No such option
 verify x --max-memory much                 | 2 | error: 'much' is not a size
