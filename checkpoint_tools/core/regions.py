@@ -79,10 +79,7 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
 
 def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
-    """List a part's rectangles on this rank, as places in the whole local memory of its shard of the fused tensor.
-
-    A rank that has nothing of the part has one chunk without elements, at the end of dimension 0.
-    """
+    """List a part's rectangles in this rank's memory; without any, an empty one at the end of dimension 0."""
     shape = comb.part_shape(fused.global_shape, dim)
     chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
     if comb.is_dropped:  # the part has no such dimension
@@ -212,10 +209,7 @@ def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
 
 
 def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:
-    """Yield a part's rectangle in the fused tensor: one rectangle for each block of the comb that it touches.
-
-    The inverse of :func:`part_chunks`.
-    """
+    """Yield a part's rectangle in the fused tensor, one for each block that it touches: the inverse of part_chunks."""
     offsets, sizes = part.offsets, part.sizes
     if not math.prod(sizes):
         return

@@ -9,6 +9,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 NEED_EXTRA = (
     "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
@@ -32,6 +33,12 @@ MAX_DIMS = 64
 
 MAX_INT64 = 2**63 - 1
 """Largest size, offset or count that is plausible."""
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a foreign value is a size, an offset or a count."""
+    return type(value) is int and 0 <= value <= MAX_INT64
+
 
 _DIGITS = re.compile(r"(\d+)")
 

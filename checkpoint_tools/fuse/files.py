@@ -18,16 +18,17 @@ pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.regions import Shape, whole_of
-from ..core.text import MAX_INT64, CheckpointError, is_excluded, shortened, some_of
+from ..core.text import CheckpointError, is_count, is_excluded, shortened, some_of
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
 from ..stored.storage import read_small
@@ -95,20 +96,15 @@ def _crc(splits: Any) -> int:
 
 
 class Request(NamedTuple):
-    """A split or merge as the user asked for it; without rules, to undo the last split.
-
-    ``excluded`` are patterns of keys that stay, ``only`` of fused tensors or parts that alone are exchanged;
-    ``is_sure``: merge whatever the rules match. Once it is complete, ``wanted`` says which matches are exchanged, and
-    ``is_known`` whether a record or the user has said so, rather than the rules alone.
-    """
+    """A split or merge as the user asked for it; without rules, to undo the last split."""
 
     rules: Sequence[Rule]
     values: Mapping[str, float]
-    excluded: Sequence[str] = ()
-    only: Sequence[str] = ()
-    is_sure: bool = False
-    wanted: Wanted = ALL
-    is_known: bool = False
+    excluded: Sequence[str] = ()  # patterns of keys that stay
+    only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
+    is_sure: bool = False  # merge whatever the rules match
+    wanted: Wanted = ALL  # of a complete one: which matches are exchanged
+    is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
     notes: Sequence[str] = ()
 
 
@@ -216,7 +212,7 @@ def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> Non
         if key in old or key not in source.tensors or is_excluded(key, excluded):
             continue
         words = key.split(".")
-        ends = ((start, stop) for start in range(len(words)) for stop in range(start + 1, len(words)))
+        ends = itertools.combinations(range(len(words)), 2)  # the key itself ends behind its last word
         inside = next((name for start, stop in ends if (name := ".".join(words[start:stop])) in known), None)
         if inside is not None:
             raise CheckpointError(
@@ -307,7 +303,7 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
             return {
                 name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
                 for name, factors in counts.items()
-                if all(map(_is_count, factors)) and _is_count(math.prod(factors))
+                if all(is_count(each) and each for each in (*factors, math.prod(factors)))
             }
     return {}
 
@@ -316,7 +312,7 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
     config = _json(checkpoint, _CONFIG_FILE)
     if isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}
-    found = {name: value for name, value in config.items() if _is_count(value)}
+    found = {name: value for name, value in config.items() if is_count(value) and value}
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
     if heads:
         found.setdefault("num_key_value_heads", heads)
@@ -326,10 +322,6 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
         if other in found:
             found.setdefault("num_experts", found[other])
     return {name: _Known(value, _CONFIG_FILE) for name, value in found.items()}
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 < value <= MAX_INT64
 
 
 def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:

@@ -314,10 +314,6 @@ def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
     return blocks.narrow(dim + 1, comb.start, comb.length)
 
 
-def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
-    _blocks_of(whole, dim, comb).copy_(part if comb.is_dropped else part.unflatten(dim, (comb.blocks, comb.length)))
-
-
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
     """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
     first = {fusion.parts[0]: fusion for fusion in found.fusions}
@@ -333,10 +329,7 @@ def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
 
 
 def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
-    """Return where the parts come from, if they are all the parts of the tensor ``rule_key``, in their order.
-
-    Other parts of a tensor, or parts of others, may be merged into something else: then they are plain tensors.
-    """
+    """Return where the parts come from, if they are all parts of ``rule_key`` in order; others are plain tensors."""
     origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
     if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
         return None
@@ -350,7 +343,8 @@ def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
     if origins is not None:
         for part, origin, comb in zip(parts, origins, fusion.combs, strict=True):
             if origin.is_copy:
-                _write(origin.memory, fusion.dim, comb, part)
+                blocks = _blocks_of(origin.memory, fusion.dim, comb)
+                blocks.copy_(part.reshape(blocks.shape))
         return origins[0].fused
     if any(is_dtensor(part) for part in parts):
         raise ValueError(
@@ -362,5 +356,6 @@ def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"{fusion.fused}: its parts are on {devices}; a fused tensor is all of one dtype and device")
     whole = parts[0].new_empty(fusion.shape)
     for part, comb in zip(parts, fusion.combs, strict=True):
-        _write(whole, fusion.dim, comb, part.detach())
+        blocks = _blocks_of(whole, fusion.dim, comb)
+        blocks.copy_(part.detach().reshape(blocks.shape))
     return whole

@@ -28,23 +28,15 @@ KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_pa
 
 
 class StateName(NamedTuple):
-    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``.
-
-    Attributes:
-        optimizer: the prefix that tells one optimizer's keys from those of others.
-        before: ``optim.state.``, or ``optimizer.state.exp_avg.``.
-        after: ``.exp_avg``, or nothing.
-        path: where the value was; empty if that is not known.
-        kind: the entry's name, where it comes before the FQN.
-    """
+    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``."""
 
     key: str
-    optimizer: str
-    before: str
+    optimizer: str  # the prefix that tells one optimizer's keys from those of others
+    before: str  # "optim.state.", or "optimizer.state.exp_avg."
     fqn: str
-    after: str
-    path: Path = ()
-    kind: str = ""
+    after: str  # ".exp_avg", or nothing
+    path: Path = ()  # where the value was; empty if that is not known
+    kind: str = ""  # the entry's name, where it comes before the FQN
 
     @property
     def is_state(self) -> bool:

@@ -28,20 +28,16 @@ from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which either it or they are stored; ``shape`` is that of the fused one.
-
-    ``is_flat``: it is stored as one dimension of all of its elements. ``owner``: the key of the model's tensor whose
-    state it is, or its own key in the model; ``None`` without a model.
-    """
+    """One fused tensor and its parts, of which either it or they are stored."""
 
     fused: str
     parts: tuple[str, ...]
-    shape: Shape
+    shape: Shape  # of the fused one
     dtype: torch.dtype
     dim: int
     combs: tuple[Comb, ...]
-    is_flat: bool = False
-    owner: str | None = None
+    is_flat: bool = False  # stored as one dimension of all of its elements
+    owner: str | None = None  # the key of the model's tensor whose state it is, or its own key in the model
 
     def part_shapes(self) -> list[tuple[str, Shape]]:
         """List the key and the shape of each part."""
@@ -55,27 +51,16 @@ Fqn = tuple[str, str]
 
 @dataclass
 class Exchange:
-    """The plan: what becomes of each key. Keys that it does not name stay.
+    """The plan: what becomes of each key. Keys that it does not name stay."""
 
-    Attributes:
-        fusions: fused tensors that are split, or parts that are merged; those of the model come first.
-        copies: key → the keys under which its value is afterwards: several, one or none.
-        objects: key → the value that replaces it: a param group, which lists other FQNs.
-        paths: new key → its path in the nested state dict, if known.
-        parameters: how many of the fusions are tensors of a model.
-        matched: the fused tensors by the names that the rules match: of the model, or of state without one.
-        listed: what param groups list instead of an FQN.
-        owners: the keys of the model's tensors whose state the optimizers have.
-    """
-
-    fusions: list[Fusion] = field(default_factory=list)
-    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    parameters: int = 0
-    matched: tuple[str, ...] = ()
-    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)
-    owners: dict[Fqn, str] = field(default_factory=dict)
+    fusions: list[Fusion] = field(default_factory=list)  # split, or merged; those of the model come first
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)  # key → those that have its value afterwards
+    objects: dict[str, Any] = field(default_factory=dict)  # key → its new value: a param group that lists other FQNs
+    paths: dict[str, Path] = field(default_factory=dict)  # new key → its path in the nested state dict, if known
+    parameters: int = 0  # how many of the fusions are tensors of a model
+    matched: tuple[str, ...] = ()  # fused tensors by the names that rules match: of the model, or of state without one
+    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # what param groups list instead of an FQN
+    owners: dict[Fqn, str] = field(default_factory=dict)  # keys of the model's tensors whose state there is
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
         """Give an entry of state to these parameters."""
@@ -147,10 +132,7 @@ class Source:
 def plan_exchange(
     way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str] = (), wanted: Wanted = ALL
 ) -> Exchange:
-    """Plan the exchange of fused tensors for their parts, or of parts for fused tensors.
-
-    Rules that are not optional have to match something; ``excluded`` are patterns of keys that stay.
-    """
+    """Plan which tensors are split, or which parts merged. Rules that are not optional have to match something."""
     planner = _Planner(way, source, rules, excluded, wanted)
     (planner.split if way == "split" else planner.merge)()
     found = planner.found

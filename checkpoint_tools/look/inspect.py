@@ -10,10 +10,7 @@ from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str, Any]:
-    """Return totals, and entries of the keys that match any of ``patterns`` (``*.weight``); of all without any.
-
-    Objects have neither shape nor dtype, and their bytes are those of the file. ``problems`` are those of the metadata.
-    """
+    """Return totals, and entries of the keys like ``patterns``, or of all; bytes of an object are those of the file."""
     keys = [
         _entry_of(checkpoint, key)
         for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order)

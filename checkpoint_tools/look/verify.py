@@ -86,10 +86,7 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
-    """Check everything except large contents; return all problems, and the findings about files.
-
-    Contents of up to 64 KiB are read, and compared with their checksums.
-    """
+    """Check everything except contents above 64 KiB; return all problems, and the findings about files."""
     problems = list(checkpoint.problems)
     for tensor in checkpoint.tensors.values():
         problems += check_coverage(tensor)

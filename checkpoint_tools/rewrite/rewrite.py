@@ -329,10 +329,7 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> Metad
 
 @contextlib.contextmanager
 def appearing(destination: str) -> Iterator[Path]:
-    """Give an empty folder that becomes ``destination`` at the end, and is gone after an error.
-
-    Behind a URL, that is a temporary one, whose files are sent at the end, the metadata last.
-    """
+    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error."""
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
             yield Path(spool)

@@ -63,30 +63,18 @@ class Piece(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A new checkpoint that is planned, and not yet written.
+    """A new checkpoint that is planned, and not yet written."""
 
-    Attributes:
-        checkpoint: the old one, which was found to be whole.
-        tensors: of the new one; they have no chunks yet.
-        files: file → what is written to it.
-        paths: where values are in the nested state dict, if known.
-        exchange: the plan that this one follows, if any.
-        heads: bytes at the start of files, for those of safetensors.
-        notes: what people should know.
-        beside: files beside the data, with their new content; None, to copy the old one.
-        headline: says in a line what is written.
-    """
-
-    checkpoint: Checkpoint
-    tensors: Mapping[str, StoredTensor]
+    checkpoint: Checkpoint  # the old one, which was found to be whole
+    tensors: Mapping[str, StoredTensor]  # of the new one; they have no chunks yet
     objects: tuple[str, ...]
-    files: Mapping[str, Sequence[Piece]]
-    paths: Mapping[str, Path]
-    exchange: Exchange = Exchange()
-    heads: Mapping[str, bytes] = {}
-    notes: tuple[str, ...] = ()
-    beside: Mapping[str, bytes | None] = {}
-    headline: str = ""
+    files: Mapping[str, Sequence[Piece]]  # file → what is written to it
+    paths: Mapping[str, Path]  # where values are in the nested state dict, if known
+    exchange: Exchange = Exchange()  # the plan that this one follows, if any
+    heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
+    notes: tuple[str, ...] = ()  # what people should know
+    beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
+    headline: str = ""  # says in a line what is written
 
     @property
     def keys(self) -> int:
@@ -163,7 +151,8 @@ class _NewFiles:
         tensor = self.checkpoint.tensors[key]
         self.tensors[new_key] = tensor._replace(key=new_key, chunks=())
         nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
-        self.add(file, Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype)))
+        everything = Chunk(*region, 0, contiguous_strides(item.sizes))
+        self.add(file, Piece(new_key, region, nbytes, functools.partial(_carved, tensor.dtype, item, everything)))
 
     def add_split(self, fusion: Fusion) -> None:
         has: dict[str, set[int | str]] = {key: set() for key in fusion.parts}  # part → whose files have some of it
@@ -273,11 +262,6 @@ def given(content: bytes | Tensor) -> Read:
 def _object(item: StoredObject, reader: ItemReader) -> memoryview:
     reader.check(item, data=True)
     return reader.view(item)
-
-
-def _chunk(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
-    # A view of the file, which is not aligned: it is only written.
-    return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
 
 
 def _carved(dtype: torch.dtype, source: StoredChunk, part: Chunk, reader: ItemReader) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -306,7 +306,7 @@ def _few(values: object) -> tuple[Any, ...]:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_INT64:
+    if not is_count(value):
         raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
     return value
 
