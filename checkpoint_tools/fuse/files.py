@@ -303,7 +303,7 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
             return {
                 name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
                 for name, factors in counts.items()
-                if all(is_count(each) and each for each in (*factors, math.prod(factors)))
+                if all(is_count(each) and each for each in factors) and is_count(math.prod(factors))
             }
     return {}
 
