@@ -166,13 +166,11 @@ class _Run:
 
 def convert_checkpoint(
     source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL."),
+        str, typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL.")
     ],
     destination: Destination,
     to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save)."),
+        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
     ] = None,
     what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
     key_prefix: Annotated[
@@ -184,8 +182,7 @@ def convert_checkpoint(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64.")
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: LeftOut = None,

@@ -220,16 +220,12 @@ class _Planner:
 
     def _become_the_same(self, one: str, other: str) -> bool:
         """Tell whether two of the model's tensors are exchanged alike, so that state may be of either."""
-        roles = [self.of_model.get(key) for key in (one, other)]
-        if roles[0] is None or roles[1] is None:
-            return roles[0] is roles[1]
-        dtypes = [self.source.tensors[key].dtype for key in (one, other)]
-        return (
-            roles[0].match.rule is roles[1].match.rule
-            and roles[0].number == roles[1].number
-            and self.shapes[one] == self.shapes[other]
-            and dtypes[0] == dtypes[1]
-        )
+
+        def outcome(key: str) -> object:
+            role = self.of_model.get(key)
+            return role and (id(role.match.rule), role.number, self.shapes[key], self.source.tensors[key].dtype)
+
+        return outcome(one) == outcome(other)
 
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:

@@ -18,15 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.regions import stretches, whole_of
-from ..core.text import (
-    CheckpointError,
-    counted,
-    dtype_name,
-    human_shape,
-    natural_order,
-    short_repr,
-    table,
-)
+from ..core.text import CheckpointError, counted, dtype_name, human_shape, natural_order, short_repr, table
 from ..core.values import Comparison, compare_parts, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor

@@ -95,6 +95,12 @@ def as_tables(summary: dict[str, Any]) -> tuple[list[str], list[str]]:
     return table(("group",), ("keys", *sizes), groups), table(("key", "shape", "dtype"), sizes, keys)
 
 
+def chunk_headline(tensor: StoredTensor) -> str:
+    """Say in a line what is divided into chunks."""
+    what = f"{human_shape(tensor.shape)} of {dtype_name(tensor.dtype)}"
+    return f"{tensor.key}: {what} in {counted(len(tensor.chunks), 'chunk')}"
+
+
 def chunk_table(tensor: StoredTensor) -> list[str]:
     """Return a table with a row for each chunk: which file has which part of a tensor."""
     rows = (

@@ -174,12 +174,7 @@ def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointPro
 
 
 def check_items(
-    checkpoint: Checkpoint,
-    files: Sequence[str],
-    threads: int = 4,
-    *,
-    data: bool = False,
-    progress: Progress = UNSEEN,
+    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, *, data: bool = False, progress: Progress = UNSEEN
 ) -> list[CheckpointProblem]:
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()

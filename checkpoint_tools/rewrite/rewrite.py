@@ -32,16 +32,8 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..core.regions import TensorRegion
 from ..core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, some_of, table
@@ -144,11 +136,7 @@ def _place(path: str) -> str:
 
 
 def write(
-    rewrite: Rewrite,
-    destination: str,
-    threads: int,
-    max_memory_bytes: int,
-    advance: Advance = lambda done: None,
+    rewrite: Rewrite, destination: str, threads: int, max_memory_bytes: int, advance: Advance = lambda done: None
 ) -> None:
     """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
 
@@ -306,23 +294,23 @@ def _write(piece: Piece, reader: ItemReader, stream: io.BufferedWriter, *, is_ba
         torch.save(found, cast(IO[bytes], stream))
 
 
-def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> Metadata:
+def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.Metadata:
     entries = {
-        key: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
+        key: dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
         for key, tensor in rewrite.tensors.items()
     }
     # DCP looks for a chunk first at the number that its index has.
-    stored = {MetadataIndex(key): info for key, region, info in places if region is None}
+    stored = {dcp.MetadataIndex(key): info for key, region, info in places if region is None}
     regions = {(key, region): info for key, region, info in places if region is not None}
     for key, region in sorted(regions):
-        chunk, chunks = ChunkStorageMetadata(*map(torch.Size, region)), entries[key].chunks
-        stored[MetadataIndex(key, chunk.offsets, len(chunks))] = regions[key, region]
+        chunk, chunks = dcp.ChunkStorageMetadata(*map(torch.Size, region)), entries[key].chunks
+        stored[dcp.MetadataIndex(key, chunk.offsets, len(chunks))] = regions[key, region]
         chunks.append(chunk)
-    return Metadata(
-        {**{key: BytesStorageMetadata() for key in rewrite.objects}, **entries},
+    return dcp.Metadata(
+        {**{key: dcp.BytesStorageMetadata() for key in rewrite.objects}, **entries},
         planner_data=dict(rewrite.paths),
         storage_data=stored,
-        storage_meta=StorageMeta(destination),
+        storage_meta=dcp.StorageMeta(destination),
         version=CURRENT_DCP_VERSION,
     )
 

@@ -86,7 +86,7 @@ _NAMES: Mapping[str, Set[str]] = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
     "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     # TensorProperties was here before torch 2.3.
