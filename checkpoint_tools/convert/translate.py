@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import shutil
 import tempfile
 import tomllib
@@ -162,14 +163,10 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
 
 
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
-    """Find the prefix that the model's keys have in front of the framework's names."""
-    if any(rename.renamed(key) is not None for key in keys) or not keys:
-        return ""
-    sample = keys[0]
-    for at, letter in enumerate(sample):
-        if letter == "." and any(rename.renamed(key[at + 1 :]) is not None for key in keys):
-            return sample[: at + 1]
-    return ""
+    """Find the prefix that the model's keys have in front of the framework's names: one of those of the first key."""
+    starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
+    prefixes = (keys[0][:start] for start in starts)
+    return next((each for each in prefixes if any(rename.renamed(key[len(each) :]) is not None for key in keys)), "")
 
 
 def translate(

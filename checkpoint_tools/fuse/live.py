@@ -122,7 +122,7 @@ def _exchanged(
                 f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
                 "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
             )
-    new = _split(found, source) if way == "split" else _merged(found, source)
+    new = (_split if way == "split" else _merged)(found, source)
     model = {key: value for old in model_state for key, value in new[old].items()}
     if optim_state is None:
         return model, None
@@ -314,20 +314,6 @@ def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
     return blocks.narrow(dim + 1, comb.start, comb.length)
 
 
-def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
-    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
-    first = {fusion.parts[0]: fusion for fusion in found.fusions}
-    others = {part for fusion in found.fusions for part in fusion.parts[1:]}
-    new: dict[str, StateDict] = {}
-    for key, value in source.all.items():
-        if key in first:
-            fusion = first[key]
-            new[key] = {fusion.fused: _put_together(fusion, [source.all[part] for part in fusion.parts])}
-        else:
-            new[key] = dict.fromkeys(() if key in others else found.copies.get(key, (key,)), value)
-    return new
-
-
 def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
     """Return where the parts come from, if they are all parts of ``rule_key`` in order; others are plain tensors."""
     origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
@@ -336,6 +322,16 @@ def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> li
     if any(each.fused is not origins[0].fused or each.number != number for number, each in enumerate(origins)):
         raise ValueError(f"{where}: its parts were split from different tensors")
     return origins
+
+
+def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
+    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
+    new = {key: dict.fromkeys(found.copies.get(key, (key,)), value) for key, value in source.all.items()}
+    for fusion in found.fusions:
+        parts = [source.all[part] for part in fusion.parts]
+        new.update((part, {}) for part in fusion.parts)
+        new[fusion.parts[0]] = {fusion.fused: _put_together(fusion, parts)}
+    return new
 
 
 def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:

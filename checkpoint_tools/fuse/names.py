@@ -39,11 +39,6 @@ class StateName(NamedTuple):
     kind: str = ""  # the entry's name, where it comes before the FQN
 
     @property
-    def is_state(self) -> bool:
-        """State, rather than what a group says."""
-        return bool(self.kind) or self.before.endswith("state.")
-
-    @property
     def name(self) -> str:
         """Return the entry's name, such as ``exp_avg``."""
         return self.kind or self.after.removeprefix(".")

@@ -295,7 +295,8 @@ class _Planner:
         """Optimizer → FQN → the shape of the parameter: that of the state with the most dimensions."""
         shapes: dict[str, dict[str, Shape]] = {name.optimizer: {} for name in self.source.names.states}
         for name in self.source.names.states:
-            if name.is_state and name.key in self.source.tensors:
+            is_state = bool(name.kind) or name.before.endswith("state.")  # rather than what a group says
+            if is_state and name.key in self.source.tensors:
                 shape = tuple(self.source.tensors[name.key].shape)
                 known = shapes[name.optimizer].setdefault(name.fqn, shape)
                 if len(shape) > len(known):

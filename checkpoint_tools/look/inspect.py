@@ -11,14 +11,22 @@ from ..stored.checkpoint import Checkpoint, StoredTensor
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str, Any]:
     """Return totals, and entries of the keys like ``patterns``, or of all; bytes of an object are those of the file."""
-    keys = [
-        _entry_of(checkpoint, key)
-        for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order)
-        if not patterns or is_excluded(key, patterns)
-    ]
+    keys: list[dict[str, Any]] = []
     groups: dict[str, list[dict[str, Any]]] = {}
-    for entry in keys:
-        groups.setdefault(entry["group"], []).append(entry)
+    for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order):
+        if patterns and not is_excluded(key, patterns):
+            continue
+        group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
+        entry = {
+            "key": key,
+            "group": group,
+            "shape": tensor and tensor.shape,
+            "dtype": tensor and dtype_name(tensor.dtype),
+            "chunks": len(tensor.chunks) if tensor else 1,
+            "nbytes": tensor.nbytes if tensor else checkpoint.objects[key].length_bytes,
+        }
+        keys.append(entry)
+        groups.setdefault(group, []).append(entry)
     selected, files = {entry["key"] for entry in keys}, []
     for file, items in checkpoint.items_by_file().items():
         lengths = [item.length_bytes for key, item in items if key in selected]
@@ -40,18 +48,6 @@ def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str,
         ],
         "keys": keys,
         "files": files,
-    }
-
-
-def _entry_of(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
-    group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
-    return {
-        "key": key,
-        "group": group,
-        "shape": tensor and tensor.shape,
-        "dtype": tensor and dtype_name(tensor.dtype),
-        "chunks": len(tensor.chunks) if tensor else 1,
-        "nbytes": tensor.nbytes if tensor else checkpoint.objects[key].length_bytes,
     }
 
 

@@ -299,12 +299,6 @@ def _text(value: object) -> str:
     return value
 
 
-def _few(values: object) -> tuple[Any, ...]:
-    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
-        raise TypeError(f"a {type(values).__name__} where a few values are expected")
-    return tuple(values)
-
-
 def _count(value: object) -> int:
     if not is_count(value):
         raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
@@ -312,11 +306,12 @@ def _count(value: object) -> int:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    counts = _few(values)
-    for value in counts:  # without a call for each: there are millions
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise TypeError(f"a {type(values).__name__} where a few values are expected")
+    for value in values:  # without a call for each: there are millions
         if type(value) is not int or not 0 <= value <= MAX_INT64:
             _count(value)
-    return counts
+    return tuple(values)
 
 
 def _dtype(properties: PickledObject) -> torch.dtype:
