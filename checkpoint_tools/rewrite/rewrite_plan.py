@@ -18,7 +18,6 @@ import bisect
 import functools
 import io
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,17 +27,7 @@ from torch import Tensor
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.regions import (
-    Placed,
-    TensorRegion,
-    common,
-    fused_regions,
-    joined,
-    nothing_of,
-    part_chunks,
-    replaced,
-    stretches,
-)
+from ..core.regions import Placed, TensorRegion, common, nothing_of, part_chunks, stretches, whole_of
 from ..core.text import CheckpointError
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
@@ -181,11 +170,14 @@ class _NewFiles:
 
     def add_merged(self, fusion: Fusion) -> None:
         chunks = [self.checkpoint.tensors[part].chunks for part in fusion.parts]
-        sources = tuple(map(_Index, chunks))
-        for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
-            for small in (small for region in regions for small in stretches(region, _largest_numel(fusion.dtype))):
-                read = functools.partial(_gathered, fusion, small, sources)
-                self.add(file, Piece(fusion.fused, small, small.numel * fusion.dtype.itemsize, read))
+        sources, stored = tuple(map(_Index, chunks)), [chunk for each in chunks for chunk in each]
+        # As large as what a rank has of all parts, and in turns to the same files: loading reads no more than before.
+        shares = (len(fusion.parts) * chunk.numel for chunk in stored)
+        numel = min(max(shares, default=1), _largest_numel(fusion.dtype))
+        files = itertools.cycle(dict.fromkeys(chunk.file for chunk in stored))
+        for region, file in zip(stretches(whole_of(fusion.shape), numel), files, strict=False):
+            read = functools.partial(_gathered, fusion, region, sources)
+            self.add(file, Piece(fusion.fused, region, region.numel * fusion.dtype.itemsize, read))
 
 
 def _writer_of(file: str) -> int | str:
@@ -232,26 +224,6 @@ def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chun
         for piece in part_chunks(shard, fusion.dim, comb).chunks:
             if piece.numel:
                 yield part, piece
-
-
-def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
-    """File → rectangles of the fused tensor, which together are all of it."""
-    if not math.prod(fusion.shape):
-        return {chunks[0][0].file: [nothing_of(fusion.shape)]} if chunks[0] else {}
-    count, dim = len(fusion.parts), fusion.dim
-    takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
-    by_file: dict[str, list[TensorRegion]] = {}
-    # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
-    # too many chunks. The rows of the others are fetched from wherever they are.
-    for number, stored in enumerate(chunks[:1] if takes_turns else chunks):
-        for chunk in stored:
-            if takes_turns:
-                place = (replaced(of, dim, of[dim] * count) for of in (chunk.offsets, chunk.sizes))
-                regions = [TensorRegion(*place)] if chunk.numel else []
-            else:
-                regions = list(fused_regions(chunk, dim, fusion.combs[number]))
-            by_file.setdefault(chunk.file, []).extend(regions)
-    return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
 
 
 def given(content: bytes | Tensor) -> Read:
