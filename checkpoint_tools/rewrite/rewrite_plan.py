@@ -144,29 +144,21 @@ class _NewFiles:
         self.add(file, Piece(new_key, region, nbytes, functools.partial(_carved, tensor.dtype, item, everything)))
 
     def add_split(self, fusion: Fusion) -> None:
-        has: dict[str, set[int | str]] = {key: set() for key in fusion.parts}  # part → whose files have some of it
-        files: dict[int | str, str] = {}
-        for source in self.checkpoint.tensors[fusion.fused].chunks:
-            writer = _writer_of(source.file)
-            files.setdefault(writer, source.file)
+        stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
+        for source in stored:
             for region, first in _rectangles(fusion, source):
                 for part, chunk in _pieces_of(fusion, region):
                     key = fusion.parts[part]
-                    has[key].add(writer)
+                    empty.pop(key, None)
                     for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), _largest_numel(fusion.dtype)):
                         moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
                         start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
                         cut = Chunk(*small, start, chunk.local_strides)
                         read = functools.partial(_carved, fusion.dtype, source, cut)
                         self.add(source.file, Piece(key, small, small.numel * fusion.dtype.itemsize, read))
-        for key, own in has.items():
-            # A rank that holds fused rows but none of a part has an empty chunk, as it would have saved it itself; DCP
-            # keeps one of those that several ranks have.
-            without = [file for writer, file in files.items() if writer not in own]
-            if without and self.tensors[key].shape:
-                nothing = nothing_of(self.tensors[key].shape)
-                empty = torch.empty(nothing.sizes, dtype=fusion.dtype)
-                self.add(without[0], Piece(key, nothing, 0, given(empty)))
+        for key in empty if stored and fusion.shape else ():
+            nothing = nothing_of(self.tensors[key].shape)
+            self.add(stored[0].file, Piece(key, nothing, 0, given(torch.empty(nothing.sizes, dtype=fusion.dtype))))
 
     def add_merged(self, fusion: Fusion) -> None:
         chunks = [self.checkpoint.tensors[part].chunks for part in fusion.parts]
