@@ -8,12 +8,9 @@
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
 beside its checkpoint which tensors it took apart, by which rules and values, and merge exchanges these and no others.
-The record is JSON, and is copied like all files beside the data.
 
-Users need not give the values of the model's config that a checkpoint itself contains. ``metadata.json`` of Megatron's
-``torch_dist``: ``tp_size`` and ``etp_size`` are 1, as gate and up are stored as one rank has them. Megatron's ``args``,
-in ``common.pt`` or as an object: numbers of ranks, sizes and heads. Hugging Face's ``config.json``: its numbers. No
-pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
+Users need not give the values of the model's config that a checkpoint contains: ranks, by the format of Megatron's
+``torch_dist``; sizes and heads, in its ``args``, of which nothing is run; numbers, in Hugging Face's ``config.json``.
 """
 
 import contextlib

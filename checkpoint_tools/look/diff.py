@@ -27,9 +27,7 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_PAIRED_BYTES = (
-    1 << 20
-)  # of small tensors are compared together: an operation of torch takes longer than their elements
+_PAIRED_BYTES = 1 << 20  # of small tensors are compared together: an operation of torch takes longer than elements
 
 
 class Difference(NamedTuple):
@@ -65,12 +63,8 @@ def diff(
     threads: int = 4,
     progress: Progress = UNSEEN,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
-
-    Values of tensors are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are. Objects are compared
-    as :func:`~checkpoint_tools.core.values.same_values` does.
-    """
-    sides = _Sides(first, second, (rtol, atol), max_memory_bytes // threads)
+    """Compare ``keys``, bit by bit or by ``|a - b| <= atol + rtol * |b|``; return the differences in their order."""
+    sides = _Sides((first, second), (rtol, atol), max_memory_bytes // threads)
     nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
     def compare(some: Sequence[str]) -> list[Difference]:
@@ -123,15 +117,9 @@ def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
 
 
 class _Sides:
-    """Both checkpoints, whose keys are compared one by one; ``memory_bytes`` are for one key."""
-
-    def __init__(
-        self, first: Checkpoint, second: Checkpoint, tolerance: tuple[float, float], memory_bytes: int
-    ) -> None:
-        self._both = first, second
-        self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in self._both)
-        self._tolerance = tolerance
-        self._memory_bytes = memory_bytes
+    def __init__(self, both: tuple[Checkpoint, Checkpoint], tolerance: tuple[float, float], memory_bytes: int) -> None:
+        self._both, self._tolerance, self._memory_bytes = both, tolerance, memory_bytes  # for one key
+        self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in both)
 
     def difference(self, key: str) -> Difference | _Pair | None:
         kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
