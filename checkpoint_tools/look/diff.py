@@ -148,7 +148,7 @@ class _Sides:
                 return _Pair(key, a.dtype, both[0], both[1])
         else:
             for checkpoint, tensor in zip(self._both, (a, b), strict=True):
-                for _, text in check_coverage(tensor):
+                for text in check_coverage(tensor):
                     raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
         # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one
         # side's is kept while the other side's is there twice, as stored and in row-major order.
