@@ -1,8 +1,5 @@
 """The commands, under the names that users type, and what is common to all of them."""
 
-from importlib import metadata
-from typing import Annotated
-
 import typer
 
 from .common import with_error_lines
@@ -16,26 +13,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def _show_version(is_wanted: bool) -> None:
-    if not is_wanted:
-        return
-    try:
-        version = metadata.version("fsdp-offload")
-    except metadata.PackageNotFoundError:
-        version = "(not installed)"
-    typer.echo(f"checkpoint_tools of fsdp-offload {version}")
-    raise typer.Exit
-
-
-@app.callback()
-def _before_any_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    pass
 
 
 for _name, _run, _epilog in (

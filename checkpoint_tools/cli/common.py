@@ -6,14 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
 from ..core.text import NEED_EXTRA, CheckpointError, printable
-
-if TYPE_CHECKING:  # imported when a command runs: rich takes longer than help and wrong options do
-    from ..core.text import Table
 
 Folder = Annotated[
     str,
@@ -66,16 +63,16 @@ def say_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))  # of safetensors, chunks have a dtype
 
 
-def say_table(table: "Table") -> None:
+def say_table(lines: Iterable[str]) -> None:
     """Print a table."""
-    sys.stdout.write("\n".join((*table.lines(), "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
+    sys.stdout.write("\n".join((*lines, "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
     sys.stdout.flush()
 
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
     """Show a bar with bytes, rate and time left on standard error, if that is a terminal; yields what to tell."""
-    import rich.console
+    import rich.console  # here: it takes longer than help and wrong options do
     import rich.progress
 
     columns = (
@@ -95,10 +92,7 @@ Options = ParamSpec("Options")
 
 
 def with_error_lines(run: Callable[Options, None]) -> Callable[Options, None]:
-    """Wrap a command so that its errors are one line each and no traceback.
-
-    CHECKPOINT_TOOLS_TRACEBACK in the environment lets unexpected ones through.
-    """
+    """Wrap a command so that its errors are a line each; CHECKPOINT_TOOLS_TRACEBACK lets unexpected ones through."""
 
     @functools.wraps(run)
     def guarded(*args: Options.args, **kwargs: Options.kwargs) -> None:

@@ -6,28 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..core.text import (
-    CheckpointError,
-    check_patterns,
-    counted,
-    dtype_name,
-    human_bytes,
-    human_shape,
-    is_excluded,
-    parse_bytes,
-)
-from .common import (
-    Folder,
-    Json,
-    MaxMemory,
-    Patterns,
-    Threads,
-    progress,
-    say,
-    say_json,
-    say_notes,
-    say_table,
-)
+from ..core.text import CheckpointError, check_patterns, counted, dtype_name, human_bytes, is_excluded, parse_bytes
+from .common import Folder, Json, MaxMemory, Patterns, Threads, progress, say, say_json, say_notes, say_table
 
 # Each command imports its own functions: they import torch, which takes longer than help and wrong options do.
 
@@ -56,7 +36,7 @@ def inspect_checkpoint(
             listed = [{**chunk._asdict(), **bare} for chunk in chunks]
             say_json({"key": tiling_key, "shape": tensor.shape, "dtype": dtype, "chunks": listed})
         else:
-            say(f"{tiling_key}: {human_shape(tensor.shape)} of {dtype} in {counted(len(chunks), 'chunk')}")
+            say(inspect.chunk_headline(tensor))
             say_table(inspect.chunk_table(tensor))
         return
     check_patterns("PATTERN", patterns or (), [*checkpoint.tensors, *checkpoint.objects])
@@ -130,8 +110,7 @@ def compare_checkpoints(
     rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
     key_prefix: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone."),
+        str | None, typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
     max_memory: MaxMemory = "2GiB",

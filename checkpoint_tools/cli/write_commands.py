@@ -29,8 +29,6 @@ from .common import (
 )
 
 if TYPE_CHECKING:  # imported when a command runs: torch takes longer than help and wrong options do
-    from ..core.text import Table
-    from ..fuse.files import Request
     from ..fuse.rules import Way
     from ..rewrite.rewrite_plan import Rewrite
 
@@ -72,7 +70,7 @@ def split_fused(
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
     run = _Run(destination, threads, max_memory)
-    _exchange("split", source, run, _request(presets, rule_files, values, excluded, only), dry_run)
+    _exchange("split", source, run, presets or (), rule_files or (), values, (excluded or (), only or ()), dry_run)
 
 
 def merge_parts(
@@ -97,46 +95,43 @@ def merge_parts(
     How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
     split. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    run = _Run(destination, threads, max_memory)
-    _exchange("merge", source, run, _request(presets, rule_files, values, excluded, only, is_sure=yes), dry_run)
+    run, patterns = _Run(destination, threads, max_memory), (excluded or (), only or ())
+    _exchange("merge", source, run, presets or (), rule_files or (), values, patterns, dry_run, is_sure=yes)
 
 
-def _request(
-    presets: Sequence[str] | None,
-    rule_files: Sequence[Path] | None,
+def _exchange(
+    way: "Way",
+    source: str,
+    run: "_Run",
+    presets: Sequence[str],
+    rule_files: Sequence[Path],
     values: Sequence[str] | None,
-    excluded: Sequence[str] | None,
-    only: Sequence[str] | None,
+    patterns: tuple[Sequence[str], Sequence[str]],
+    dry_run: bool,
     *,
     is_sure: bool = False,
-) -> "Request":
+) -> None:
     numbers = parse_values(values)
-    from ..fuse.files import Request
+    from ..fuse.files import Request, complete, not_known
     from ..fuse.rules import load_rules, preset
-
-    try:
-        rules = [rule for name in presets or () for rule in preset(name)]
-        rules += [rule for file in rule_files or () for rule in load_rules(file)]
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    return Request(rules, numbers, excluded or [], only or [], is_sure)
-
-
-def _exchange(way: "Way", source: str, run: "_Run", request: "Request", dry_run: bool) -> None:
-    from ..fuse.files import complete, not_known
     from ..rewrite import rewrite
 
+    try:
+        rules = [rule for name in presets for rule in preset(name)]
+        rules += [rule for file in rule_files for rule in load_rules(file)]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     rewrite.check_destination(source, run.destination)
-    checkpoint, sidecars = rewrite.open_whole(source, run.threads)
-    asked = complete(checkpoint, way, request)
-    planned = rewrite.plan(checkpoint, sidecars, way, asked)
+    old = rewrite.open_whole(source, run.threads)
+    asked = complete(old.checkpoint, way, Request(rules, numbers, *patterns, is_sure))
+    planned = rewrite.plan(old, way, asked)
     parts = (part for fusion in planned.exchange.fusions for part in fusion.parts)
-    check_patterns("--only", request.only, [*planned.exchange.matched, *parts])
+    check_patterns("--only", asked.only, [*planned.exchange.matched, *parts])
     if dry_run:
         run.show(planned, rewrite.as_table(planned))
         return
     if not asked.is_known:
-        raise CheckpointError(not_known(checkpoint, planned.exchange.matched))
+        raise CheckpointError(not_known(old.checkpoint, planned.exchange.matched))
     run.write(way, rewrite.with_record(planned, way, asked))
 
 
@@ -149,9 +144,9 @@ class _Run:
         self.threads = threads
         self.memory_bytes = parse_bytes(max_memory)
 
-    def show(self, new: "Rewrite", plan: "Table") -> None:
+    def show(self, new: "Rewrite", table: Iterable[str]) -> None:
         """Print what would be written."""
-        say_table(plan)
+        say_table(table)
         say_notes(new.notes)
         say(f"to be written: {new.headline}")
 
@@ -171,13 +166,11 @@ class _Run:
 
 def convert_checkpoint(
     source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL."),
+        str, typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL.")
     ],
     destination: Destination,
     to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save)."),
+        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
     ] = None,
     what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
     key_prefix: Annotated[
@@ -189,8 +182,7 @@ def convert_checkpoint(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64."),
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64.")
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: LeftOut = None,

@@ -9,7 +9,7 @@
 import base64
 import functools
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Literal, NamedTuple
 
@@ -19,16 +19,15 @@ from torch import Tensor
 from ..core.regions import TensorRegion, stretches, whole_of
 from ..core.text import (
     CheckpointError,
-    Table,
     check_patterns,
     counted,
     dtype_name,
     human_bytes,
     is_excluded,
     natural_order,
+    table,
 )
 from ..fuse.names import sorted_out
-from ..look.verify import check_whole
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored.checkpoint import Checkpoint, StoredTensor
@@ -55,10 +54,7 @@ _LEAVE_OUT = "leave it out with --exclude"
 
 
 class Wanted(NamedTuple):
-    """Selection of what is converted, and its options: files are about so large, the model's floats get the dtype.
-
-    ``key_prefix`` is of the model's keys in the checkpoint; ``None``, to find out.
-    """
+    """Selection of what is converted, and its options; ``key_prefix`` of the model's keys in DCP: None, to find out."""
 
     what: Literal["model", "optimizer", "all"] = "all"
     key_prefix: str | None = None
@@ -81,20 +77,24 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}")
 
 
-def as_table(new: Rewrite) -> Table:
+def as_table(new: Rewrite) -> list[str]:
     """Return a table with a row for each file: its first tensor, count and size."""
-    table = Table("file", "first", numbers=("tensors", "size"))
-    for file, nbytes in new.file_bytes().items():
-        keys = list(dict.fromkeys(piece.key for piece in new.files[file] if piece.region is not None))
-        table.add_row(file, keys[0] if keys else "", f"{len(keys):,}", human_bytes(nbytes))
-    return table
+    keys = {
+        file: list(dict.fromkeys(piece.key for piece in pieces if piece.region is not None))
+        for file, pieces in new.files.items()
+    }
+    sizes = new.file_bytes().items()
+    rows = ((file, *(keys[file] or [""])[:1], f"{len(keys[file]):,}", human_bytes(nbytes)) for file, nbytes in sizes)
+    return table(("file", "first"), ("tensors", "size"), rows)
 
 
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
-    parts = _Parts(checkpoint, wanted)
-    new = _NewFiles(checkpoint, parts.model, wanted)
-    beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)
+    old = rewrite.open_whole(source, threads)
+    checkpoint, parts = old.checkpoint, _Parts(old.checkpoint, wanted)
+    new = _new_tensors(checkpoint, [*parts.model, *parts.others], frozenset(parts.model), wanted.dtype)
+    files: dict[str, list[Piece]] = {}
+    heads: dict[str, bytes] = {}
+    beside: dict[str, bytes | None] = dict.fromkeys(old.files)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
@@ -102,16 +102,25 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
                 raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
             if name in (METADATA_KEY, ""):
                 raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
+        shards = in_files([Piece(key, None, new[key].nbytes, given(b"")) for key in keys], wanted.shard_bytes)
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
+            own = {names[piece.key]: piece.key for piece in shard}
+            heads[file], placed = with_header((name, new[key]) for name, key in own.items())
+            wholes = [(own[name], whole_of(new[own[name]].shape)) for name in placed]
+            files[file] = [piece for each in wholes for piece in _pieces(checkpoint, new, *each)]
+            weight_map.update(dict.fromkeys(own, file))
         if names:
-            weight_map, nbytes = new.add_safetensors(part, names)
-            metadata = {"total_size": nbytes, **({"key_prefix": parts.prefix} if part == MODEL else {})}
-            content = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+            prefix = {"key_prefix": parts.prefix} if part == MODEL else {}
+            metadata = {"total_size": sum(new[key].nbytes for key in keys), **prefix}
+            by_name = dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+            content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
             beside[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
     if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
         beside[OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    notes = (*rewrite.notes_on(checkpoint, sidecars), *parts.notes)
-    made = Rewrite(checkpoint, new.tensors, (), new.files, {}, heads=new.heads, notes=notes, beside=beside)
-    return made, parts.prefix
+    notes = (*old.notes, *parts.notes)
+    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=notes, beside=beside), parts.prefix
 
 
 class _Parts:
@@ -179,9 +188,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     folders = open_safetensors(source, wanted.key_prefix)
     checkpoint = folders.checkpoint
-    check_whole(checkpoint, threads)
-    is_file = PurePath(source).suffix == SUFFIX
-    sidecars = rewrite.Sidecars((), ()) if is_file else rewrite.sidecars_of(checkpoint, folders.own_files)
+    old = rewrite.whole(checkpoint, None if PurePath(source).suffix == SUFFIX else folders.own_files, threads)
     keys = [
         key
         for key in _wanted_keys(checkpoint, wanted)
@@ -189,71 +196,36 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     ]
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    new = _NewFiles(checkpoint, folders.model_keys, wanted)
-    new.add_dcp(keys)
+    new = _new_tensors(checkpoint, keys, folders.model_keys, wanted.dtype)
+    pieces: list[Piece] = []
+    for key, tensor in new.items():  # chunks as they are stored, and rows of those that are larger than a file may be
+        numel = max(wanted.shard_bytes // tensor.dtype.itemsize, 1)
+        for chunk in checkpoint.tensors[key].chunks:
+            for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), numel):
+                pieces += _pieces(checkpoint, new, key, small)
+    shards = in_files(pieces, wanted.shard_bytes) or [[]]
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    paths, notes = {key: checkpoint.paths[key] for key in keys}, tuple(rewrite.notes_on(checkpoint, sidecars))
-    beside = dict.fromkeys(sidecars.files)
-    return Rewrite(checkpoint, new.tensors, objects, new.files, paths, notes=notes, beside=beside), folders.key_prefix
+    contents = {key: checkpoint.objects[key].content or b"" for key in objects}
+    shards[-1] += [Piece(key, None, len(content), given(content)) for key, content in contents.items()]
+    files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
+    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(old.files)
+    made = Rewrite(checkpoint, new, objects, files, paths, notes=old.notes, beside=beside)
+    return made, folders.key_prefix
 
 
-class _NewFiles:
-    """Files of pieces of the old tensors, some of which get another dtype."""
+def _new_tensors(
+    checkpoint: Checkpoint, keys: Iterable[str], model_keys: Collection[str], dtype: torch.dtype | None
+) -> dict[str, StoredTensor]:
+    """Return the new ones among ``keys``: the model's floats get the dtype."""
+    found = {key: checkpoint.tensors[key]._replace(chunks=()) for key in keys if key in checkpoint.tensors}
+    cast = {key for key, tensor in found.items() if dtype and key in model_keys and tensor.dtype in _CASTABLE}
+    return {key: tensor._replace(dtype=dtype) if dtype and key in cast else tensor for key, tensor in found.items()}
 
-    def __init__(self, checkpoint: Checkpoint, model_keys: Collection[str], wanted: Wanted) -> None:
-        self._checkpoint = checkpoint
-        self._shard_bytes = wanted.shard_bytes
-        self.files: dict[str, list[Piece]] = {}
-        self.heads: dict[str, bytes] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        dtype, of_model = wanted.dtype, frozenset(model_keys)
-        self._new = {
-            key: old._replace(
-                chunks=(), dtype=dtype if dtype and key in of_model and old.dtype in _CASTABLE else old.dtype
-            )
-            for key, old in checkpoint.tensors.items()
-        }
 
-    def add_safetensors(self, part: str, names: Mapping[str, str]) -> tuple[dict[str, str], int]:
-        """Add whole tensors; the names are those in the files. Returns name → file, and the bytes of all."""
-        weight_map = {}
-        wholes = [Piece(key, None, self._new[key].nbytes, given(b"")) for key in names]
-        shards = in_files(wholes, self._shard_bytes)
-        for number, shard in enumerate(shards, start=1):
-            file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
-            keys = {names[piece.key]: piece.key for piece in shard}
-            self.heads[file], placed = with_header((name, self._new[key]) for name, key in keys.items())
-            self.files[file] = [
-                piece
-                for key in (keys[name] for name in placed)
-                for piece in self._pieces(key, [whole_of(self._new[key].shape)])
-            ]
-            weight_map.update(dict.fromkeys(keys, file))
-        by_name = dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
-        return by_name, sum(piece.nbytes for piece in wholes)
-
-    def add_dcp(self, keys: Sequence[str]) -> None:
-        """Add chunks as they are stored, and rows of those that are larger than a file may be."""
-        pieces: list[Piece] = []
-        for key in (key for key in keys if key in self._new):
-            numel = max(self._shard_bytes // self._new[key].dtype.itemsize, 1)
-            for chunk in self._checkpoint.tensors[key].chunks:
-                pieces += self._pieces(key, stretches(TensorRegion(chunk.offsets, chunk.sizes), numel))
-        shards = in_files(pieces, self._shard_bytes) or [[]]
-        for key in (key for key in keys if key in self._checkpoint.objects):
-            content = self._checkpoint.objects[key].content
-            assert content is not None
-            shards[-1].append(Piece(key, None, len(content), given(content)))
-        self.files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
-
-    def _pieces(self, key: str, regions: Iterable[TensorRegion]) -> list[Piece]:
-        old, new = self._checkpoint.tensors[key], self._new[key]
-        self.tensors[key] = new
-        return [
-            Piece(key, small, small.numel * new.dtype.itemsize, functools.partial(_cast, old, small, new.dtype))
-            for region in regions
-            for small in stretches(region, LARGEST_PIECE_BYTES // old.dtype.itemsize)
-        ]
+def _pieces(checkpoint: Checkpoint, new: Mapping[str, StoredTensor], key: str, region: TensorRegion) -> Iterator[Piece]:
+    old, dtype = checkpoint.tensors[key], new[key].dtype
+    for small in stretches(region, LARGEST_PIECE_BYTES // old.dtype.itemsize):
+        yield Piece(key, small, small.numel * dtype.itemsize, functools.partial(_cast, old, small, dtype))
 
 
 def _cast(tensor: StoredTensor, region: TensorRegion, dtype: torch.dtype, reader: ItemReader) -> Tensor:

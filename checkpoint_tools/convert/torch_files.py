@@ -25,8 +25,7 @@ from ..core.regions import whole_of
 from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
 from ..look.verify import check_whole, notes_on_checksums, seal
-from ..rewrite.rewrite import check_destination
-from ..rewrite.save import appearing
+from ..rewrite.rewrite import appearing, check_destination
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, NotPlainError, plain_load
 from ..stored.safetensors_folder import open_checkpoint

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import shutil
 import tempfile
 import tomllib
@@ -18,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.text import CheckpointError, is_excluded, some_of
-from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, relisted, with_told
+from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
 from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
 from ..look.verify import Progress
 from ..rewrite import rewrite
 from ..rewrite.rewrite_plan import plan_rewrite
-from ..rewrite.save import held
 from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
@@ -149,9 +149,7 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     for state in names.states:
         found.copy(state, [] if is_excluded(state.key, excluded) else new_names(state.fqn))
     for name, content in read_groups(checkpoint, names.groups).items():
-        fqns = {str(fqn): new_names(str(fqn)) for fqn in listed(content, name)}
-        if fqns:
-            found.objects[name.key] = relisted(content, name, fqns)
+        found.relist(name, content, {str(fqn): new_names(str(fqn)) for fqn in listed(content, name)})
     if unknown:
         raise CheckpointError(
             f"no name is known for {some_of(unknown, 3)}. Is it this family, and this "
@@ -165,14 +163,10 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
 
 
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
-    """Find the prefix that the model's keys have in front of the framework's names."""
-    if any(rename.renamed(key) is not None for key in keys) or not keys:
-        return ""
-    sample = keys[0]
-    for at, letter in enumerate(sample):
-        if letter == "." and any(rename.renamed(key[at + 1 :]) is not None for key in keys):
-            return sample[: at + 1]
-    return ""
+    """Find the prefix that the model's keys have in front of the framework's names: one of those of the first key."""
+    starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
+    prefixes = (keys[0][:start] for start in starts)
+    return next((each for each in prefixes if any(rename.renamed(key[len(each) :]) is not None for key in keys)), "")
 
 
 def translate(
@@ -188,14 +182,14 @@ def translate(
 ) -> tuple[int, list[str]]:
     """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
     rewrite.check_destination(source, destination)
-    checkpoint, sidecars = rewrite.open_whole(source, threads)
+    old = rewrite.open_whole(source, threads)
     tables = _family(family)["rule"]
     names = {table["each"] for table in tables if "each" in table}
     names |= {
         name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
     }
-    values, notes = with_told(checkpoint, names, given)
-    notes += rewrite.notes_on(checkpoint, sidecars)
+    values, notes = with_told(old.checkpoint, names, given)
+    notes += old.notes
     work = steps(family, *frameworks, values)
     # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
     rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
@@ -208,16 +202,16 @@ def translate(
     with _room_for(destination) as room:
         for number, step in enumerate(work):
             if number:
-                checkpoint, sidecars = rewrite.open_whole(f"{room}/{number - 1}", threads)
+                old = rewrite.open_whole(f"{room}/{number - 1}", threads)
             left_out = excluded if number <= first_rename else ()
             if isinstance(step, Rename):
-                new = plan_rewrite(checkpoint, rename_exchange(checkpoint, step, left_out))
+                new = plan_rewrite(old.checkpoint, rename_exchange(old.checkpoint, step, left_out))
             else:
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
-                new = rewrite.plan(checkpoint, sidecars, step.way, complete(checkpoint, step.way, request))
+                new = rewrite.plan(old, step.way, complete(old.checkpoint, step.way, request))
             is_last = number + 1 == len(work)
-            beside: dict[str, bytes | None] = dict.fromkeys(sidecars.files)  # without the record of a split
+            beside: dict[str, bytes | None] = dict.fromkeys(old.files)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}
@@ -244,7 +238,7 @@ def _room_for(destination: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as folder:
             yield Path(folder)
         return
-    with held(Path(f"{destination}.steps")) as mark:
+    with rewrite.held(Path(f"{destination}.steps")) as mark:
         try:
             yield mark.parent
         finally:

@@ -23,7 +23,7 @@ A *stretch* of a rectangle is a smaller one whose elements follow each other in 
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks
@@ -79,10 +79,7 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
 
 def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
-    """List a part's rectangles on this rank, as places in the whole local memory of its shard of the fused tensor.
-
-    A rank that has nothing of the part has one chunk without elements, at the end of dimension 0.
-    """
+    """List a part's rectangles in this rank's memory; without any, an empty one at the end of dimension 0."""
     shape = comb.part_shape(fused.global_shape, dim)
     chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
     if comb.is_dropped:  # the part has no such dimension
@@ -192,38 +189,3 @@ def common(one: Placed, other: Placed) -> TensorRegion | None:
     ends = zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     sizes = tuple(min(a + n, b + m) - start for start, a, n, b, m in ends)
     return TensorRegion(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def joined(regions: Iterable[TensorRegion], dim: int) -> list[TensorRegion]:
-    """Join rectangles that touch along ``dim`` and are otherwise alike."""
-
-    def others(region: TensorRegion) -> tuple[Shape, Shape]:
-        return replaced(region.offsets, dim), replaced(region.sizes, dim)
-
-    found: list[TensorRegion] = []
-    for region in sorted(regions, key=lambda each: (others(each), each.offsets[dim])):
-        last = found[-1] if found else None
-        if last and others(last) == others(region) and last.offsets[dim] + last.sizes[dim] == region.offsets[dim]:
-            size = last.sizes[dim] + region.sizes[dim]
-            found[-1] = TensorRegion(last.offsets, replaced(last.sizes, dim, size))
-        else:
-            found.append(region)
-    return sorted(found)
-
-
-def fused_regions(part: Placed, dim: int, comb: Comb) -> Iterator[TensorRegion]:
-    """Yield a part's rectangle in the fused tensor: one rectangle for each block of the comb that it touches.
-
-    The inverse of :func:`part_chunks`.
-    """
-    offsets, sizes = part.offsets, part.sizes
-    if not math.prod(sizes):
-        return
-    if comb.is_dropped:
-        yield TensorRegion((*offsets[:dim], comb.start, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
-        return
-    begin, end = offsets[dim], offsets[dim] + sizes[dim]
-    for block in range(begin // comb.length, -(-end // comb.length)):
-        lower, upper = max(begin, block * comb.length), min(end, (block + 1) * comb.length)
-        start = comb.start + block * comb.distance + lower - block * comb.length
-        yield TensorRegion(replaced(offsets, dim, start), replaced(sizes, dim, upper - lower))

@@ -9,6 +9,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 NEED_EXTRA = (
     "The checkpoint tools need the extra [tools]: python -m pip install 'typer>=0.16' 'rich>=14' 'safetensors>=0.5' "
@@ -32,6 +33,12 @@ MAX_DIMS = 64
 
 MAX_INT64 = 2**63 - 1
 """Largest size, offset or count that is plausible."""
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a foreign value is a size, an offset or a count."""
+    return type(value) is int and 0 <= value <= MAX_INT64
+
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -130,24 +137,12 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
-class Table:
-    """Rows of texts, which are to the left, and of numbers, to the right. Nothing is cut off."""
-
-    def __init__(self, *texts: str, numbers: Sequence[str] = ()) -> None:
-        self._texts = len(texts)
-        self._rows: list[tuple[str, ...]] = [(*texts, *numbers)]
-
-    def add_row(self, *cells: str) -> None:
-        """Add a cell for each column, with foreign text made printable."""
-        assert len(cells) == len(self._rows[0])
-        self._rows.append(tuple(printable(cell).replace("\n", "\\n") for cell in cells))
-
-    def lines(self) -> list[str]:
-        """Return the lines, of which the first is the header; the terminal wraps those that are too long."""
-        columns = list(zip(*self._rows, strict=True))
-        aligned = []
-        for number, column in enumerate(columns):
-            width = max(map(len, column))
-            align = str.ljust if number < self._texts else str.rjust
-            aligned.append([align(cell, width) for cell in column])
-        return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+def table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Format rows of texts, to the left, and of numbers, to the right, below their names. Nothing is cut off."""
+    cells = [(*texts, *numbers)]
+    cells += (tuple(printable(cell).replace("\n", "\\n") for cell in row) for row in rows)
+    aligned = []
+    for number, column in enumerate(zip(*cells, strict=True)):
+        width, align = max(map(len, column)), str.ljust if number < len(texts) else str.rjust
+        aligned.append([align(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]

@@ -30,11 +30,7 @@ class Comparison(NamedTuple):
 
 
 def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
-    """Compare two tensors of the same shape and dtype.
-
-    With tolerances of zero, bit by bit: two NaN of the same bits are equal, and 0.0 and -0.0 are not. Otherwise as
-    ``torch.isclose``, and NaN are equal to each other.
-    """
+    """Compare two tensors of one shape and dtype: their bits, or with tolerances as isclose does (NaN are equal)."""
     a, b = a.contiguous().flatten(), b.contiguous().flatten()
     total = Comparison(0, a.numel(), None)
     if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):

@@ -8,34 +8,31 @@
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
 beside its checkpoint which tensors it took apart, by which rules and values, and merge exchanges these and no others.
-The record is JSON, and is copied like all files beside the data.
 
-Users need not give the values of the model's config that a checkpoint itself contains. ``metadata.json`` of Megatron's
-``torch_dist``: ``tp_size`` and ``etp_size`` are 1, as gate and up are stored as one rank has them. Megatron's ``args``,
-in ``common.pt`` or as an object: numbers of ranks, sizes and heads. Hugging Face's ``config.json``: its numbers. No
-pickle is run (:func:`checkpoint_tools.stored.items.plain_pickle`).
+Users need not give the values of the model's config that a checkpoint contains: ranks, by the format of Megatron's
+``torch_dist``; sizes and heads, in its ``args``, of which nothing is run; numbers, in Hugging Face's ``config.json``.
 """
 
 import contextlib
 import dataclasses
-import io
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.regions import Shape, whole_of
-from ..core.text import MAX_INT64, CheckpointError, is_excluded, shortened, some_of
+from ..core.text import CheckpointError, is_count, is_excluded, shortened, some_of
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
 from ..stored.storage import read_small
 from ..stored.unpickle import PickledObject
 from . import preset_names
 from .names import GroupName, sorted_out
-from .plan import Exchange, Source, listed, plan_exchange
+from .plan import Exchange, Source, plan_exchange
 from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
 
 RECORD_FILE = "split_record.json"
@@ -96,20 +93,15 @@ def _crc(splits: Any) -> int:
 
 
 class Request(NamedTuple):
-    """A split or merge as the user asked for it; without rules, to undo the last split.
-
-    ``excluded`` are patterns of keys that stay, ``only`` of fused tensors or parts that alone are exchanged;
-    ``is_sure``: merge whatever the rules match. Once it is complete, ``wanted`` says which matches are exchanged, and
-    ``is_known`` whether a record or the user has said so, rather than the rules alone.
-    """
+    """A split or merge as the user asked for it; without rules, to undo the last split."""
 
     rules: Sequence[Rule]
     values: Mapping[str, float]
-    excluded: Sequence[str] = ()
-    only: Sequence[str] = ()
-    is_sure: bool = False
-    wanted: Wanted = ALL
-    is_known: bool = False
+    excluded: Sequence[str] = ()  # patterns of keys that stay
+    only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
+    is_sure: bool = False  # merge whatever the rules match
+    wanted: Wanted = ALL  # of a complete one: which matches are exchanged
+    is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
     notes: Sequence[str] = ()
 
 
@@ -174,10 +166,6 @@ def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
     except (ValueError, KeyError) as error:  # the rules' own errors
         raise CheckpointError(str(error)) from error
     _check_left(source, found, asked.excluded)
-    for name, content in source.groups.items():
-        if any((name.optimizer, str(fqn)) in found.listed for fqn in listed(content, name)):
-            new = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
-            found.objects[name.key] = relisted(content, name, new)
     return found
 
 
@@ -211,26 +199,6 @@ def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[Grou
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 
 
-def relisted(content: Any, name: GroupName, new: Mapping[str, Sequence[str]]) -> bytes:
-    """Pickle the content with other FQNs, as ``torch.save`` does; ``new`` has those in the place of each."""
-
-    def in_place_of(found: Iterable[Any]) -> list[Any]:
-        return [fqn for old in found for fqn in new.get(str(old), (old,))]
-
-    if name.is_list:
-        content = in_place_of(content)
-    else:
-        groups = [content] if isinstance(content, dict) else content
-        groups = [
-            {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
-            for group in groups
-        ]
-        content = groups[0] if isinstance(content, dict) else groups
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
 def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> None:
     """Refuse a key that seems to belong to an exchanged tensor, and would silently stay as it was."""
     old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
@@ -241,7 +209,7 @@ def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> Non
         if key in old or key not in source.tensors or is_excluded(key, excluded):
             continue
         words = key.split(".")
-        ends = ((start, stop) for start in range(len(words)) for stop in range(start + 1, len(words)))
+        ends = itertools.combinations(range(len(words)), 2)  # the key itself ends behind its last word
         inside = next((name for start, stop in ends if (name := ".".join(words[start:stop])) in known), None)
         if inside is not None:
             raise CheckpointError(
@@ -332,7 +300,7 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
             return {
                 name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
                 for name, factors in counts.items()
-                if all(map(_is_count, factors)) and _is_count(math.prod(factors))
+                if all(is_count(each) and each for each in factors) and is_count(math.prod(factors))
             }
     return {}
 
@@ -341,7 +309,7 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
     config = _json(checkpoint, _CONFIG_FILE)
     if isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}
-    found = {name: value for name, value in config.items() if _is_count(value)}
+    found = {name: value for name, value in config.items() if is_count(value) and value}
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
     if heads:
         found.setdefault("num_key_value_heads", heads)
@@ -351,10 +319,6 @@ def _of_config(checkpoint: Checkpoint) -> dict[str, _Known]:
         if other in found:
             found.setdefault("num_experts", found[other])
     return {name: _Known(value, _CONFIG_FILE) for name, value in found.items()}
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 < value <= MAX_INT64
 
 
 def _unpickled(checkpoint: Checkpoint, file: str, offset_bytes: int, length_bytes: int) -> Any:

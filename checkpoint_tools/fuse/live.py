@@ -122,7 +122,7 @@ def _exchanged(
                 f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
                 "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
             )
-    new = _split(found, source) if way == "split" else _merged(found, source)
+    new = (_split if way == "split" else _merged)(found, source)
     model = {key: value for old in model_state for key, value in new[old].items()}
     if optim_state is None:
         return model, None
@@ -201,21 +201,14 @@ class _StateDicts(Source):
         """Return the optimizer's state dict in the layout that it had, of the values under these flat keys."""
         if self._is_flat:
             return {key.removeprefix(f"{self._lead}."): value for key, value in optim.items()}
-
-        def listed_as(fqn: str) -> Sequence[str]:
-            return found.listed.get((self._lead, fqn), (fqn,))
-
-        state: StateDict = {new: {} for fqn in self._states for new in listed_as(fqn)}
+        state: StateDict = {new: {} for fqn in self._states for new in found.listed.get((self._lead, fqn), (fqn,))}
         for key, value in optim.items():
             _, _, fqn, name = found.paths.get(key) or self.paths[key]
             state[str(fqn)][name] = value
         if is_fsdp_dtensor(self._before):
             return {**self._before, "state": state}
-        groups = [
-            {**group, "params": [new for fqn in group["params"] for new in listed_as(fqn)]}
-            for group in self._before["param_groups"]
-        ]
-        return {"state": state, "param_groups": groups}
+        ((groups, content),) = self.groups.items()
+        return {"state": state, "param_groups": found.objects.get(groups.key, content)}
 
 
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
@@ -321,29 +314,8 @@ def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
     return blocks.narrow(dim + 1, comb.start, comb.length)
 
 
-def _write(whole: Tensor, dim: int, comb: Comb, part: Tensor) -> None:
-    _blocks_of(whole, dim, comb).copy_(part if comb.is_dropped else part.unflatten(dim, (comb.blocks, comb.length)))
-
-
-def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
-    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
-    first = {fusion.parts[0]: fusion for fusion in found.fusions}
-    others = {part for fusion in found.fusions for part in fusion.parts[1:]}
-    new: dict[str, StateDict] = {}
-    for key, value in source.all.items():
-        if key in first:
-            fusion = first[key]
-            new[key] = {fusion.fused: _put_together(fusion, [source.all[part] for part in fusion.parts])}
-        else:
-            new[key] = dict.fromkeys(() if key in others else found.copies.get(key, (key,)), value)
-    return new
-
-
 def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
-    """Return where the parts come from, if they are all the parts of the tensor ``rule_key``, in their order.
-
-    Other parts of a tensor, or parts of others, may be merged into something else: then they are plain tensors.
-    """
+    """Return where the parts come from, if they are all parts of ``rule_key`` in order; others are plain tensors."""
     origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
     if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
         return None
@@ -352,12 +324,23 @@ def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> li
     return origins
 
 
+def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
+    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
+    new = {key: dict.fromkeys(found.copies.get(key, (key,)), value) for key, value in source.all.items()}
+    for fusion in found.fusions:
+        parts = [source.all[part] for part in fusion.parts]
+        new.update((part, {}) for part in fusion.parts)
+        new[fusion.parts[0]] = {fusion.fused: _put_together(fusion, parts)}
+    return new
+
+
 def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
     origins = _origins_of(fusion.owner, parts, fusion.fused)
     if origins is not None:
         for part, origin, comb in zip(parts, origins, fusion.combs, strict=True):
             if origin.is_copy:
-                _write(origin.memory, fusion.dim, comb, part)
+                blocks = _blocks_of(origin.memory, fusion.dim, comb)
+                blocks.copy_(part.reshape(blocks.shape))
         return origins[0].fused
     if any(is_dtensor(part) for part in parts):
         raise ValueError(
@@ -369,5 +352,6 @@ def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
         raise ValueError(f"{fusion.fused}: its parts are on {devices}; a fused tensor is all of one dtype and device")
     whole = parts[0].new_empty(fusion.shape)
     for part, comb in zip(parts, fusion.combs, strict=True):
-        _write(whole, fusion.dim, comb, part.detach())
+        blocks = _blocks_of(whole, fusion.dim, comb)
+        blocks.copy_(part.detach().reshape(blocks.shape))
     return whole

@@ -28,35 +28,15 @@ KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_pa
 
 
 class StateName(NamedTuple):
-    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``.
-
-    Attributes:
-        before: ``optim.state.``, or ``optimizer.state.exp_avg.``.
-        after: ``.exp_avg``, or nothing.
-        path: where the value was; empty if that is not known.
-        at: the component of the path that has the FQN in it.
-        around: the rest of that component, before and after the FQN.
-        kind: the entry's name, where it comes before the FQN.
-    """
+    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``."""
 
     key: str
-    before: str
+    optimizer: str  # the prefix that tells one optimizer's keys from those of others
+    before: str  # "optim.state.", or "optimizer.state.exp_avg."
     fqn: str
-    after: str
-    path: Path = ()
-    at: int = 0
-    around: tuple[str, str] = ("", "")
-    kind: str = ""
-
-    @property
-    def optimizer(self) -> str:
-        """Return the prefix that tells one optimizer's keys from those of others."""
-        return self.before.removesuffix(f"{self.kind}." if self.kind else "").rpartition(".")[0].rpartition(".")[0]
-
-    @property
-    def is_state(self) -> bool:
-        """State, rather than what a group says."""
-        return self.before.removesuffix(f"{self.kind}." if self.kind else "").split(".")[-2] == "state"
+    after: str  # ".exp_avg", or nothing
+    path: Path = ()  # where the value was; empty if that is not known
+    kind: str = ""  # the entry's name, where it comes before the FQN
 
     @property
     def name(self) -> str:
@@ -65,10 +45,13 @@ class StateName(NamedTuple):
 
     def renamed(self, fqn: str) -> tuple[str, Path]:
         """Return the key and the path of the same entry of another parameter."""
-        key = f"{self.before}{fqn}{self.after}"
-        if not self.path:
-            return key, ()
-        return key, (*self.path[: self.at], fqn.join(self.around), *self.path[self.at + 1 :])
+        path: list[str | int] = []
+        start = 0
+        for part in self.path:
+            text, at = str(part), len(self.before) - start
+            path.append(text[:at] + fqn + text[at + len(self.fqn) :] if 0 <= at < len(text) else part)
+            start += len(text) + 1
+        return f"{self.before}{fqn}{self.after}", tuple(path)
 
 
 class GroupName(NamedTuple):
@@ -107,29 +90,23 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
 
 
 def _of_path(key: str, path: Path) -> StateName | GroupName | None:
+    start = ""
     for at, component in enumerate(path):
+        word, dot, text = str(component).partition(".")
         rest = path[at + 1 :]
-        start = "".join(f"{part}." for part in path[:at])
         if component == "param_groups" and (not rest or isinstance(rest[0], int)):
             return _group(key, start.removesuffix("."), rest)
-        if component in _BY_FQN and rest:
-            nested = _in_component(key, f"{start}{component}.", "", str(rest[0]), path, at + 1)
-            return nested if isinstance(rest[0], str) else None
-        kind = str(component).partition(".")[0]
-        if kind in _BY_FQN and component != kind:
-            return _in_component(key, f"{start}{kind}.", f"{kind}.", str(component), path, at)
+        if word in _BY_FQN and (dot or rest):
+            is_alone = not dot and len(rest) > 1  # in its component; else the last word there is the entry
+            if not dot:
+                if not isinstance(rest[0], str):
+                    return None
+                text, rest = rest[0], rest[1:]
+            fqn = text if is_alone else text.rpartition(".")[0]
+            after = "".join((text.removeprefix(fqn), *(f".{part}" for part in rest)))
+            return StateName(key, start.removesuffix("."), f"{start}{word}.", fqn, after, path) if fqn else None
+        start += f"{component}."
     return None
-
-
-def _in_component(key: str, before: str, kind: str, component: str, path: Path, at: int) -> StateName | None:
-    rest = "".join(f".{part}" for part in path[at + 1 :])
-    text = component.removeprefix(kind)
-    # With the FQN alone in its component, what follows is the entry; else the entry is the last word.
-    fqn, name = (text, "") if rest and not kind else text.rpartition(".")[::2]
-    if not fqn:
-        return None
-    after = f".{name}" if name else ""
-    return StateName(key, before, fqn, after + rest, path, at, (kind, after))
 
 
 def _of_key(key: str, path: Path) -> StateName | GroupName | None:
@@ -143,8 +120,7 @@ def _of_key(key: str, path: Path) -> StateName | GroupName | None:
             return _group(key, optimizer, [int(part) if _is_number(part) else part for part in rest])
         if len(rest) > 1:
             before = ".".join([*parts[: at + 1], ""])
-            after = f".{rest[-1]}"
-            return StateName(key, before, ".".join(rest[:-1]), after, path, 0, (before, after))
+            return StateName(key, optimizer, before, ".".join(rest[:-1]), f".{rest[-1]}", path)
     return None
 
 
@@ -154,8 +130,7 @@ def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
     kind, _, fqn = rest.partition(".")
     if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
         return None
-    before = f"{lead}{found}{kind}."
-    return StateName(key, before, fqn, "", path, 0, (before, ""), kind)
+    return StateName(key, lead, f"{lead}{found}{kind}.", fqn, "", path, kind)
 
 
 def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | None:

@@ -28,20 +28,16 @@ from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which either it or they are stored; ``shape`` is that of the fused one.
-
-    ``is_flat``: it is stored as one dimension of all of its elements. ``owner``: the key of the model's tensor whose
-    state it is, or its own key in the model; ``None`` without a model.
-    """
+    """One fused tensor and its parts, of which either it or they are stored."""
 
     fused: str
     parts: tuple[str, ...]
-    shape: Shape
+    shape: Shape  # of the fused one
     dtype: torch.dtype
     dim: int
     combs: tuple[Comb, ...]
-    is_flat: bool = False
-    owner: str | None = None
+    is_flat: bool = False  # stored as one dimension of all of its elements
+    owner: str | None = None  # the key of the model's tensor whose state it is, or its own key in the model
 
     def part_shapes(self) -> list[tuple[str, Shape]]:
         """List the key and the shape of each part."""
@@ -55,27 +51,16 @@ Fqn = tuple[str, str]
 
 @dataclass
 class Exchange:
-    """The plan: what becomes of each key. Keys that it does not name stay.
+    """The plan: what becomes of each key. Keys that it does not name stay."""
 
-    Attributes:
-        fusions: fused tensors that are split, or parts that are merged; those of the model come first.
-        copies: key → the keys under which its value is afterwards: several, one or none.
-        objects: key → the bytes that replace it.
-        paths: new key → its path in the nested state dict, if known.
-        parameters: how many of the fusions are tensors of a model.
-        matched: the fused tensors by the names that the rules match: of the model, or of state without one.
-        listed: what param groups list instead of an FQN.
-        owners: the keys of the model's tensors whose state the optimizers have.
-    """
-
-    fusions: list[Fusion] = field(default_factory=list)
-    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    parameters: int = 0
-    matched: tuple[str, ...] = ()
-    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)
-    owners: dict[Fqn, str] = field(default_factory=dict)
+    fusions: list[Fusion] = field(default_factory=list)  # split, or merged; those of the model come first
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)  # key → those that have its value afterwards
+    objects: dict[str, Any] = field(default_factory=dict)  # key → its new value: a param group that lists other FQNs
+    paths: dict[str, Path] = field(default_factory=dict)  # new key → its path in the nested state dict, if known
+    parameters: int = 0  # how many of the fusions are tensors of a model
+    matched: tuple[str, ...] = ()  # fused tensors by the names that rules match: of the model, or of state without one
+    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # what param groups list instead of an FQN
+    owners: dict[Fqn, str] = field(default_factory=dict)  # keys of the model's tensors whose state there is
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
         """Give an entry of state to these parameters."""
@@ -87,6 +72,20 @@ class Exchange:
         if path:
             self.paths[key] = path
         return key
+
+    def relist(self, name: GroupName, content: Any, new: Mapping[str, Sequence[str]]) -> None:
+        """List other FQNs in a param group, in several, or in the list of one; ``new`` has those in place of each."""
+
+        def in_place_of(fqns: Iterable[Any]) -> list[Any]:
+            return [fqn for old in fqns for fqn in new.get(str(old), (old,))]
+
+        def of_group(group: Any) -> Any:
+            return {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
+
+        if new.keys().isdisjoint(str(fqn) for fqn in listed(content, name)):
+            return
+        found = in_place_of(content) if name.is_list else [of_group(group) for group in _groups(content)]
+        self.objects[name.key] = found[0] if isinstance(content, dict) else found
 
     def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
         """Check that every new key is free; ``before`` are the keys that there were, ``old`` those that are fused."""
@@ -133,15 +132,15 @@ class Source:
 def plan_exchange(
     way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str] = (), wanted: Wanted = ALL
 ) -> Exchange:
-    """Plan the exchange of fused tensors for their parts, or of parts for fused tensors.
-
-    Rules that are not optional have to match something; ``excluded`` are patterns of keys that stay.
-    """
+    """Plan which tensors are split, or which parts merged. Rules that are not optional have to match something."""
     planner = _Planner(way, source, rules, excluded, wanted)
     (planner.split if way == "split" else planner.merge)()
     found = planner.found
     old = {key for each in found.fusions for key in ((each.fused,) if way == "split" else each.parts)}
     found.check_new_keys(planner.keys, old)
+    for name, content in source.groups.items():
+        own = {fqn: new for (optimizer, fqn), new in found.listed.items() if optimizer == name.optimizer}
+        found.relist(name, content, own)
     return found
 
 
@@ -221,16 +220,12 @@ class _Planner:
 
     def _become_the_same(self, one: str, other: str) -> bool:
         """Tell whether two of the model's tensors are exchanged alike, so that state may be of either."""
-        roles = [self.of_model.get(key) for key in (one, other)]
-        if roles[0] is None or roles[1] is None:
-            return roles[0] is roles[1]
-        dtypes = [self.source.tensors[key].dtype for key in (one, other)]
-        return (
-            roles[0].match.rule is roles[1].match.rule
-            and roles[0].number == roles[1].number
-            and self.shapes[one] == self.shapes[other]
-            and dtypes[0] == dtypes[1]
-        )
+
+        def outcome(key: str) -> object:
+            role = self.of_model.get(key)
+            return role and (id(role.match.rule), role.number, self.shapes[key], self.source.tensors[key].dtype)
+
+        return outcome(one) == outcome(other)
 
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:
@@ -300,7 +295,8 @@ class _Planner:
         """Optimizer → FQN → the shape of the parameter: that of the state with the most dimensions."""
         shapes: dict[str, dict[str, Shape]] = {name.optimizer: {} for name in self.source.names.states}
         for name in self.source.names.states:
-            if name.is_state and name.key in self.source.tensors:
+            is_state = bool(name.kind) or name.before.endswith("state.")  # rather than what a group says
+            if is_state and name.key in self.source.tensors:
                 shape = tuple(self.source.tensors[name.key].shape)
                 known = shapes[name.optimizer].setdefault(name.fqn, shape)
                 if len(shape) > len(known):
@@ -403,5 +399,8 @@ def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
     """List the param groups; a bare list of names counts as a group without options."""
     if name.is_list:
         return [{"params": list(content)}] if isinstance(content, list | tuple) else []
-    groups = content if isinstance(content, list | tuple) else [content]
-    return [group for group in groups if isinstance(group, dict)]
+    return [group for group in _groups(content) if isinstance(group, dict)]
+
+
+def _groups(content: Any) -> Sequence[Any]:
+    return content if isinstance(content, list | tuple) else [content]

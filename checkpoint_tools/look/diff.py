@@ -18,15 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.regions import stretches, whole_of
-from ..core.text import (
-    CheckpointError,
-    Table,
-    counted,
-    dtype_name,
-    human_shape,
-    natural_order,
-    short_repr,
-)
+from ..core.text import CheckpointError, counted, dtype_name, human_shape, natural_order, short_repr, table
 from ..core.values import Comparison, compare_parts, compare_values, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
@@ -35,9 +27,7 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_PAIRED_BYTES = (
-    1 << 20
-)  # of small tensors are compared together: an operation of torch takes longer than their elements
+_PAIRED_BYTES = 1 << 20  # of small tensors are compared together: an operation of torch takes longer than elements
 
 
 class Difference(NamedTuple):
@@ -73,12 +63,8 @@ def diff(
     threads: int = 4,
     progress: Progress = UNSEEN,
 ) -> list[Difference]:
-    """Compare ``keys`` (see :func:`all_keys`); return at most one difference for each, in their order.
-
-    Values of tensors are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, if their bits are. Objects are compared
-    as :func:`~checkpoint_tools.core.values.same_values` does.
-    """
-    sides = _Sides(first, second, (rtol, atol), max_memory_bytes // threads)
+    """Compare ``keys``, bit by bit or by ``|a - b| <= atol + rtol * |b|``; return the differences in their order."""
+    sides = _Sides((first, second), (rtol, atol), max_memory_bytes // threads)
     nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
     def compare(some: Sequence[str]) -> list[Difference]:
@@ -131,15 +117,9 @@ def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
 
 
 class _Sides:
-    """Both checkpoints, whose keys are compared one by one; ``memory_bytes`` are for one key."""
-
-    def __init__(
-        self, first: Checkpoint, second: Checkpoint, tolerance: tuple[float, float], memory_bytes: int
-    ) -> None:
-        self._both = first, second
-        self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in self._both)
-        self._tolerance = tolerance
-        self._memory_bytes = memory_bytes
+    def __init__(self, both: tuple[Checkpoint, Checkpoint], tolerance: tuple[float, float], memory_bytes: int) -> None:
+        self._both, self._tolerance, self._memory_bytes = both, tolerance, memory_bytes  # for one key
+        self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in both)
 
     def difference(self, key: str) -> Difference | _Pair | None:
         kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
@@ -168,7 +148,7 @@ class _Sides:
                 return _Pair(key, a.dtype, both[0], both[1])
         else:
             for checkpoint, tensor in zip(self._both, (a, b), strict=True):
-                for _, text in check_coverage(tensor):
+                for text in check_coverage(tensor):
                     raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
         # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one
         # side's is kept while the other side's is there twice, as stored and in row-major order.
@@ -214,13 +194,11 @@ def _is_one_small_item(tensor: StoredTensor) -> bool:
     return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
 
 
-def as_table(differences: Sequence[Difference]) -> Table:
+def as_table(differences: Sequence[Difference]) -> list[str]:
     """Return a table with a row for each difference."""
-    table = Table("key", "difference", "detail", numbers=("max |A - B|",))
-    for found in differences:
-        gap = "" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}"
-        table.add_row(found.key, found.kind, found.detail, gap)
-    return table
+    gaps = ("" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}" for found in differences)
+    rows = ((*found[:3], gap) for found, gap in zip(differences, gaps, strict=True))
+    return table(("key", "difference", "detail"), ("max |A - B|",), rows)
 
 
 def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:

@@ -1,27 +1,32 @@
 """Summarize a checkpoint from its metadata: keys, groups and files, as JSON and as tables."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..core.text import Table, counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order
+from ..core.text import counted, dtype_name, human_bytes, human_shape, is_excluded, natural_order, table
 from ..fuse.names import KINDS
 from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str, Any]:
-    """Return totals, and entries of the keys that match any of ``patterns`` (``*.weight``); of all without any.
-
-    Objects have neither shape nor dtype, and their bytes are those of the file. ``problems`` are those of the metadata.
-    """
-    keys = [
-        _entry_of(checkpoint, key)
-        for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order)
-        if not patterns or is_excluded(key, patterns)
-    ]
+    """Return totals, and entries of the keys like ``patterns``, or of all; bytes of an object are those of the file."""
+    keys: list[dict[str, Any]] = []
     groups: dict[str, list[dict[str, Any]]] = {}
-    for entry in keys:
-        groups.setdefault(entry["group"], []).append(entry)
+    for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order):
+        if patterns and not is_excluded(key, patterns):
+            continue
+        group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
+        entry = {
+            "key": key,
+            "group": group,
+            "shape": tensor and tensor.shape,
+            "dtype": tensor and dtype_name(tensor.dtype),
+            "chunks": len(tensor.chunks) if tensor else 1,
+            "nbytes": tensor.nbytes if tensor else checkpoint.objects[key].length_bytes,
+        }
+        keys.append(entry)
+        groups.setdefault(group, []).append(entry)
     selected, files = {entry["key"] for entry in keys}, []
     for file, items in checkpoint.items_by_file().items():
         lengths = [item.length_bytes for key, item in items if key in selected]
@@ -43,18 +48,6 @@ def summarize(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> dict[str,
         ],
         "keys": keys,
         "files": files,
-    }
-
-
-def _entry_of(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
-    group, tensor = group_of(key, checkpoint.paths.get(key, ())), checkpoint.tensors.get(key)
-    return {
-        "key": key,
-        "group": group,
-        "shape": tensor and tensor.shape,
-        "dtype": tensor and dtype_name(tensor.dtype),
-        "chunks": len(tensor.chunks) if tensor else 1,
-        "nbytes": tensor.nbytes if tensor else checkpoint.objects[key].length_bytes,
     }
 
 
@@ -83,23 +76,32 @@ def headline(summary: dict[str, Any]) -> str:
     return f"{summary['path']}: {counts} in {counted(len(summary['files']), 'file')}, {human_bytes(summary['nbytes'])}"
 
 
-def as_tables(summary: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table of the groups, and one of the keys."""
-    table = Table("group", numbers=("keys", "chunks", "size"))
-    for group in summary["groups"]:
-        table.add_row(group["group"], f"{group['keys']:,}", f"{group['chunks']:,}", human_bytes(group["nbytes"]))
-    yield table
-    table = Table("key", "shape", "dtype", numbers=("chunks", "size"))
-    for entry in summary["keys"]:
-        shape = "object" if entry["shape"] is None else human_shape(entry["shape"])
-        table.add_row(entry["key"], shape, entry["dtype"] or "", f"{entry['chunks']:,}", human_bytes(entry["nbytes"]))
-    yield table
+def as_tables(summary: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return a table of the groups, and one of the keys."""
+    groups = (
+        (group["group"], f"{group['keys']:,}", f"{group['chunks']:,}", human_bytes(group["nbytes"]))
+        for group in summary["groups"]
+    )
+    shapes = ("object" if row["shape"] is None else human_shape(row["shape"]) for row in summary["keys"])
+    keys = (
+        (row["key"], shape, row["dtype"] or "", f"{row['chunks']:,}", human_bytes(row["nbytes"]))
+        for row, shape in zip(summary["keys"], shapes, strict=True)
+    )
+    sizes = ("chunks", "size")
+    return table(("group",), ("keys", *sizes), groups), table(("key", "shape", "dtype"), sizes, keys)
 
 
-def chunk_table(tensor: StoredTensor) -> Table:
+def chunk_headline(tensor: StoredTensor) -> str:
+    """Say in a line what is divided into chunks."""
+    what = f"{human_shape(tensor.shape)} of {dtype_name(tensor.dtype)}"
+    return f"{tensor.key}: {what} in {counted(len(tensor.chunks), 'chunk')}"
+
+
+def chunk_table(tensor: StoredTensor) -> list[str]:
     """Return a table with a row for each chunk: which file has which part of a tensor."""
-    table = Table("offsets", "sizes", "file", numbers=("size",))
-    for chunk in tensor.chunks:
-        nbytes = human_bytes(chunk.numel * tensor.dtype.itemsize)
-        table.add_row(", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, nbytes)
-    return table
+    rows = (
+        (", ".join(map(str, chunk.offsets)), human_shape(chunk.sizes), chunk.file, human_bytes(nbytes))
+        for chunk in tensor.chunks
+        for nbytes in [chunk.numel * tensor.dtype.itemsize]
+    )
+    return table(("offsets", "sizes", "file"), ("size",), rows)

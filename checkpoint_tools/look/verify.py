@@ -86,13 +86,10 @@ def check_whole(checkpoint: Checkpoint, threads: int) -> None:
 
 
 def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
-    """Check everything except large contents; return all problems, and the findings about files.
-
-    Contents of up to 64 KiB are read, and compared with their checksums.
-    """
+    """Check everything except contents above 64 KiB; return all problems, and the findings about files."""
     problems = list(checkpoint.problems)
     for tensor in checkpoint.tensors.values():
-        problems += check_coverage(tensor)
+        problems += [CheckpointProblem(tensor.key, text) for text in check_coverage(tensor)]
     files = check_files(checkpoint)
     problems += files.problems
     problems += check_items(checkpoint, files.sound, threads)
@@ -100,28 +97,23 @@ def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[Chec
     return problems, files
 
 
-def check_coverage(tensor: StoredTensor) -> Iterator[CheckpointProblem]:
+def check_coverage(tensor: StoredTensor) -> Iterator[str]:
     """Check that every element is in exactly one chunk."""
     regions = []
     for chunk in tensor.chunks:
-        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        ends = map(int.__add__, chunk.offsets, chunk.sizes)
         if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
-            yield CheckpointProblem(
-                tensor.key, f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}"
-            )
+            yield f"a chunk of {chunk.sizes} at {chunk.offsets} does not fit into {tensor.shape}"
         elif chunk.numel:
             regions.append(ReadPart(chunk.offsets, chunk.sizes, chunk.offsets))
     pair = overlapping(regions)
     if pair is not None:
         first, second = sorted(pair)
-        yield CheckpointProblem(
-            tensor.key,
-            f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap",
-        )
+        yield f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap"
         return  # with an overlap, the sum below says nothing
     covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
     if covered < numel:
-        yield CheckpointProblem(tensor.key, f"{numel - covered:,} of {numel:,} elements are in no chunk")
+        yield f"{numel - covered:,} of {numel:,} elements are in no chunk"
 
 
 def check_files(checkpoint: Checkpoint) -> Files:
@@ -130,26 +122,23 @@ def check_files(checkpoint: Checkpoint) -> Files:
     by_file = checkpoint.items_by_file()
     for file, entries in by_file.items():
         needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
-        shared = list(_check_ranges(file, entries))  # of which one is elsewhere, so that the end is not known
+        texts = list(_check_ranges(entries))  # if any, one item is elsewhere, so that the end is not known
         try:
             found = checkpoint.folder.size_bytes(file)
         except OSError as error:
             what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
-            problems.append(CheckpointProblem(file, f"{what}; it has {_of_whom(entries)}"))
-            continue
-        nbytes += found
-        if found < needed:
-            lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
-            problems.append(CheckpointProblem(file, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}"))
+            texts = [f"{what}; it has {_of_whom(entries)}"]
         else:
-            sound.append(file)
-            # Of a file that is no more than a list of values, no byte has a known place.
-            if found > needed > 0 and not shared:
-                what = (
-                    f"has {found:,} bytes, and its items end at {needed:,}: something was appended, or items are lost"
-                )
-                problems.append(CheckpointProblem(file, what))
-        problems += shared
+            nbytes += found
+            if found >= needed:
+                sound.append(file)
+            if found < needed:
+                lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
+                texts.insert(0, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}")
+            elif found > needed > 0 and not texts:  # of a file that is a list of values, no byte has a known place
+                told = f"has {found:,} bytes, and its items end at {needed:,}"
+                texts = [f"{told}: something was appended, or items are lost"]
+        problems += [CheckpointProblem(file, text) for text in texts]
     spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
     notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
     return Files(tuple(sound), tuple(problems), tuple(notes), nbytes)
@@ -160,29 +149,22 @@ def _of_whom(entries: Sequence[Entry]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more keys"
 
 
-def _check_ranges(file: str, entries: Sequence[Entry]) -> Iterator[CheckpointProblem]:
+def _check_ranges(entries: Sequence[Entry]) -> Iterator[str]:
     # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
     ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
     for key, item in entries:
         place = key, item.offset_bytes, item.length_bytes
         has_elements = isinstance(item, StoredChunk) and item.numel > 0
         if has_elements and ranges.get(place):
-            yield CheckpointProblem(file, f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+            yield f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on"
         ranges[place] = has_elements or ranges.get(place, False)
     for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
         if start + length > next_start:
-            yield CheckpointProblem(
-                file, f"the items of {first} and {second} are in the same bytes, from {next_start:,} on"
-            )
+            yield f"the items of {first} and {second} are in the same bytes, from {next_start:,} on"
 
 
 def check_items(
-    checkpoint: Checkpoint,
-    files: Sequence[str],
-    threads: int = 4,
-    *,
-    data: bool = False,
-    progress: Progress = UNSEEN,
+    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, *, data: bool = False, progress: Progress = UNSEEN
 ) -> list[CheckpointProblem]:
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()

@@ -2,9 +2,10 @@
 
 ::
 
-    open_whole ──▶ Checkpoint, Sidecars ──plan──▶ Rewrite ──write──▶ DST.partial ──rename──▶ DST
+    open_whole ──▶ Whole ──plan──▶ Rewrite ──torch.save of each piece──▶ DST.partial ──rename──▶ DST
 
-Nothing of the source is changed, and nothing is written before the source was found to be whole.
+Nothing of the source is changed, and nothing is written before the source was found to be whole. DST is there as a
+whole or not at all. What a killed process has left in DST.partial, the next one removes.
 
 *Sidecars* are files beside the data that belong to a checkpoint all the same, and are copied with it: tokenizer,
 ``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers and of
@@ -12,25 +13,41 @@ trainers. Data that are not the checkpoint's own (files of another one saved her
 weights) stay behind, and are named.
 """
 
+import contextlib
+import errno
+import fcntl
+import io
 import itertools
 import math
 import os
+import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
-from ..core.text import CheckpointError, Table, counted, dtype_name, human_bytes, human_shape, some_of
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+from ..core.regions import TensorRegion
+from ..core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, some_of, table
 from ..fuse.files import RECORD_FILE, Request, Split, find_exchange, read_record, record_bytes
 from ..fuse.rules import Way
-from ..look.verify import check_whole, notes_on_checksums, seal
+from ..look.verify import Advance, check_whole, notes_on_checksums, seal
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, is_zip_end
 from ..stored.metadata import MANIFEST_FILE, METADATA_FILE, open_dcp
 from ..stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_small, write_file
-from .rewrite_plan import LARGEST_PIECE_BYTES, Rewrite, plan_rewrite
-from .save import appearing, save, written
+from .rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, plan_rewrite
 
+_SLICE_BYTES = 1 << 20
+_MARK = ".being-written"  # in a partial folder: it is one of these tools
 _NAMES_IN_NOTES = 8
 
 MAX_BYTES = 256 << 20
@@ -52,36 +69,30 @@ _DATA = re.compile(
 )
 
 
-class Sidecars(NamedTuple):
-    """Files beside the data that are copied, by their names in the folder, and notes on these and on all others."""
+class Whole(NamedTuple):
+    """A checkpoint that nothing is missing of; the names of its sidecars; and what people should know about both."""
 
+    checkpoint: Checkpoint
     files: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def open_whole(source: str, threads: int) -> tuple[Checkpoint, Sidecars]:
+def open_whole(source: str, threads: int) -> Whole:
     """Open a checkpoint of DCP that nothing is missing of, and list the files beside its data."""
-    checkpoint = open_dcp(source)
-    check_whole(checkpoint, threads)
-    return checkpoint, sidecars_of(checkpoint, (METADATA_FILE, MANIFEST_FILE))
+    return whole(open_dcp(source), (METADATA_FILE, MANIFEST_FILE), threads)
 
 
-def notes_on(checkpoint: Checkpoint, sidecars: Sidecars) -> list[str]:
-    """Note which files beside the data are copied and which are not, and what has no checksum to be compared with."""
-    return [*sidecars.notes, *checkpoint.notes, *notes_on_checksums(checkpoint)]
-
-
-def plan(checkpoint: Checkpoint, sidecars: Sidecars, way: Way, asked: Request) -> Rewrite:
+def plan(source: Whole, way: Way, asked: Request) -> Rewrite:
     """Plan the split or the merge of a checkpoint."""
-    exchange = find_exchange(way, checkpoint, asked)
-    new = plan_rewrite(checkpoint, exchange)
+    exchange = find_exchange(way, source.checkpoint, asked)
+    new = plan_rewrite(source.checkpoint, exchange)
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
     nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
     size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     return new._replace(
-        notes=(*asked.notes, *notes_on(checkpoint, sidecars)),
-        beside=dict.fromkeys(sidecars.files),
+        notes=(*asked.notes, *source.notes),
+        beside=dict.fromkeys(source.files),
         headline=f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}",
     )
 
@@ -125,11 +136,7 @@ def _place(path: str) -> str:
 
 
 def write(
-    rewrite: Rewrite,
-    destination: str,
-    threads: int,
-    max_memory_bytes: int,
-    advance: Callable[[int], object] = lambda done: None,
+    rewrite: Rewrite, destination: str, threads: int, max_memory_bytes: int, advance: Advance = lambda done: None
 ) -> None:
     """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
 
@@ -145,7 +152,7 @@ def write(
     stamps = [checkpoint.folder.stamp(file) for file in files]
     with appearing(destination) as folder:
         try:
-            save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
+            _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
             for file, content in rewrite.beside.items():
                 write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         except (OSError, RuntimeError) as error:
@@ -158,27 +165,30 @@ def write(
             )
 
 
-def as_table(rewrite: Rewrite) -> Table:
+def as_table(rewrite: Rewrite) -> list[str]:
     """Return a table with a row for each fused tensor and each of its parts."""
-    table = Table("fused tensor", "parts", "shape", "dtype")
-    for fusion in rewrite.exchange.fusions:
-        dtype = dtype_name(fusion.dtype)
-        table.add_row(fusion.fused, "", human_shape(fusion.shape), dtype)
-        for key, shape in fusion.part_shapes():
-            table.add_row("", key, human_shape(shape), dtype)
-    return table
+    rows = (
+        row
+        for fusion in rewrite.exchange.fusions
+        for row in (
+            (fusion.fused, "", human_shape(fusion.shape), dtype_name(fusion.dtype)),
+            *(("", key, human_shape(shape), dtype_name(fusion.dtype)) for key, shape in fusion.part_shapes()),
+        )
+    )
+    return table(("fused tensor", "parts", "shape", "dtype"), (), rows)
 
 
 # Files beside the data ----------------------------------------------------------------------------------------------
 
 
-def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
-    """List the files beside the data; ``own`` are the checkpoint's other files."""
-    folder, known = checkpoint.folder, {*own, *checkpoint.items_by_file()}
+def whole(checkpoint: Checkpoint, own: Iterable[str] | None, threads: int) -> Whole:
+    """Check a checkpoint, and list the files beside its data: none without ``own``, its files that are not data."""
+    check_whole(checkpoint, threads)
+    folder, known = checkpoint.folder, {*(own or ()), *checkpoint.items_by_file()}
     files: list[str] = []
     left: list[str] = []
     room_bytes: float = MAX_BYTES
-    for name in folder.files():
+    for name in folder.files() if own is not None else ():
         if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
             continue
         inside = list(itertools.islice(_files_in(folder, name, _MAX_DEPTH), _MAX_FILES + 1))
@@ -193,9 +203,9 @@ def sidecars_of(checkpoint: Checkpoint, own: Iterable[str]) -> Sidecars:
             room_bytes -= nbytes
         else:
             left.append(name)
-    notes = [f"copied: {some_of(files, _NAMES_IN_NOTES)}"] if files else []
-    notes += [f"not copied, as not of the checkpoint: {some_of(left, _NAMES_IN_NOTES)}"] if left else []
-    return Sidecars(tuple(files), tuple(notes))
+    listed = (("copied", files), ("not copied, as not of the checkpoint", left))
+    notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
+    return Whole(checkpoint, tuple(files), (*notes, *checkpoint.notes, *notes_on_checksums(checkpoint)))
 
 
 def _files_in(folder: Folder, name: str, depth: int) -> Iterator[str]:
@@ -225,3 +235,173 @@ def read_sidecar(folder: Folder, file: str) -> bytes:
             "again, or move it away"
         ) from error
     return content
+
+
+# Files, and the folder that takes its name at the end -----------------------------------------------------------------
+
+_Place = tuple[str, TensorRegion | None, _StorageInfo]
+"""The key and the rectangle of a piece, and where it was written."""
+
+
+class _Stream(io.BufferedWriter):
+    """Writes a tensor of 128 MiB in slices that fit into caches: at once it takes three times as long."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        return sum(
+            [super(_Stream, self).write(view[at : at + _SLICE_BYTES]) for at in range(0, len(view), _SLICE_BYTES)]
+        )
+
+
+def _save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
+    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
+    stop = threading.Event()
+
+    def write(file: str) -> list[_Place]:
+        places = []
+        with _Stream(io.FileIO(folder / file, "w")) as stream:
+            stream.write(rewrite.heads.get(file, b""))
+            as_torch_orders = sorted(rewrite.files[file], key=lambda piece: piece.region is not None)
+            for piece in as_torch_orders:
+                if stop.is_set():
+                    raise CheckpointError("another file could not be written")
+                begin = stream.tell()
+                _write(piece, reader, stream, is_bare=bool(rewrite.heads))
+                places.append((piece.key, piece.region, _StorageInfo(file, begin, stream.tell() - begin)))
+                advance(piece.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return places
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            places = [place for found in pool.map(write, rewrite.files) for place in found]
+        except BaseException:
+            stop.set()
+            raise
+    if not rewrite.heads:
+        write_file(folder / METADATA_FILE, pickle.dumps(_metadata(rewrite, places, destination)))
+
+
+def _write(piece: Piece, reader: ItemReader, stream: io.BufferedWriter, *, is_bare: bool) -> None:
+    """Write a piece, which does not stay in memory."""
+    found = piece.read(reader)
+    if not isinstance(found, Tensor):
+        stream.write(found)
+    elif is_bare:
+        stream.write(found.reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        torch.save(found, cast(IO[bytes], stream))
+
+
+def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.Metadata:
+    entries = {
+        key: dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
+        for key, tensor in rewrite.tensors.items()
+    }
+    # DCP looks for a chunk first at the number that its index has.
+    stored = {dcp.MetadataIndex(key): info for key, region, info in places if region is None}
+    regions = {(key, region): info for key, region, info in places if region is not None}
+    for key, region in sorted(regions):
+        chunk, chunks = dcp.ChunkStorageMetadata(*map(torch.Size, region)), entries[key].chunks
+        stored[dcp.MetadataIndex(key, chunk.offsets, len(chunks))] = regions[key, region]
+        chunks.append(chunk)
+    return dcp.Metadata(
+        {**{key: dcp.BytesStorageMetadata() for key in rewrite.objects}, **entries},
+        planner_data=dict(rewrite.paths),
+        storage_data=stored,
+        storage_meta=dcp.StorageMeta(destination),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+@contextlib.contextmanager
+def appearing(destination: str) -> Iterator[Path]:
+    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error."""
+    if "://" in destination:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+            yield Path(spool)
+            _send(Path(spool), destination)
+        return
+    path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
+    with held(folder) as mark:
+        try:
+            yield folder
+            _sync(folder)
+            if os.path.lexists(path):
+                raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
+            folder.rename(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _sync(path.parent)
+        (path / mark.name).unlink()
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Hold a folder that no other process holds, and that is empty but for its mark."""
+    mark = folder / _MARK
+    try:
+        folder.mkdir(exist_ok=True)
+        names = os.listdir(folder)
+        if names and _MARK not in names:
+            raise CheckpointError(f"{folder} is there, and not of these tools; remove it, or give another name")
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror or error}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one who had it may have finished, and renamed the folder.
+            is_ours = os.path.samestat(os.fstat(lock), os.stat(mark))
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise CheckpointError(f"another process is writing to {folder}; wait for it, or end it")
+        for name in os.listdir(folder):
+            if name != _MARK:
+                each = folder / name
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+        yield mark
+    finally:
+        os.close(lock)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder safe on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _send(folder: Path, url: str) -> None:
+    """Send all files; what was sent is removed again if one fails."""
+    remote = RemoteFolder(url)
+    fs, root = remote.fs, remote.root
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    try:
+        for file in sorted(files, key=lambda name: (name == METADATA_FILE, name)):
+            place = f"{root.rstrip('/')}/{file}"
+            fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(folder / file), place)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # what is said is why it did not end well
+            fs.rm(root, recursive=True)
+        if isinstance(error, Exception):
+            raise CheckpointError(f"{url} cannot be written: {type(error).__name__}: {error}") from error
+        raise
+
+
+def written(error: OSError | RuntimeError) -> CheckpointError:
+    """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    error = found or error
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "; make room, or choose another disk" if full else ""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"the new checkpoint cannot be written: {reason}{hint}")

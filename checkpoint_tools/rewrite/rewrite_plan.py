@@ -16,8 +16,8 @@ Each rank keeps files of its own, of at most about 1 GiB. No data are read here.
 
 import bisect
 import functools
+import io
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,17 +27,7 @@ from torch import Tensor
 from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.regions import (
-    Placed,
-    TensorRegion,
-    common,
-    fused_regions,
-    joined,
-    nothing_of,
-    part_chunks,
-    replaced,
-    stretches,
-)
+from ..core.regions import Placed, TensorRegion, common, nothing_of, part_chunks, stretches, whole_of
 from ..core.text import CheckpointError
 from ..fuse.plan import Exchange, Fusion
 from ..look.inspect import rank_of
@@ -62,30 +52,18 @@ class Piece(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A new checkpoint that is planned, and not yet written.
+    """A new checkpoint that is planned, and not yet written."""
 
-    Attributes:
-        checkpoint: the old one, which was found to be whole.
-        tensors: of the new one; they have no chunks yet.
-        files: file → what is written to it.
-        paths: where values are in the nested state dict, if known.
-        exchange: the plan that this one follows, if any.
-        heads: bytes at the start of files, for those of safetensors.
-        notes: what people should know.
-        beside: files beside the data, with their new content; None, to copy the old one.
-        headline: says in a line what is written.
-    """
-
-    checkpoint: Checkpoint
-    tensors: Mapping[str, StoredTensor]
+    checkpoint: Checkpoint  # the old one, which was found to be whole
+    tensors: Mapping[str, StoredTensor]  # of the new one; they have no chunks yet
     objects: tuple[str, ...]
-    files: Mapping[str, Sequence[Piece]]
-    paths: Mapping[str, Path]
-    exchange: Exchange = Exchange()
-    heads: Mapping[str, bytes] = {}
-    notes: tuple[str, ...] = ()
-    beside: Mapping[str, bytes | None] = {}
-    headline: str = ""
+    files: Mapping[str, Sequence[Piece]]  # file → what is written to it
+    paths: Mapping[str, Path]  # where values are in the nested state dict, if known
+    exchange: Exchange = Exchange()  # the plan that this one follows, if any
+    heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
+    notes: tuple[str, ...] = ()  # what people should know
+    beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
+    headline: str = ""  # says in a line what is written
 
     @property
     def keys(self) -> int:
@@ -118,9 +96,9 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
             new.tensors[key] = StoredTensor(key, shape, fusion.dtype, ())
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
-            content = exchange.objects.get(key)
-            if content is not None:
-                new.add(file, Piece(key, None, len(content), given(content)))
+            if key in exchange.objects:
+                torch.save(exchange.objects[key], content := io.BytesIO())
+                new.add(file, Piece(key, None, len(content.getvalue()), given(content.getvalue())))
             elif key not in fused and key not in merged:
                 for new_key in exchange.copies.get(key, (key,)):
                     new.add_copy(file, new_key, key, item)
@@ -162,40 +140,36 @@ class _NewFiles:
         tensor = self.checkpoint.tensors[key]
         self.tensors[new_key] = tensor._replace(key=new_key, chunks=())
         nbytes, region = item.numel * tensor.dtype.itemsize, TensorRegion(item.offsets, item.sizes)
-        self.add(file, Piece(new_key, region, nbytes, functools.partial(_chunk, item, tensor.dtype)))
+        everything = Chunk(*region, 0, contiguous_strides(item.sizes))
+        self.add(file, Piece(new_key, region, nbytes, functools.partial(_carved, tensor.dtype, item, everything)))
 
     def add_split(self, fusion: Fusion) -> None:
-        has: dict[str, set[int | str]] = {key: set() for key in fusion.parts}  # part → whose files have some of it
-        files: dict[int | str, str] = {}
-        for source in self.checkpoint.tensors[fusion.fused].chunks:
-            writer = _writer_of(source.file)
-            files.setdefault(writer, source.file)
+        stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
+        for source in stored:
             for region, first in _rectangles(fusion, source):
                 for part, chunk in _pieces_of(fusion, region):
                     key = fusion.parts[part]
-                    has[key].add(writer)
+                    empty.pop(key, None)
                     for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), _largest_numel(fusion.dtype)):
                         moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
                         start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
                         cut = Chunk(*small, start, chunk.local_strides)
                         read = functools.partial(_carved, fusion.dtype, source, cut)
                         self.add(source.file, Piece(key, small, small.numel * fusion.dtype.itemsize, read))
-        for key, own in has.items():
-            # A rank that holds fused rows but none of a part has an empty chunk, as it would have saved it itself; DCP
-            # keeps one of those that several ranks have.
-            without = [file for writer, file in files.items() if writer not in own]
-            if without and self.tensors[key].shape:
-                nothing = nothing_of(self.tensors[key].shape)
-                empty = torch.empty(nothing.sizes, dtype=fusion.dtype)
-                self.add(without[0], Piece(key, nothing, 0, given(empty)))
+        for key in empty if stored and fusion.shape else ():
+            nothing = nothing_of(self.tensors[key].shape)
+            self.add(stored[0].file, Piece(key, nothing, 0, given(torch.empty(nothing.sizes, dtype=fusion.dtype))))
 
     def add_merged(self, fusion: Fusion) -> None:
         chunks = [self.checkpoint.tensors[part].chunks for part in fusion.parts]
-        sources = tuple(map(_Index, chunks))
-        for file, regions in _merged_regions(fusion, chunks).items():  # by the file that has their beginning
-            for small in (small for region in regions for small in stretches(region, _largest_numel(fusion.dtype))):
-                read = functools.partial(_gathered, fusion, small, sources)
-                self.add(file, Piece(fusion.fused, small, small.numel * fusion.dtype.itemsize, read))
+        sources, stored = tuple(map(_Index, chunks)), [chunk for each in chunks for chunk in each]
+        # As large as what a rank has of all parts, and in turns to the same files: loading reads no more than before.
+        shares = (len(fusion.parts) * chunk.numel for chunk in stored)
+        numel = min(max(shares, default=1), _largest_numel(fusion.dtype))
+        files = itertools.cycle(dict.fromkeys(chunk.file for chunk in stored))
+        for region, file in zip(stretches(whole_of(fusion.shape), numel), files, strict=False):
+            read = functools.partial(_gathered, fusion, region, sources)
+            self.add(file, Piece(fusion.fused, region, region.numel * fusion.dtype.itemsize, read))
 
 
 def _writer_of(file: str) -> int | str:
@@ -244,26 +218,6 @@ def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chun
                 yield part, piece
 
 
-def _merged_regions(fusion: Fusion, chunks: Sequence[Sequence[StoredChunk]]) -> dict[str, list[TensorRegion]]:
-    """File → rectangles of the fused tensor, which together are all of it."""
-    if not math.prod(fusion.shape):
-        return {chunks[0][0].file: [nothing_of(fusion.shape)]} if chunks[0] else {}
-    count, dim = len(fusion.parts), fusion.dim
-    takes_turns = all(comb.length == 1 and comb.blocks > 1 for comb in fusion.combs)
-    by_file: dict[str, list[TensorRegion]] = {}
-    # Where the parts take turns along the dimension, the first one says what is stored where: one row each would be
-    # too many chunks. The rows of the others are fetched from wherever they are.
-    for number, stored in enumerate(chunks[:1] if takes_turns else chunks):
-        for chunk in stored:
-            if takes_turns:
-                place = (replaced(of, dim, of[dim] * count) for of in (chunk.offsets, chunk.sizes))
-                regions = [TensorRegion(*place)] if chunk.numel else []
-            else:
-                regions = list(fused_regions(chunk, dim, fusion.combs[number]))
-            by_file.setdefault(chunk.file, []).extend(regions)
-    return {file: joined(regions, fusion.dim) for file, regions in by_file.items() if regions}
-
-
 def given(content: bytes | Tensor) -> Read:
     """Return what gives this, whatever is read."""
     return lambda reader: content
@@ -272,11 +226,6 @@ def given(content: bytes | Tensor) -> Read:
 def _object(item: StoredObject, reader: ItemReader) -> memoryview:
     reader.check(item, data=True)
     return reader.view(item)
-
-
-def _chunk(chunk: StoredChunk, dtype: torch.dtype, reader: ItemReader) -> Tensor:
-    # A view of the file, which is not aligned: it is only written.
-    return typed(reader.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize), dtype)
 
 
 def _carved(dtype: torch.dtype, source: StoredChunk, part: Chunk, reader: ItemReader) -> Tensor:

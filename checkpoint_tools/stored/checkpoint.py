@@ -15,10 +15,7 @@ Path = tuple[str | int, ...]
 
 
 class StoredChunk(NamedTuple):
-    """One hyper-rectangle of a tensor, and the byte range of a file that holds it as ``torch.save`` wrote it.
-
-    Or its elements alone, in row-major order, as in safetensors: then ``bare_dtype`` is theirs.
-    """
+    """A rectangle of a tensor: bytes of a file by ``torch.save``, or with ``bare_dtype`` the elements alone."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -53,10 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """Anything else that was saved: the byte range that holds it as ``torch.save`` wrote it.
-
-    Or that as ``content``, where the file has it in another form.
-    """
+    """Anything else: bytes of a file by ``torch.save``, or these as ``content`` where the file has another form."""
 
     key: str
     file: str
@@ -84,19 +78,12 @@ class Layout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Findings of a look into an item that is whole.
+    """Findings of a look into an item that is whole."""
 
-    Attributes:
-        layout: of a tensor; ``None`` where only ``torch.load`` knows.
-        contents: start, stop and CRC-32 of those that have not been compared with it yet.
-        has_crcs: whether there was anything to compare with.
-        around_crc: the CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity.
-    """
-
-    layout: Layout | None
-    contents: tuple[tuple[int, int, int], ...]
+    layout: Layout | None  # of a tensor; None where only torch.load knows
+    contents: tuple[tuple[int, int, int], ...]  # start, stop and CRC-32 of those not compared with it yet
     has_crcs: bool
-    around_crc: int
+    around_crc: int  # CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity
 
 
 class Item(NamedTuple):
@@ -116,28 +103,19 @@ class CheckpointProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10.
-
-    Attributes:
-        paths: key → where the value was in the nested state dict, as the planner recorded it; no entry, not recorded.
-        problems: what the metadata contradict themselves in. Such chunks are not in ``tensors``.
-        version: of the format, or ``None`` as of torch before 2.6.
-        notes: what nobody can find out about it, and people should know.
-        manifest: file → its items, if the checkpoint is sealed; ``problems`` say if it was sealed with other metadata.
-        refusal: why it cannot be rewritten, if so.
-        opened: by file, offset and length: the items that somebody has looked into already.
-    """
+    """Metadata of a checkpoint, with keys in natural order: layer 2 before layer 10."""
 
     path: str
     folder: Folder
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
-    paths: Mapping[str, Path]
-    problems: tuple[CheckpointProblem, ...]
-    version: str | None
-    notes: tuple[str, ...] = ()
-    manifest: Mapping[str, tuple[Item, ...]] | None = None
-    refusal: str = ""
+    paths: Mapping[str, Path]  # key → where the value was in the nested state dict, if the planner recorded it
+    problems: tuple[CheckpointProblem, ...]  # in which the metadata contradict themselves; such chunks are left out
+    version: str | None  # of the format; None as of torch before 2.6
+    notes: tuple[str, ...] = ()  # what nobody can find out about it, and people should know
+    manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed (perhaps with other metadata)
+    refusal: str = ""  # why it cannot be rewritten, if so
+    # By file, offset and length: the items that somebody has looked into already.
     opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[Entry]:

@@ -148,10 +148,7 @@ def plain_pickle(content: bytes) -> Any:
 
 
 def plain_load(archive: Archive, file: Any, *, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save``, compared with its checksums, which mapping it does not do.
-
-    Only if ``torch.load`` can take its pickle without harm to this process.
-    """
+    """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process."""
     archive.read_all()
     plain_pickle(archive.pickled())
     try:
@@ -165,19 +162,8 @@ def plain_load(archive: Archive, file: Any, *, mmap: bool = False) -> Any:
 
 # The pickle of a tensor ----------------------------------------------------------------------------------------------
 
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
+_STORAGE_DTYPES = {  # of quantized ones, only torch.load knows
+    name: dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items() if not name.startswith("Q")
 }
 """By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
 
@@ -306,10 +292,7 @@ class ItemReader:
         return torch.frombuffer(found, dtype=torch.uint8).view(chunk.numel, dtype.itemsize)
 
     def elements(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> memoryview | Tensor:
-        """Return the elements of a chunk, compared with their CRC-32: where they are, or as ``torch.load`` gives them.
-
-        ``view`` is the chunk's.
-        """
+        """Return a chunk's elements, compared with their CRC-32: where they are, or as ``torch.load`` gives them."""
         layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
@@ -86,7 +86,7 @@ _NAMES: Mapping[str, Set[str]] = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
     "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     # TensorProperties was here before torch 2.3.
@@ -299,24 +299,19 @@ def _text(value: object) -> str:
     return value
 
 
-def _few(values: object) -> tuple[Any, ...]:
-    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
-        raise TypeError(f"a {type(values).__name__} where a few values are expected")
-    return tuple(values)
-
-
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_INT64:
+    if not is_count(value):
         raise TypeError(f"a size or an offset is {reprlib.repr(value)}")
     return value
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    counts = _few(values)
-    for value in counts:  # without a call for each: there are millions
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise TypeError(f"a {type(values).__name__} where a few values are expected")
+    for value in values:  # without a call for each: there are millions
         if type(value) is not int or not 0 <= value <= MAX_INT64:
             _count(value)
-    return counts
+    return tuple(values)
 
 
 def _dtype(properties: PickledObject) -> torch.dtype:

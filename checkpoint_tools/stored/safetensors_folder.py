@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, natural_order, shortened
+from ..core.text import MAX_DIMS, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 from .metadata import misnamed, open_dcp
 from .storage import Folder, open_folder
@@ -39,24 +39,19 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8  # of the data in the file, padded with spaces
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{
+        f"{kind[0].upper()}{bits}": getattr(torch, f"{kind}{bits}")
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
     "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -171,10 +166,7 @@ def open_safetensors(
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the metadata of DCP, or the headers of safetensors, in a local folder or at an fsspec URL.
-
-    Safetensors have their own keys here, or those of the checkpoint of which convert has made them.
-    """
+    """Read the metadata of DCP, or the headers of safetensors (under their own keys), in a folder or at a URL."""
     return open_safetensors(path, default_prefix="").checkpoint if is_safetensors(path) else open_dcp(path)
 
 
@@ -196,10 +188,8 @@ class _Opening:
         for is_model, file in (*((True, file) for file in model_files), *((False, file) for file in other_files)):
             self._add(file, is_model=is_model)
         objects, paths = self._objects() if OBJECTS_FILE in self._json_files else ({}, {})
-        if key_prefix is None:
-            key_prefix = self._recorded_prefix
-        if key_prefix is None:
-            key_prefix = "" if self._is_sharded else default_prefix
+        prefixes = key_prefix, self._recorded_prefix, "" if self._is_sharded else default_prefix
+        key_prefix = next(prefix for prefix in prefixes if prefix is not None)
         renamed = {(is_model, name): key_prefix * is_model + name for is_model, name in self._places}
         tensors = {}
         for place, key in sorted(renamed.items(), key=lambda each: natural_order(each[1])):
@@ -248,9 +238,8 @@ class _Opening:
         for key, file in weight_map.items():
             keys.setdefault(file, set()).add(key)
         files = sorted(keys, key=natural_order)
-        for file in files:
-            if misnamed(file):
-                raise CheckpointError(f"{where} names {file!r}, which is outside of the folder")
+        if wrong := list(filter(misnamed, files)):
+            raise CheckpointError(f"{where} names {wrong[0]!r}, which is outside of the folder")
         for file in files:
             lost = keys[file] - self._header(file)[0].keys()
             if lost:
@@ -261,8 +250,7 @@ class _Opening:
         return files
 
     def _record_prefix(self, found: Any) -> None:
-        """Note what convert has taken away from the model's keys, where it says so."""
-        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):
+        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):  # what convert has taken away
             self._recorded_prefix = found["key_prefix"]
 
     def _header(self, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
@@ -292,7 +280,7 @@ class _Opening:
         try:
             found = json.loads(text)
             starts = {key: tuple(found[key]["saved_offsets"]) for key in chunks}
-            if all(len(at) == len(chunks[key].sizes) and all(map(_is_count, at)) for key, at in starts.items()):
+            if all(len(at) == len(chunks[key].sizes) and all(map(is_count, at)) for key, at in starts.items()):
                 return starts
             what = "offsets of other dimensions"
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -335,10 +323,6 @@ class _Opening:
             raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
         self._record_prefix(found)
         return objects, paths
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INT64
 
 
 def _path(found: Any) -> Path:

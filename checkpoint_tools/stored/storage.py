@@ -30,10 +30,7 @@ class _Descriptor:
 
 
 class Folder:
-    """Files of a checkpoint, by their names relative to it: here of a local folder.
-
-    Reading raises OSError where it fails, FileNotFoundError where there is no such file.
-    """
+    """Files of a local folder, by their names in it. Reading raises OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -129,11 +126,11 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
     """Read a file that lies beside the data; OSError, if it has more than its reader looks at."""
-    if folder.size_bytes(file) > max_bytes:  # which also says whether opening it can take forever
-        raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
-    with folder.open(file) as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
+    nbytes, content = folder.size_bytes(file), b""  # which also says whether opening it can take forever
+    if nbytes <= max_bytes:
+        with folder.open(file) as stream:
+            content = stream.read(max_bytes + 1)
+    if max(nbytes, len(content)) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
     return content
 

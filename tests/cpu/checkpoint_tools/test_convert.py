@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers as hf
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
 from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, rule, same_bits, save, tiled, without_checksums
-from tests.cpu.checkpoint_tools.test_formats_transformers import SMALL
 from tests.cpu.checkpoint_tools.test_round_trip import loaded
 from tests.distributed.launch import mesh, spawn
 
@@ -195,17 +193,6 @@ def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pyt
 
 
 # What other libraries have written -----------------------------------------------------------------------------------
-
-
-def test_what_transformers_has_saved(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="eager"))
-    for size in ("20KB", "1GB"):  # with an index, and one file without
-        model.save_pretrained(tmp_path / size, max_shard_size=size)
-        there = tool.made("convert", tmp_path / size, tmp_path / f"made-{size}", "--key-prefix", "model.")
-        found: dict[str, Any] = {"model": {key: torch.zeros_like(t) for key, t in model.state_dict().items()}}
-        tool.load(found, there)
-        assert all(torch.equal(found["model"][key], value) for key, value in model.state_dict().items())
 
 
 def save_sharded(rank: int, world_size: int, tmp_path: Path) -> None:

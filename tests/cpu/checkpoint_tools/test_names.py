@@ -11,7 +11,7 @@ from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
 from checkpoint_tools.core.text import CheckpointError
 from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, changed, rule, same_bits, save, tiled
-from tests.checkpoint_tools.tool import assert_same, chunks_of, made, metadata_of, names, values_of
+from tests.checkpoint_tools.tool import assert_same, chunks_of, made, names, values_of
 
 WHOLE = torch.arange(24.0).view(8, 3)
 MEGATRON = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -132,20 +132,6 @@ def test_what_is_excluded_stays_with_its_state_though_another_key_ends_as_it(tmp
     assert values["optim.param_groups.0.params"] == [GATE, UP, keys[1]]
     assert same_bits(values[f"optim.state.encoder.encoder.{UP}.exp_avg"], (WHOLE[4:] + 2) * 2)
     assert f"optim.state.encoder.{FUSED}.exp_avg" in values
-
-
-def test_the_metadata_are_as_torch_writes_them(tmp_path: Path) -> None:
-    state = {"model": {FUSED: WHOLE, DOWN: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}
-    source = save(tmp_path / "source", state)
-    old, new = metadata_of(source), metadata_of(made("split", source, tmp_path / "split", rule()))
-    entries: Any = new.state_dict_metadata
-    assert entries[f"model.{GATE}"].properties == old.state_dict_metadata[f"model.{FUSED}"].properties  # type: ignore[union-attr]
-    assert (new.version, new.storage_meta.checkpoint_id) == (old.version, str(tmp_path / "split"))
-    for index, info in new.storage_data.items():  # where DCP looks first for a chunk
-        if index.offset is not None:
-            assert entries[index.fqn].chunks[index.index].offsets == index.offset
-        assert isinstance(info.relative_path, str)
-    assert new.planner_data.keys() == entries.keys()
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

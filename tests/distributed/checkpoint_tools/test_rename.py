@@ -43,7 +43,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A family, its model, and a folder with the model as each framework has it."""
     folder = tmp_path_factory.mktemp("frameworks")
     model = model_of(request.param)
-    model.save_pretrained(folder / "hf")
+    model.save_pretrained(folder / "hf", max_shard_size="20KB")  # with an index
     made("convert", folder / "hf", folder / "dcp")
     renamed(request.param, folder / "dcp", folder / "torchtitan", "torchtitan")
     renamed(request.param, folder / "torchtitan", folder / "megatron", "megatron", of="torchtitan")
