@@ -320,7 +320,7 @@ class Engine:
                 core.cache.resize(pool, count)
             core.choose_kept()
             if room.extra > before:
-                self._link.empty_cache()  # what the first steps needed beside all gradients
+                self._link.empty_cache()  # of what the first steps needed beside all gradients; waits for the device
             self._take_blocks()
 
     def _free_at_peak(self) -> int:
