@@ -459,7 +459,12 @@ class Engine:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
         for param in (*self._unplanned, *self.plan.shards):
             grad = None if param in used else self.conventions.gradient(param)
-            problem = grad is not None and (unsupported_gradient(param, grad) or self._other_layout(param))
+            if grad is not None:
+                problem = unsupported_gradient(param, grad) or self._other_layout(param)
+            elif self.conventions.reads_param_grad and getattr(param, "decoupled_grad", None) is not None:
+                problem = _DECOUPLED
+            else:
+                continue
             if problem:
                 name = self.names.get(param, "a parameter")
                 raise RuntimeError(f"{name} cannot be updated: {problem}. {outcome}")
@@ -833,6 +838,11 @@ def few_of(names: Iterable[str]) -> str:
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
+
+_DECOUPLED = (
+    "its gradient is in param.decoupled_grad, and this optimizer reads param.grad. Use Transformer Engine's "
+    "FusedAdam(use_decoupled_grad=True), or leave Megatron's use_precision_aware_optimizer off"
+)
 
 _REFUSALS = {
     "second backward": "a second backward before step(){}: parameters have been updated with the gradients of the "

@@ -314,7 +314,7 @@ def test_a_gradient_that_torchs_optimizers_do_not_read_is_none() -> None:
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = offload_optimizer(torch.optim.AdamW([param], lr=0.5), policy=POLICY)
     param.decoupled_grad = torch.ones(4)
-    with pytest.warns(UserWarning, match=r"found no gradient in any parameter, and has never found one"):
+    with pytest.raises(RuntimeError, match=r"params\[0\] cannot be updated: its gradient is in param.decoupled_grad"):
         optimizer.step()
     assert torch.equal(param, torch.ones(4, dtype=torch.bfloat16))
     assert not optimizer.state
