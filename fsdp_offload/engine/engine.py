@@ -573,8 +573,8 @@ class Engine:
             self.host.raise_failure()
         if self.failure:
             raise RuntimeError(
-                f"{what} refused: {self.failure}. Before going on, load a checkpoint of this optimizer "
-                "(load_state_dict or get_optimizer_state_dict(for_load=True), which work now), and then of the model."
+                f"{what} refused: {self.failure}. Load a checkpoint of this optimizer (load_state_dict "
+                "or get_optimizer_state_dict(for_load=True), which work now) and then of the model before going on."
             )
 
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:

@@ -328,8 +328,8 @@ def test_a_model_of_transformers_is_run_as_it_is() -> None:
         ({"machine": "B300"}, "no machine 'B300': there are H200, H100"),
         ({"optimizer": "adamv"}, "optimizer must be one of adamw, adam"),
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16; got 'fp8'"),
-        ({"device_gb": 0}, "device_gb and link_gb_per_s must be positive, got 0"),
-        ({"link_gb_per_s": float("nan")}, "must be positive, got None and nan"),
+        ({"device_gb": 0}, "device_gb and link_gb_per_s must be positive and finite, got 0"),
+        ({"link_gb_per_s": float("nan")}, "must be positive and finite, got None and nan"),
     ],
 )
 def test_bad_questions_get_an_answer_that_helps(training: dict, says: str) -> None:
