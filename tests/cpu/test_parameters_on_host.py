@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import add_masters, remove_offload, synchronize
-from fsdp_offload.checkpoint import ArenaStager
+from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
@@ -306,8 +306,10 @@ def test_half_updated_weights_are_not_handed_out(
     for what in (loop.optimizer.step, loop.model.state_dict, loop.model.blocks[0].state_dict):
         with pytest.raises(RuntimeError, match=sentence):
             what()
-    loop.model.load_state_dict(saved[0])
+    assert get_optimizer_state_dict(loop.model, loop.optimizer, for_load=True)
     loop.optimizer.load_state_dict(saved[1])
+    assert loop.model.state_dict().keys() == saved[0].keys()  # to load into
+    loop.model.load_state_dict(saved[0])
     assert all(map(torch.equal, loop.model.state_dict().values(), saved[0].values()))
     assert same_value(loop.optimizer.state_dict()["state"], saved[1]["state"])
     loop.optimizer.zero_grad()
