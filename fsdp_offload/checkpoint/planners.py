@@ -32,8 +32,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ..api.wrapped import attached, offloaded
 from ..fsdp.dtensor import is_dtensor, local_shard, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
+from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .shard_tensor import in_one_dimension
 
@@ -326,7 +328,21 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would "
                 f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
             )
+        self._bring_home()
         return super().create_local_plan()
+
+    def _bring_home(self) -> None:
+        """Bring home what is written: steps may have left it on the device. Refuse homes that they have left."""
+        written = {leaf.data_ptr() for value in self.state_dict.values() for leaf in leaves_of(value) if leaf.numel()}
+        for engine in [attached(optimizer).engine for optimizer in list(offloaded)]:
+            found = [one for address, (_, one) in engine.lending.homes_by_address().items() if address in written]
+            if found:
+                engine.wait_all_home(may_write=False)
+            if not all(found):
+                raise ValueError(
+                    "nothing has been written: this state dict was made before the last step, and its tensors hold old "
+                    "state. Make a new one with get_optimizer_state_dict() right before saving"
+                )
 
 
 def save(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fsdp_offload import offload_optimizer
+from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import (
     LoadPlanner,
     chunks_of,
@@ -28,6 +28,7 @@ from fsdp_offload.checkpoint import (
     with_chunks,
 )
 from fsdp_offload.checkpoint import load as checked_load
+from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.fsdp.dtensor import local_shard, over_local, over_part
 from tests.parity import attach
 from tests.state_dicts import (
@@ -273,6 +274,22 @@ def test_a_step_between_the_template_and_its_load_is_an_error(tmp_path: Path, fo
         run.optimizer.step()
     load(run, tmp_path, **form)
     assert_same(run.get(), saver.get())
+
+
+@pytest.mark.parametrize("snapshot_bytes", [0, 1 << 20])
+def test_a_save_after_a_step_has_the_state_of_that_step(tmp_path: Path, snapshot_bytes: int) -> None:
+    """Some of it may have stayed on the device."""
+    policy = OffloadPolicy(bucket_bytes=1024, device_bytes=8192, snapshot_bytes=snapshot_bytes)
+    run = Run(offload=False, prepare=all_used)
+    attach(run.optimizer, model=run.model, policy=policy)
+    state = run.train(0, 1).get(**FLAT)
+    run.train(2)
+    checked_save(state, checkpoint_id=tmp_path)
+    resumed = Run(seed=1, prepare=all_used)
+    template = resumed.get(for_load=True, **FLAT)
+    checked_load(template, checkpoint_id=tmp_path)
+    resumed.set(template)
+    assert_same(resumed.get(), run.get())
 
 
 # Several optimizers --------------------------------------------------------------------------------------------------
