@@ -129,19 +129,15 @@ class ArenaStager(AsyncStager):
 
     def _staged(self, state_dict: dict[str, Any], engines: Sequence[Engine]) -> "StagedDict":
         """Lend homes, and copy everything else that training may change."""
-        lendings = [engine.lending for engine in engines]
-        homes = {at: (one, *found) for one in lendings for at, found in one.homes_by_address().items()}
         values, structure = tree_flatten(state_dict)
         leaves = [leaves_of(value) for value in values]
+        every = [*itertools.chain.from_iterable(leaves)]
+        lendings = [engine.lending for engine in engines]
+        homes = {at: (one, home) for one in lendings for at, home in one.homes_under(every, "dcp.async_save").items()}
         lent: dict[Lending, set[Home]] = defaultdict(set)
         copied: dict[_Key, Tensor] = {}
-        for leaf in itertools.chain.from_iterable(leaves):
+        for leaf in every:
             found = homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
-            if found is not None and not found[2]:
-                raise RuntimeError(
-                    "dcp.async_save: this state dict was made before the last step, and its tensors hold old state. "
-                    "Make a new one with get_optimizer_state_dict() right before saving."
-                )
             # Some columns of a home are read as they are, not from the home's first byte on.
             if found is None or leaf.stride() != dense_stride(leaf):
                 copied.setdefault(_key(leaf), leaf.detach())

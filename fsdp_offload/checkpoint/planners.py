@@ -312,6 +312,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
     """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
+    waits_for_stores = False  # nobody has staged the state dict, as for an asynchronous save, which plans in a thread
 
     def create_local_plan(self) -> SavePlan:
         """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks, and the writer keeps all chunks."""
@@ -328,21 +329,11 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would "
                 f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
             )
-        self._bring_home()
+        leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
+        for engine in [attached(one).engine for one in list(offloaded)] if self.waits_for_stores else ():
+            if engine.lending.homes_under(leaves, "nothing has been written"):
+                engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
         return super().create_local_plan()
-
-    def _bring_home(self) -> None:
-        """Bring home what is written: steps may have left it on the device. Refuse homes that they have left."""
-        written = {leaf.data_ptr() for value in self.state_dict.values() for leaf in leaves_of(value) if leaf.numel()}
-        for engine in [attached(optimizer).engine for optimizer in list(offloaded)]:
-            found = [one for address, (_, one) in engine.lending.homes_by_address().items() if address in written]
-            if found:
-                engine.wait_all_home(may_write=False)
-            if not all(found):
-                raise ValueError(
-                    "nothing has been written: this state dict was made before the last step, and its tensors hold old "
-                    "state. Make a new one with get_optimizer_state_dict() right before saving"
-                )
 
 
 def save(
@@ -362,6 +353,7 @@ def save(
             written.
     """
     planner = SavePlanner()
+    planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
     saved = state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)

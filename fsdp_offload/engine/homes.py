@@ -406,15 +406,26 @@ class Lending:
         self._readers: list[Reader] = []  # some of them may have finished
         self._is_spoiled = False
 
-    def homes_by_address(self) -> dict[int, tuple[Home, bool]]:
-        """Return each home on the host by the address of its tensors, and whether it is the one in use now."""
-        return {
-            leaf.data_ptr(): (place, place is one.home)
+    def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, Home]:
+        """Return the homes over which some of ``leaves`` lie, by address.
+
+        Raises:
+            RuntimeError: a step has left one of them for its spare home; says so of ``what``.
+        """
+        addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
+        found = {
+            leaf.data_ptr(): (one, place)
             for one in self._plan.housed()
             for place in one.places
             for leaf in place.all_leaves()
-            if leaf.numel()
+            if leaf.data_ptr() in addresses
         }
+        if any(place is not one.home for one, place in found.values()):
+            raise RuntimeError(
+                f"{what}: this state dict was made before the last step, and its tensors hold old state. Make a new "
+                "one with get_optimizer_state_dict() right before saving."
+            )
+        return {address: place for address, (_, place) in found.items()}
 
     def lend(self, reader: Reader, homes: Iterable[Home]) -> None:
         """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""

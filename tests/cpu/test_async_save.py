@@ -22,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, remove_offload
-from fsdp_offload.checkpoint import ArenaStager, chunks_of, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import (
+    ArenaStager,
+    SavePlanner,
+    chunks_of,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.loading import memory_of, ragged
@@ -334,6 +340,27 @@ def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) ->
         saving.end()
         saving.stager.close()
     assert all(reference() is None for reference in memory)
+
+
+def test_a_save_that_plans_late_has_the_state_of_its_call(tmp_path: Path) -> None:
+    """Steps have taken the spare homes by then, and the writing thread asks nothing of the optimizer."""
+    may_plan = threading.Event()
+
+    class LatePlanner(SavePlanner):
+        def create_local_plan(self) -> Any:
+            may_plan.wait()
+            return super().create_local_plan()
+
+    training = Training(POLICY)
+    training.train(2)
+    expected = copied(state := training.state())
+    stager = ArenaStager(training.optimizer)
+    future = dcp.async_save(state, checkpoint_id=tmp_path, planner=LatePlanner(), async_stager=stager)
+    training.train(1)
+    may_plan.set()
+    future.result()  # type: ignore[union-attr]
+    stager.close()
+    assert not [*not_the_same(expected, loaded(tmp_path, expected))]
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, 12])
