@@ -109,6 +109,11 @@ class OffloadPolicy:
         """Whether updates and stores run beside the model's compute, and may end after ``step()`` has returned."""
         return self.overlap != "step"
 
+    @property
+    def moves_beside_model(self) -> bool:
+        """Whether state or parameters move while the model runs, and not in ``step()`` alone."""
+        return self.parameters or self.runs_on_into_forward
+
     def pins(self, device_type: str) -> bool:
         """Whether host memory is page-locked, for parameters on such a device."""
         return device_type != "cpu" if self.pin_memory is None else self.pin_memory

@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 
 
 class Gate:
-    """What holds the thread until it is opened."""
+    """Holds the thread until it is opened."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

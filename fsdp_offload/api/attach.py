@@ -1,4 +1,4 @@
-"""What users put on an optimizer: :func:`offload_optimizer`, :func:`remove_offload`, :func:`add_masters`."""
+"""Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, :func:`add_masters`, and questions."""
 
 import warnings
 import weakref
@@ -250,8 +250,8 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
         which = "without a model" if known is None else "for this model" if model in (None, known) else "for another"
         raise RuntimeError(
             f"offload_optimizer: this optimizer is offloaded already, {which}, with {engine.policy}. exist_ok=True "
-            "accepts that. For another offload call remove_offload() first, or say in one place of the script what you "
-            f"want: {checks.RIGHT_ORDER}."
+            "accepts the same again. For another offload call remove_offload() first, or say in one place of the "
+            f"script what you want: {checks.RIGHT_ORDER}."
         )
 
 

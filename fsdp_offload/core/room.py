@@ -182,8 +182,8 @@ class Room:
             left_bytes -= more * pool.nbytes
         return counts
 
-    def end(self, reading: Reading | None, *, steady: bool, free_bytes: Callable[[], int]) -> bool:
-        """End an iteration; returns whether ``extra`` has changed.
+    def end(self, reading: Reading | None, *, steady: bool, free_bytes: Callable[[], int]) -> int:
+        """End an iteration; returns by how many blocks ``extra`` has grown.
 
         Args:
             reading: times of an iteration before.
@@ -193,7 +193,7 @@ class Room:
         self._iterations = self._iterations + 1 if steady else 0
         self._rest = max(0, self._rest - 1)
         if reading is None or self._rest or self._iterations < UNSETTLED:
-            return False
+            return 0
         before = self.extra
         # The better of two readings counts: a shared machine halts once, and no block would have helped.
         late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
@@ -214,4 +214,4 @@ class Room:
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks
             self._late_ms = 0.0
-        return self.extra != before
+        return self.extra - before

@@ -87,7 +87,7 @@ class Engine:
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
-        self.core.cache.copies_alone = not (policy.parameters or policy.runs_on_into_forward)
+        self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
         self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
@@ -142,7 +142,7 @@ class Engine:
             pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self.plan.bucket_bytes, limit)
             share_out(pools, limit)
             core.choose_kept()
-            learns = limit is None and not whole and (self.policy.runs_on_into_forward or self.policy.parameters)
+            learns = limit is None and not whole and self.policy.moves_beside_model
             self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
         if states is not None:
             for bucket in self.core.buckets:
@@ -314,12 +314,13 @@ class Engine:
         core, room = self.core, self.room
         if core.cache.stopwatch is None:
             return
-        reading, before = core.cache.stopwatch.end(), 0 if room is None else room.extra
-        if room is not None and room.end(reading, steady=steady, free_bytes=self._free_at_peak):
+        reading = core.cache.stopwatch.end()
+        more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
+        if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
             core.choose_kept()
-            if room.extra > before:
+            if more > 0:
                 self._link.empty_cache()  # of what the first steps needed beside all gradients; waits for the device
             self._take_blocks()
 

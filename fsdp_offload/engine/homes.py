@@ -200,7 +200,7 @@ class Plan:
             ValueError: the optimizer cannot be offloaded with these parameters.
         """
         group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        shards = []
+        shards, elementwise = [], self._layouts.capabilities.elementwise
         for param in params:
             group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
@@ -214,11 +214,9 @@ class Plan:
             )
             if state and not described:
                 layout = in_dtypes_of(layout, state)
-            on_locals = self._layouts.capabilities.elementwise
-            shards.append(StateShard(param, name, on_locals, False, layout, group_of[param]))
+            shards.append(StateShard(param, name, elementwise, False, layout, group_of[param]))
         if not self._buckets:
             sizes = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
-            elementwise = self._layouts.capabilities.elementwise
             self.bucket_bytes, self._joined = bucketing(
                 self._policy, elementwise=elementwise, together=self._together, sizes=sizes
             )

@@ -39,7 +39,7 @@ class ModelHooks:
         self._trains = True  # the gather under way is part of training
         if engine.weights.parts:
             self._undo.append(keep_in_place(model, list(engine.weights.parts), engine))
-        if engine.policy.runs_on_into_forward or engine.policy.parameters:
+        if engine.policy.moves_beside_model:
             before_save, before_load = (
                 partial(_call, hooks, last, f"_before_{name}") for name in ("state_dict", "load")
             )
@@ -163,7 +163,7 @@ def hook_model(
             "param.decoupled_grad, which is made later. Use overlap='forward'."
         )
     is_gathered = bool(engine.together.keys() & engine.names.keys())
-    if not (policy.runs_on_into_forward or policy.parameters or is_gathered):
+    if not (policy.moves_beside_model or is_gathered):
         return None  # nothing to hook into: loads begin in step()
     wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
     if model is None:
@@ -190,7 +190,7 @@ def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor
     try:
         groups = sharding_groups(model)
     except NotImplementedError:
-        if policy.runs_on_into_forward or policy.parameters:
+        if policy.moves_beside_model:
             raise
         return {}
     return {param: number for number, group in enumerate(groups) for param in group.params}

@@ -58,7 +58,7 @@ class Blocks:
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
         self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit)
         share_out(self.pools, limit)
-        self.learns = limit is None and (policy.runs_on_into_forward or policy.parameters)
+        self.learns = limit is None and policy.moves_beside_model
         self.least_bytes = self.nbytes
         self._choose_kept()
 

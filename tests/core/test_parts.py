@@ -221,7 +221,7 @@ def test_what_is_in_front_gets_more_blocks() -> None:
         assert (first.count, second.count) == counts, nbytes
 
 
-def end(room: Room, stalled_ms: float, in_step_ms: float = 0, steady: bool = True, free_bytes: int = 1 << 40) -> bool:
+def end(room: Room, stalled_ms: float, in_step_ms: float = 0, steady: bool = True, free_bytes: int = 1 << 40) -> int:
     return room.end(Reading(stalled_ms, 1000, in_step_ms=in_step_ms), steady=steady, free_bytes=lambda: free_bytes)
 
 

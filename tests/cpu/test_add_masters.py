@@ -48,7 +48,7 @@ def test_portions_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_zero_that_somebody_writes_stays_a_number() -> None:
-    """Of no rounded master that is zero are the lower bits negative."""
+    """A master that rounds to zero never has negative lower bits."""
     kept = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     for zero in (0.0, -0.0):
         opened = masters.open_master("remainder", torch.full(kept.shape, zero, dtype=torch.bfloat16), kept)

@@ -186,7 +186,7 @@ def test_existing_masters_stay_where_only_other_state_is_written() -> None:
 
 
 def put_right(plain: Run) -> None:
-    """What offload does in the slot, by hand: an element that somebody has written is taken over by its master."""
+    """Do by hand what offload does in the slot: the master takes over an element that somebody has written."""
     for name in LOW:
         param, master = plain.values()[name], plain.state(name)["master_param"]
         master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))

@@ -1,6 +1,6 @@
 """``add_masters``: a low-precision model trains as the same optimizer does on an fp32 copy of it, offloaded or not.
 
-What is compared, and with what: ``tests/twins.py``. Masters that an optimizer keeps itself: ``test_fused_adam.py``.
+``tests/twins.py`` says what is compared. Masters that an optimizer keeps itself: ``test_fused_adam.py``.
 """
 
 import copy

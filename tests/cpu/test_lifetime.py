@@ -87,7 +87,7 @@ AROUND: dict[str, tuple[Beside, Beside]] = {
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("name", AROUND)
 def test_nothing_around_an_optimizer_keeps_its_memory(name: str, removed: bool) -> None:
-    """What has the optimizer itself keeps it no longer than it is there, or offloaded."""
+    """Holders of the optimizer keep it no longer than it exists, or is offloaded."""
     before, after = AROUND[name]
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())

@@ -206,7 +206,7 @@ def test_a_hook_that_is_called_is_fine_and_another_one_is_watched_anew(first_cal
 @pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str, sleeps: bool) -> None:
-    """What updates beside the model still read is kept beyond ``zero_grad``, but not beyond a release or a sleep."""
+    """Gradients that updates beside the model still read outlive ``zero_grad``, but no release and no sleep."""
     loop = Loop(mesh, adamw, with_share(**SIZES, **POLICIES[name])).train(3)
     loop.backward(3)
     gradients = [weakref.ref(param.grad) for param in loop.model.parameters() if param.grad is not None]

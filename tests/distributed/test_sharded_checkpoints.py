@@ -1,6 +1,6 @@
 """Saving and loading offloaded state as people do it, and what it is: torch's state-dict functions, torch.save.
 
-What is loaded has to be what was saved, and training has to go on as if it had not been interrupted, bit by bit. In
+A load has to give what was saved, and training goes on as if it had not been interrupted, bit by bit. In
 the end asynchronous saves by several ranks, of which one fails.
 """
 

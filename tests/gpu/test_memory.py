@@ -62,9 +62,9 @@ def test_what_nobody_uses_is_given_back_when_auto_takes_more(device, mesh, monke
     engine = engine_of(loop.optimizer)
     reserved_bytes, block_bytes, room = torch.cuda.memory_reserved(), engine.core.cache.nbytes, engine.room
 
-    def end(*_: object, **__: object) -> bool:
+    def end(*_: object, **__: object) -> int:
         room.extra += 1
-        return True
+        return 1
 
     monkeypatch.setattr(room, "end", end)
     loop.train(1, first=3)
