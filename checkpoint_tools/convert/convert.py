@@ -205,8 +205,10 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
                 pieces += _pieces(checkpoint, new, key, small)
     shards = in_files(pieces, wanted.shard_bytes) or [[]]
     objects = tuple(key for key in keys if key in checkpoint.objects)
-    contents = {key: checkpoint.objects[key].content or b"" for key in objects}
-    shards[-1] += [Piece(key, None, len(content), given(content)) for key, content in contents.items()]
+    for key in objects:
+        content = checkpoint.objects[key].content
+        assert content is not None, "opening safetensors reads all objects"
+        shards[-1].append(Piece(key, None, len(content), given(content)))
     files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
     paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(old.files)
     made = Rewrite(checkpoint, new, objects, files, paths, notes=old.notes, beside=beside)

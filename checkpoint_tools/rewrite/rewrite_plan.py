@@ -97,8 +97,9 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     for file, entries in checkpoint.items_by_file().items():
         for key, item in entries:
             if key in exchange.objects:
-                torch.save(exchange.objects[key], content := io.BytesIO())
-                new.add(file, Piece(key, None, len(content.getvalue()), given(content.getvalue())))
+                torch.save(exchange.objects[key], buffer := io.BytesIO())
+                content = buffer.getvalue()
+                new.add(file, Piece(key, None, len(content), given(content)))
             elif key not in fused and key not in merged:
                 for new_key in exchange.copies.get(key, (key,)):
                     new.add_copy(file, new_key, key, item)
