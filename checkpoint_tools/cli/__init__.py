@@ -1,5 +1,8 @@
 """The commands, under the names that users type, and what is common to all of them."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from .common import with_error_lines
@@ -13,6 +16,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"checkpoint-tools {version('fsdp-offload')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 for _name, _run, _epilog in (

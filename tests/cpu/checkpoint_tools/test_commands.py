@@ -343,6 +343,7 @@ def test_help_names_the_presets() -> None:
 
 WITHOUT_TORCH = """
 --help                                     | 0 | Usage
+--version                                  | 0 | checkpoint-tools 0.1
 split --help                               | 0 | run the same command again after a kill
 verify                                     | 2 | Missing argument
 verify x --no-such-option                  | 2 | No such option
