@@ -22,7 +22,10 @@ def main(
     libraries: Annotated[str, typer.Option(help="Comma-separated; all that the requirements name, if left out.")] = "",
     classes: Annotated[str, typer.Option(help="Patterns of module:Class, comma-separated.")] = "*",
     combinations: Annotated[
-        str, typer.Option(help="sample (two of them), quick (all of 10 steps) or full (also of 150).")
+        str,
+        typer.Option(
+            help="sample (two of them), quick (all of 10 steps), long (the two of 150) or full (quick and long)."
+        ),
     ] = "quick",
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="A page of the documentation: its table is replaced.")] = None,

@@ -32,9 +32,10 @@ class Combination:
 QUICK = tuple(
     Combination(groups, after, buckets, 10) for groups in (1, 2) for after in (0, 3) for buckets in ("default", "small")
 )
-FULL = (*QUICK, *(Combination(one.groups, one.attach_after, one.buckets, 150) for one in QUICK))
 SAMPLE = (Combination(1, 0, "default", 10), Combination(2, 3, "small", 10))
-COMBINATIONS = {"sample": SAMPLE, "quick": QUICK, "full": FULL}
+LONG = tuple(Combination(one.groups, one.attach_after, one.buckets, 150) for one in SAMPLE)
+FULL = (*QUICK, *LONG)
+COMBINATIONS = {"sample": SAMPLE, "quick": QUICK, "long": LONG, "full": FULL}
 
 
 @dataclass
