@@ -22,7 +22,7 @@ from fsdp_offload.optimizers.capabilities import row_of, rows
 from tests.zoo.__main__ import main
 from tests.zoo.dependence import DependenceTrace
 from tests.zoo.libraries import load
-from tests.zoo.local import Momentum
+from tests.zoo.local import Around, Momentum
 from tests.zoo.outcomes import (
     ATTACH_CRASHED,
     CRASHED,
@@ -156,6 +156,15 @@ def test_what_attaching_breaks_is_noticed(
     row = judged(cls, ONE, attach=attach)
     assert row.outcome == outcome
     assert detail in row.detail
+
+
+@pytest.mark.parametrize(
+    ("attach", "outcome"), [(offload_optimizer, REFUSED), (behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG)]
+)
+def test_who_wraps_another_is_refused_and_that_one_is_offloaded(attach: Callable[..., Any], outcome: str) -> None:
+    row = judged(Around, ONE, attach=attach)
+    assert row.outcome == outcome
+    assert "Attach to the inner optimizer instead" in row.detail
 
 
 # Libraries, files, the command line -----------------------------------------------------------------------------------

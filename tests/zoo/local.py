@@ -50,3 +50,14 @@ class LateNorm(SharedNorm):
 
     def direction(self, grad: Tensor) -> Tensor:
         return super().direction(grad) if self.calls > 100 else grad
+
+
+class Around(Optimizer):
+    """Wraps another optimizer."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        self.inner = Momentum(params, lr)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.inner.step(closure)

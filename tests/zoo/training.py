@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from tests.parity import same_bits
@@ -201,6 +202,9 @@ def compare(
                 attach(training.optimizer, policy=POLICIES[combination.buckets])
             except ValueError as error:
                 refusal = say(error)  # and go on without: being refused must not change anything
+                if "Attach to the inner optimizer" in refusal:
+                    for inner in held_by(training.optimizer):
+                        attach(inner, policy=POLICIES[combination.buckets])
             except Exception as error:  # noqa: BLE001  # a crash is a result
                 return Outcome(combination, ATTACH_CRASHED, say(error))
         try:
@@ -214,6 +218,12 @@ def compare(
     if refusal:
         return Outcome(combination, REFUSED, refusal)
     return Outcome(combination, SAME)
+
+
+def held_by(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that another one wraps."""
+    held = (one for value in vars(optimizer).values() for one in tree_leaves(value) if isinstance(one, Optimizer))
+    return list(dict.fromkeys(held))
 
 
 def say(error: BaseException) -> str:
