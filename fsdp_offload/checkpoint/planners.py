@@ -66,7 +66,7 @@ class Problem(Enum):
         "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
         "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
     )
-    KIND = "a tensor, where an object was saved: {}. Put a value of the saved kind into the state dict."
+    KIND = "of another kind than was saved: {}. Put a value of that kind into the state dict."
     DTYPE = "of another dtype than in the checkpoint: {}. Cast them on purpose with allow_cast=[patterns]."
     DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
     OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
@@ -237,9 +237,14 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
-        if isinstance(value, Tensor) and not isinstance(entry, TensorStorageMetadata):
-            yield Problem.KIND, key, ""
-        elif isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):  # DCP refuses other values
+        was_tensor = isinstance(entry, TensorStorageMetadata)
+        if isinstance(value, Tensor) != was_tensor:
+            yield (
+                Problem.KIND,
+                key,
+                "a number or object, saved as a tensor" if was_tensor else "a tensor, saved as an object",
+            )
+        elif isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
             dtype, stored = local_shard(value).dtype, entry.properties.dtype
             if dtype != stored and not self._may_be_cast(key):
                 yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"

@@ -332,8 +332,10 @@ def test_another_dtype(folder: Path, mesh: DeviceMesh):
 def test_another_kind(folder: Path):
     """DCP would put the object where the tensor was."""
     dcp.save({"step": torch.tensor(3.0), "lr": 0.1}, checkpoint_id=folder)
-    refused({"step": torch.tensor(0.0), "lr": torch.tensor(0.5)}, folder, "1 a tensor, where an object was saved: lr")
-    refused({"step": 0.0, "lr": 0.5}, folder, "Invalid checkpoint metadata for step")
+    refused(
+        {"step": torch.tensor(0.0), "lr": torch.tensor(0.5)}, folder, r"another kind than was saved: lr \(a tensor,"
+    )
+    refused({"step": 0.0, "lr": 0.5}, folder, r"another kind than was saved: step \(a number or object,")
 
 
 def test_tensors_that_dcp_would_fill_in_the_wrong_places(folder: Path, mesh: DeviceMesh):
