@@ -43,7 +43,7 @@ from .optimizers import Capabilities
 from .optimizers.bucket_update import BoundRange, update_bucket
 from .optimizers.divided_step import DividedStep, entries_of, instance_attributes
 from .optimizers.masters import in_memory_order
-from .policy import OffloadPolicy
+from .policy import OffloadPolicy, listed
 from .state.layout import dense_stride
 from .state.shard import StateShard
 from .state.store import OwnCounters, StateStore
@@ -126,8 +126,7 @@ class HostJob:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        names = list(dict.fromkeys(bound.shard.name for bound in self.ranges))
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        shown = listed(bound.shard.name for bound in self.ranges)
         stopped = f"stopped with {type(error).__name__}: {error}. Parameters {shown} may be half updated"
         self.errors.append((stopped, error))
         self.step.failed = self.failed = True

@@ -1,7 +1,7 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -142,6 +142,12 @@ def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
             nearest = difflib.get_close_matches(str(name), known, n=1)
             meant = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Name the first few for a message, each once, and say how many more there are."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 _BYTES = "an integer number of bytes"

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ..api.wrapped import attached, offloaded
 from ..fsdp.dtensor import is_dtensor, local_shard, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
+from ..policy import listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .shard_tensor import in_one_dimension
@@ -139,7 +140,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         if not common and not problems:
             raise ValueError(
                 "the state dict is empty, or the checkpoint has nothing of what is requested: requested are "
-                f"{listed([*requested])}; it has {listed([*stored])}. Is the state dict nested as it was saved?"
+                f"{listed(requested)}; it has {listed(stored)}. Is the state dict nested as it was saved?"
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
         extra, plan = self._extra(stored), LoadPlan([])
@@ -424,11 +425,6 @@ def _refusal(found: Iterable[Found]) -> ValueError:
         by_problem[problem].append(f"{key} ({detail})" if detail else key)
     lines = [f"- {len(texts)} {problem.value.format(listed(texts))}" for problem, texts in by_problem.items()]
     return ValueError("\n".join(["this checkpoint is not loaded, and nothing has been changed:", *lines]))
-
-
-def listed(texts: Sequence[str]) -> str:
-    """The first ones, and how many more there are."""
-    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _copied(value: Any) -> Any:

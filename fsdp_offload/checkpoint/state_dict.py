@@ -21,11 +21,12 @@ from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
 from ..optimizers.masters import MASTER
+from ..policy import listed
 from ..state.layout import leaves_of, params_of
 from ..state.store import OffloadedState, UserState
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
-from .planners import LEFT, listed
+from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
 

@@ -27,7 +27,7 @@ from ..optimizers import Capabilities
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
 from ..optimizers.masters import MASTER, can_rebuild
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, listed
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
@@ -250,13 +250,12 @@ class Engine:
         return had
 
     def _tell_lost_writes(self) -> None:
-        shown = few_of(self._lost)
-        self._lost.clear()
-        if shown:
+        lost, self._lost[:] = list(self._lost), []
+        if lost:
             warnings.warn(
-                f"State of {shown} was written through a tensor that was fetched from optimizer.state before the last "
-                "step. This state stays on the device, where it is newer, and the write is lost. Fetch it from "
-                "optimizer.state again before writing.",
+                f"State of {listed(lost)} was written through a tensor that was fetched from optimizer.state before "
+                "the last step. This state stays on the device, where it is newer, and the write is lost. Fetch it "
+                "from optimizer.state again before writing.",
                 stacklevel=2,
             )
 
@@ -308,7 +307,7 @@ class Engine:
         self.guesses.forget()
 
     def _names_in(self, buckets: Iterable[Bucket]) -> str:
-        return few_of(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
+        return listed(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
 
     def _measure(self, steady: bool) -> None:
         core, room = self.core, self.room
@@ -832,12 +831,6 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
 def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
     if (found := engine()) is not None:
         found.wait_parameter_home(param)
-
-
-def few_of(names: Iterable[str]) -> str:
-    """Name the first few, each once, and how many more there are."""
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 _DECOUPLED = (

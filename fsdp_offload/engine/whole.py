@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from ..core.items import Item
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from ..optimizers.divided_step import entries_of, instance_attributes
+from ..policy import listed
 from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
-from .engine import Engine, few_of
+from .engine import Engine
 
 
 class WholeEngine(Engine):
@@ -277,7 +278,7 @@ class _Visit:
             )
         return (
             f"an earlier step() stopped with {type(error).__name__}: {error}. {engine.cls.__name__} moves as a whole; "
-            f"{few_of(engine.names.values())} and their state may be half updated"
+            f"{listed(engine.names.values())} and their state may be half updated"
         )
 
     # What the step has done -------------------------------------------------------------------------------------------

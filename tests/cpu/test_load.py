@@ -115,7 +115,7 @@ def test_another_model(folder: Path):
     loaded = {"model": {**other.state_dict(), **{f"k{i}": 0 for i in range(12)}}}
     error = refused(loaded, folder, "this checkpoint is not loaded, and nothing has been changed")
     for line in (
-        r"14 requested, but not in the checkpoint: model.head.weight, model.head.bias, model.k0, model.k1,",
+        r"14 requested, but not in the checkpoint: model.head.weight, model.head.bias, model.k0, model.k1 and",
         r"2 in the checkpoint, but not requested: model.1.weight, model.1.bias",
         r"2 of another dtype than in the checkpoint: model.0.weight (torch.bfloat16, saved as",
         "allow_missing",

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"policy", "fsdp", "device"},
     "engine": {"policy", "fsdp", "device", "core", "state", "optimizers", "cpu_update"},
     "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core", "engine"},
-    "checkpoint": {"fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
+    "checkpoint": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
     "plan": {"policy", "device", "core"},
     "integrations": {"policy", "state", "api", "checkpoint"},
 }
