@@ -21,7 +21,7 @@ LIMITS = {
     "fsdp_offload/api": 1_649,  # 97 are add_masters; 10 refuse state over parameters that move
     "fsdp_offload/checkpoint": 1_885,  # 40 refuse loads and saves that a step has overtaken
     "fsdp_offload/core": 1_615,  # 4 let the real state of optimizers decide on buckets
-    "fsdp_offload/engine": 3_061,  # 30 keep shared state shared, 11 are one check of all saves
+    "fsdp_offload/engine": 3_042,  # 30 keep shared state shared, 11 are one check of all saves
     "fsdp_offload/device": 768,
     "fsdp_offload/integrations": 423,  # torchtitan 0.3 wants a config class; 35 clip in the place of Lightning
     "fsdp_offload/model": 462,

@@ -90,7 +90,7 @@ class Guesses:
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
         self.freed: dict[Tensor, Version] = {}
         self.ended: set[int] = set()
-        self._touches = _Touches()
+        self._touched = False  # in this step, by a loop that does not clip
         self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
     @property
@@ -208,8 +208,8 @@ class Guesses:
         """``step()`` has issued everything: learn from it. A GradScaler that decides about a step changes gradients."""
         for param in self.freed:
             note_freed(param)
-        used, touched = self.used, self._touches.written
-        self.freed, self.used, self._touches.written = {}, {}, False
+        used, touched = self.used, self._touched
+        self.freed, self.used, self._touched = {}, {}, False
         if used and 0 <= self._clean_steps < _CLEAN_STEPS and not self.announced:
             if touched or _exchanged(used) or scaler_decides:
                 logger.info("gradients are changed between the backward and step(): all updates stay in step()")
@@ -260,6 +260,8 @@ class Guesses:
             return
         if (core.done and not self.made) or any(map(is_spent, self._plan.shards)):
             raise RuntimeError(USED_UP)
+        if not self.announced:
+            self.unwatch()  # gradients of a loop of which it was not known that it clips
         self.announced, core.frees_gradients = True, False
         self._decide_now()
 
@@ -296,13 +298,12 @@ class Guesses:
 
     def watch_used(self, params: Iterable[Tensor]) -> None:
         """Watch gradients with which the backward has updated ``params``."""
+        with_grad = {param: grad for param in params if (grad := param.grad) is not None}
         if self.made:
             self.watch((), [param for param in params if param not in self._plan.streamed])
-        for param in params:
-            if (grad := param.grad) is not None:
-                if not self.made:
-                    watch(grad, self._touches)
-                self.used[param] = grad, version_of(grad), version_of(param)
+        else:
+            self.watch(with_grad.values())
+        self.used |= {param: (grad, version_of(grad), version_of(param)) for param, grad in with_grad.items()}
 
     def spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""
@@ -318,7 +319,7 @@ class Guesses:
     def forget(self) -> None:
         """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
         self.unwatch()
-        self.used, self.freed, self._touches.written = {}, {}, False
+        self.used, self.freed, self._touched = {}, {}, False
 
     def written(self) -> list[Tensor]:
         """List parameters that somebody else has written since their update, as their versions tell."""
@@ -332,7 +333,7 @@ class Guesses:
         exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self.used)]
         if exchanged:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
-        if self._touches.written:
+        if self._touched:
             return "gradients have been changed since then"
         done = self._core.done
         used = {param for params in self._updates.used.values() for param in params}
@@ -364,8 +365,6 @@ class Guesses:
         """Let everybody touch gradients and parameters again."""
         _unwatch(self._watched)
         _unwatch(self._written)
-        for grad, _, _ in self.used.values():
-            unwatch(grad)
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
@@ -376,6 +375,9 @@ class Guesses:
 
     def writes(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`."""
+        if not self.announced:
+            self._touched = True
+            return
         self.take_back()
         self.blocked = self._changed = True
 
@@ -395,25 +397,6 @@ def _unwatch(references: list[TensorWeakRef]) -> None:
 def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
     """List the parameters whose gradient is another one, or another version of it, than was noted."""
     return [param for param, (grad, seen, _) in used.items() if param.grad is not grad or version_of(grad) != seen]
-
-
-class _Touches:
-    """Notes that somebody writes watched gradients, or may.
-
-    Attributes:
-        written: it has happened in this step.
-    """
-
-    written = False
-
-    def reads(self, grads: Sequence[Tensor]) -> None:
-        """Looking at gradients changes nothing."""
-
-    def writes(self, grads: Sequence[Tensor]) -> None:
-        """They are about to be written."""
-        self.written = True
-
-    shares = writes
 
 
 class OldParameters:
