@@ -300,10 +300,10 @@ def cores_of_pci(address: str, root: Path = Path("/")) -> frozenset[int]:
     """Cores of the NUMA node of a PCI device (``"0000:17:00.0"``), which are listed as ``"0-3,8,10-11"``."""
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
-        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
+        text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
     except (OSError, ValueError):  # virtual machines and containers often hide it; the node is then -1 or missing
         return frozenset()
-    parts = [part.split("-") for part in listed.split(",") if part]
+    parts = [part.split("-") for part in text.split(",") if part]
     return frozenset(core for part in parts for core in range(int(part[0]), int(part[-1]) + 1))
 
 
