@@ -45,8 +45,9 @@ class OffloadPolicy:
             with more is cut into several buckets if its optimizer works element by element, and is one large bucket
             otherwise.
         host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams
-            the rest; the same share on every rank. The result is bitwise that of the same optimizer with
-            ``fused=True`` on CPU copies of these parameters. For elementwise optimizers of ``torch.optim``.
+            the rest; the same share on every rank. The result is bitwise that of the same class on CPU copies of these
+            parameters, with ``fused=True`` where that kernel is exact. From 0 to 1, without ``parameters``, for
+            elementwise optimizers of ``torch.optim``.
         snapshot_bytes: Reserve this much host memory for asynchronous saves: a second home for as much of the state as
             fits, into which steps store while a checkpoint writer reads the first. Beyond it, a step waits for the
             writer. Used by ``fsdp_offload.checkpoint.ArenaStager``. Steps that may be taken back share them.

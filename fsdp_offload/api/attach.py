@@ -70,8 +70,9 @@ def offload_optimizer(
     earlier is valid until the next ``step()``.
 
     Args:
-        optimizer: any except ``torch.optim.SparseAdam``. The wrappers of accelerate, Lightning and Fabric are seen
-            through, and so are Megatron's optimizers and chains: each of torch's in there is offloaded, or none.
+        optimizer: any except ``torch.optim.SparseAdam``, ``Adafactor`` on sharded parameters, and those that wrap
+            another: give that one. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
+            Megatron's optimizers and chains: each of torch's in there is offloaded, or none.
         model: the model whose parameters it has. Gives the order of the buckets, names for messages,
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
@@ -86,8 +87,9 @@ def offload_optimizer(
         ``optimizer``.
 
     Raises:
-        ValueError: it cannot be offloaded exactly; says why.
-        TypeError: it is no optimizer, or ``__slots__`` or a base in C fix the layout of its class.
+        ValueError: it cannot be offloaded exactly, or the policy has an unknown field or value; says why.
+        TypeError: it is no optimizer, ``__slots__`` or a base in C fix the layout of its class, or an argument is of
+            another type.
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
@@ -270,7 +272,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     the lower 16 bits stay. A second call with the same ``kind`` changes nothing.
 
     Args:
-        optimizer: an elementwise one of ``torch.optim``; the wrappers of accelerate and Lightning are seen through.
+        optimizer: an elementwise one of ``torch.optim``; the wrappers of accelerate, Lightning and Fabric are seen
+            through.
         kind: ``"fp32"`` keeps whole masters, and rounds to nearest, ties to even. ``"remainder"`` keeps only the 16
             bits that a bf16 parameter does not have, as int16, and rounds ties away from zero.
 
@@ -279,7 +282,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer of torch.
-        ValueError: the class cannot be run on masters or has its own, or ``"remainder"`` was asked for fp16.
+        ValueError: the class cannot be run on masters or has its own, ``"remainder"`` was asked for fp16, or ``kind``
+            is something else.
         RuntimeError: the optimizer is offloaded without masters, or has masters of the other kind.
     """
     if kind not in get_args(MasterKind):

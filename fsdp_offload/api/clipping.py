@@ -51,6 +51,7 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, on the device of the gradients; a DTensor for sharded ones.
 
     Raises:
+        TypeError: ``optimizer`` is none, and holds none.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or the backward has used up gradients, since
             this function was not called from the first step on, or not all of them fit on the device.
     """

@@ -110,7 +110,8 @@ class OffloadReport:
         step: The last step; ``None`` before the first one.
         iteration: The last iteration; ``None`` where none was measured: before the second step, after an error, on the
             CPU, with ``serial=True``.
-        clipping: How often updates in the backward, which were guesses, have stood; empty where the loop does not clip.
+        clipping: How often updates in the backward, which were guesses, have stood, or why all wait for ``step()``;
+            empty where none has to be a guess.
         left_out: Names of state tensors that are not understood.
         notes: Warnings for the user, most important first.
     """
@@ -214,7 +215,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
     too_few = [TOO_FEW] if engine.loads_in_backward and not (HAS_COPY_QUEUES or on_cpu) else []
     step, iteration = _last(engine)
     return OffloadReport(
-        optimizer=engine.cls.__name__,
+        optimizer=_class_name(engine),
         memory=memory,
         kept=kept,
         step=step,
@@ -235,7 +236,7 @@ _WHOLE = {
 
 def notes_of(engine: Engine) -> Iterator[str]:
     """Yield what the user should know about this offload, most important first."""
-    shards, name = engine.plan.shards.values(), engine.cls.__name__
+    shards, name = engine.plan.shards.values(), _class_name(engine)
     state, weights = _items(engine)
     items, sizes = [*state, *weights], [item.nbytes for item in state]
     whole = engine.layouts.capabilities.moves_whole
@@ -264,6 +265,10 @@ def notes_of(engine: Engine) -> Iterator[str]:
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
     if engine.failure:
         yield f"Not usable: {engine.failure}."
+
+
+def _class_name(engine: Engine) -> str:
+    return str(getattr(engine.cls, "plain_class", engine.cls).__name__)  # that of the user, under masters
 
 
 def _items(engine: Engine) -> tuple[list[Item], list[Item]]:

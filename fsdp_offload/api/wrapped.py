@@ -213,9 +213,17 @@ _TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
     """Wrap a hook such as Megatron's ``finalize_model_grads_func``, so that ``optimizer`` reloads before it is called.
 
-    ``callback`` is what has been bound, partials included, or ``None``. One that is wrapped is returned as it is, and
-    reloads ``optimizer`` too: one of ours, or a chain or object of Megatron's that holds some; else a TypeError. Those
-    that are gone or plain again are left alone, and one warns if no call has come by its third step.
+    Args:
+        callback: the hook that the loop calls now, partials included, or ``None``. If it is wrapped already, it is
+            returned as it is, and reloads ``optimizer`` as well.
+        optimizer: an offloaded one, or a chain or object of Megatron's that holds some. It is skipped once it is gone
+            or plain again, and warns at its third step if the hook was not called.
+
+    Returns:
+        The hook for the loop to call.
+
+    Raises:
+        TypeError: an optimizer is not offloaded.
     """
     targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 

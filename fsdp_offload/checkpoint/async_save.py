@@ -48,13 +48,15 @@ class ArenaStager(AsyncStager):
     ::
 
         stager = ArenaStager(optimizer)
-        future = dcp.async_save(state_dict, checkpoint_id=path, async_stager=stager)
+        group = dist.new_group(backend="gloo")  # the writer's: in that of training, collectives of both could mix
+        future = dcp.async_save(state_dict, checkpoint_id=path, async_stager=stager, process_group=group)
         ...                                    # train on; the file gets the state of the call
         future.result()
+        stager.close()                         # raises if state was written in place during the last save
 
     ``async_save`` returns when everything else (the model's shards, counters, state that has no home on the host) is
     copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for
-    the state (as many bytes as the state has), or the first step during a save waits for its end.
+    the state (a little more than the state has), or the first step during a save waits for its end.
 
     One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
     place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict without ``for_load=True``)
@@ -74,8 +76,8 @@ class ArenaStager(AsyncStager):
         for optimizer in optimizers:
             if find_offloaded(optimizer) is None:
                 raise ValueError(
-                    f"ArenaStager: expected an offloaded optimizer, got a {type(optimizer).__name__} that is not; call "
-                    "offload_optimizer() first."
+                    f"ArenaStager: expected an offloaded optimizer, got {type(optimizer).__name__}. Call "
+                    "offload_optimizer() first, or give dcp.async_save() torch's DefaultStager."
                 )
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
         self._optimizers = [weakref.ref(find_offloaded(optimizer)) for optimizer in optimizers]

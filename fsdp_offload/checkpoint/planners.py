@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ..api.wrapped import attached, offloaded
+from ..api.wrapped import attached, offloaded, states_of
 from ..fsdp.dtensor import is_dtensor, local_shard, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import listed
@@ -295,10 +295,13 @@ def load(
         The keys that were filled, and those that were left as they were.
 
     Raises:
+        TypeError: ``planner`` is another one.
         CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has
             changed on any rank; if it is ``read``, something may have.
     """
     planner = planner or LoadPlanner()
+    if not isinstance(planner, LoadPlanner):
+        raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
     # The reader of safetensors has its metadata in the very files, and opens them as a whole.
@@ -336,8 +339,18 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
             )
         leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
-        for engine in [attached(one).engine for one in list(offloaded)] if self.waits_for_stores else ():
-            if engine.lending.homes_under(leaves, "nothing has been written"):
+        for one in list(offloaded) if self.waits_for_stores else ():
+            engine, states = attached(one).engine, states_of(one)
+            homes = set(engine.lending.homes_under(leaves, "nothing has been written").values())
+            unborn = [
+                shard for param, shard in engine.plan.shards.items() if shard.home in homes and param not in states
+            ]
+            if empty := [shard.name for shard in unborn if all(map(states.is_untouched, shard.homes.values()))]:
+                raise ValueError(
+                    f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have "
+                    "no state yet. Save what get_optimizer_state_dict() gives without for_load."
+                )
+            if homes:
                 engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
         return super().create_local_plan()
 

@@ -10,6 +10,7 @@ torch's own functions make a hidden step where there is no state, cast and move 
 after a load that matched nothing.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,11 +20,11 @@ from torch.optim import Optimizer
 from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
-from ..fsdp.dtensor import is_dtensor, local_shard, over_local, version_of
+from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
 from ..policy import listed
-from ..state.layout import leaves_of, params_of
-from ..state.store import OffloadedState, UserState
+from ..state.layout import params_of
+from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
 from .planners import LEFT
@@ -111,9 +112,9 @@ def set_optimizer_state_dict(
         experts: as it was given to :func:`get_optimizer_state_dict`.
 
     Raises:
-        ValueError: names or groups do not correspond; the load left a template of ``for_load=True`` untouched, or
-            filled only a part of some parameter's state; state is missing, extra, or of another shape, dtype or
-            sharding. Nothing has changed then, apart from what had been loaded in place.
+        ValueError: an optimizer is not offloaded; names or groups do not correspond; the load left a template of
+            ``for_load=True`` untouched, or filled only a part of some parameter's state; state is missing, extra, or of
+            another shape, dtype or sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
     fqns = fqns_of(model, experts)
@@ -132,9 +133,16 @@ def set_optimizer_state_dict(
     if len(plans) > 1:  # one alone checks before it changes anything
         for one, state_dict in plans:
             check_loadable(attached(one).engine, one, state_dict)
+    keep_state = any(shard.homes for one in optimizers for shard in attached(one).engine.plan.shards.values())
+    if keep_state and not (saved.state or any(states_of(one).has_offered for one in optimizers)):
+        warnings.warn(
+            "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
+            "loaded into what get_optimizer_state_dict(for_load=True) returns.",
+            stacklevel=2,
+        )
     for one, state_dict in plans:
         one.load_state_dict(state_dict)
-        states_of(one).offered = {}
+        states_of(one).offer(())
 
 
 def _offloaded(
@@ -216,7 +224,7 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    states_of(optimizer).offered = {}  # these homes hold state, whatever had been offered to load into
+    states_of(optimizer).offer(())  # these homes hold state, whatever had been offered to load into
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
@@ -232,9 +240,7 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
         for param in params_of(optimizer)
         if (state := existing.get(param) or reserved.get(param))
     }
-    values = [value for state in offered.values() for value in state.values()]
-    states.offered = {at: (value, _versions(value)) for value in values if (at := _address(value))}
-    states.offered_after = engine.core.last_moved
+    states.offer([value for state in offered.values() for value in state.values()], engine.core.last_moved)
     # Counters that groups get in the first step would not be asked for, and so not be loaded.
     counters = engine.layouts.group_counters_at_zero() if reserved else {}
     return offered, [{**counters, **group} for group in optimizer.param_groups]
@@ -243,30 +249,13 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
 def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
     """Refuse homes that a step has written since they were offered: what stays on the device is newer than the load."""
     engine, states = attached(optimizer).engine, states_of(optimizer)
-    values = (value for state in saved.state.values() for value in state.values() if _address(value) in states.offered)
-    if states.offered_after is not engine.core.last_moved and not all(_is_untouched(states, one) for one in values):
+    values = (value for state in saved.state.values() for value in state.values() if states.was_offered(value))
+    if states.offered_after is not engine.core.last_moved and not all(map(states.is_untouched, values)):
         engine.failure = "a checkpoint was loaded into a state dict that was made before the last step"
         raise RuntimeError(
             f"set_optimizer_state_dict: {engine.failure}, so that a part of it is lost. Call "
             "get_optimizer_state_dict(for_load=True) again, load into that, and set it."
         )
-
-
-def _is_untouched(states: OffloadedState, value: Tensor) -> bool:
-    """Return whether ``value`` is what was offered to load into, and nobody has written it since."""
-    template, versions = states.offered.get(_address(value), (None, None))
-    return template is not None and _versions(template) == versions
-
-
-def _versions(value: Tensor) -> tuple[int, ...]:
-    """Change with every write into ``value``: through a DTensor, its local tensor, or what that consists of."""
-    return (*version_of(value), *(leaf._version for leaf in leaves_of(value)))
-
-
-def _address(value: object) -> int:
-    """Return the address at which the memory of ``value`` begins; 0 if it has none."""
-    leaves = leaves_of(value)
-    return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
 
 
 def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
@@ -296,7 +285,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
         fqn, state = fqns[param], states.unwaited.get(param)
         given = saved.state.get(fqn, {})
         # Our planner has noted on values without elements on this rank what the other ranks see.
-        filled = {name: not _is_untouched(states, value) for name, value in given.items() if _address(value)}
+        filled = {name: not states.is_untouched(value) for name, value in given.items() if address_of(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         if fqn in saved.entries and filled and not any(filled.values()):
             untouched.append(fqn)
@@ -312,7 +301,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
         if state:
             loaded[param] = state
-    if untouched and states.offered and all(_is_untouched(states, value) for value, _ in states.offered.values()):
+    if untouched and states.is_all_untouched():
         raise ValueError(
             "set_optimizer_state_dict: nothing was loaded into what get_optimizer_state_dict(for_load=True) gave: the "
             f"checkpoint has none of {listed(untouched)}. Are the keys those under which it was saved?"

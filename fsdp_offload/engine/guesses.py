@@ -111,7 +111,12 @@ class Guesses:
 
     @property
     def sentence(self) -> str:
-        """For the report; empty where the loop does not clip with our function."""
+        """For the report; empty where updates need not be guesses."""
+        if self._clean_steps < 0 and not self.announced:
+            return (
+                'overlap="iteration": the loop changes gradients before step(), so all updates wait for it. To clip, '
+                "call fsdp_offload.clip_grad_norm_(optimizer, max_norm) from the first step on."
+            )
         if not self.announced:
             return ""
         begun = 'overlap="iteration": the loop clips; '

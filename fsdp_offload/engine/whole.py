@@ -226,6 +226,7 @@ class _Visit:
             if item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
         self._give_back()
+        core.cache.moved.updates += 0 if error is not None else len(core.buckets)
         core.end()
         if torn or borrowed:
             engine.failure = self._failure(error, borrowed)

@@ -70,7 +70,7 @@ COLUMNS = ("policy", "device\nGB", "host\nGB", "ms", "tokens/s", "limit", "not")
 
 LEGEND = {
     "MiB": 'device_bytes, in MiB; "auto" where no number is said, which keeps on the GPU what compute would wait for',
-    "parameters": "the parameters live on the host too",
+    "parameters": "the parameters are on the host too",
     "device": "needed on each GPU: the peak, 5 % for the allocator, and the driver's share",
     "host": "pinned by each rank",
     "ms": "one iteration, estimated",

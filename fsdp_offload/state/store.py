@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fsdp.dtensor import version_of
 from .layout import forms_of, leaves_of
 from .shard import StateShard
 
@@ -119,13 +120,36 @@ class OffloadedState(defaultdict[Tensor, UserState]):
     def __init__(self, engine: Any, items: Mapping[Tensor, UserState]) -> None:
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
-        self.offered: dict[int, Any] = {}  # what was handed out to load into, by address (checkpoint/state_dict.py)
+        self._offered: dict[int, tuple[Any, tuple[int, ...]]] = {}  # what was handed out to load into, and its versions
         self.offered_after: object = None  # which step
 
     @property
     def unwaited(self) -> StateStore:
         """View of the entries that does not wait, for the engine."""
         return StateStore(self)
+
+    def offer(self, values: Iterable[Any], after: object = None) -> None:
+        """Note what is handed out to load into, and after which step; nothing: what was is no longer."""
+        self._offered = {at: (value, _versions(value)) for value in values if (at := address_of(value))}
+        self.offered_after = after
+
+    @property
+    def has_offered(self) -> bool:
+        """Return whether something was handed out."""
+        return bool(self._offered)
+
+    def was_offered(self, value: object) -> bool:
+        """Return whether ``value`` has the memory of what was handed out."""
+        return address_of(value) in self._offered
+
+    def is_untouched(self, value: object) -> bool:
+        """Return whether ``value`` is what was handed out, and nobody has written it since."""
+        template, versions = self._offered.get(address_of(value), (None, None))
+        return template is not None and _versions(template) == versions
+
+    def is_all_untouched(self) -> bool:
+        """Return whether something was handed out, and nobody has written any of it since."""
+        return self.has_offered and all(self.is_untouched(value) for value, _ in self._offered.values())
 
     __getitem__ = _waiting(defaultdict.__getitem__)
     get = _waiting(defaultdict.get)
@@ -156,6 +180,17 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def __repr__(self) -> str:
         return repr(self.copy())
+
+
+def address_of(value: object) -> int:
+    """Return the address at which the memory of ``value`` begins; 0 if it has none."""
+    leaves = leaves_of(value)
+    return leaves[0].data_ptr() if leaves and leaves[0].numel() else 0
+
+
+def _versions(value: Tensor) -> tuple[int, ...]:
+    """Change with every write into ``value``: through a DTensor, its local tensor, or what that consists of."""
+    return (*version_of(value), *(leaf._version for leaf in leaves_of(value)))
 
 
 # Homes for what others made: state from before attaching, loaded, or exchanged by the user ----------------------------

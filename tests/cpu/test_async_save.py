@@ -211,7 +211,7 @@ def test_a_save_whose_future_is_done_is_not_running(tmp_path: Path) -> None:
 
 
 def test_what_a_stager_is_made_of_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"expected an offloaded optimizer, got a AdamW.*offload_optimizer\(\) first"):
+    with pytest.raises(ValueError, match=r"expected an offloaded optimizer, got AdamW.*offload_optimizer\(\) first"):
         ArenaStager(adamw(Net()))
 
 

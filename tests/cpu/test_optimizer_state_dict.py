@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
@@ -192,7 +193,7 @@ def test_a_load_goes_home_without_a_copy(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path)
     resumed.set(state["optimizer"])
     assert {fqn: resumed.state(fqn)["exp_avg"].data_ptr() for fqn in addresses} == addresses
-    assert not resumed.optimizer.state.offered  # what is noted keeps memory alive
+    assert not resumed.optimizer.state.has_offered  # what is noted keeps memory alive
 
 
 # Loads that would be silently wrong ----------------------------------------------------------------------------------
@@ -245,6 +246,25 @@ def test_a_rank_without_elements_has_the_keys_of_the_others(tmp_path: Path) -> N
     assert {key for key in kept if key.startswith("state.")} == {
         f"state.{name}.momentum_buffer" for name in ("saved", "saved_empty")
     }
+
+
+def test_a_template_is_not_saved_before_it_is_loaded_into(tmp_path: Path) -> None:
+    save(Run(prepare=all_used).train(0), tmp_path / "good")
+    run = Run(prepare=all_used)
+    state = {"optimizer": run.get(for_load=True)}
+    with pytest.raises(CheckpointException, match=r"for_load=True made this .*up\.weight.* have no state yet"):
+        checked_save(state, checkpoint_id=tmp_path / "empty")
+    checked_load(state, checkpoint_id=tmp_path / "good")
+    checked_save(state, checkpoint_id=tmp_path / "again")
+
+
+def test_a_load_into_a_state_dict_without_state_is_warned_of(tmp_path: Path) -> None:
+    save(Run().train(0), tmp_path)
+    run = Run()
+    state = {"optimizer": run.get()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    with pytest.warns(UserWarning, match=r"has no state.*get_optimizer_state_dict\(for_load=True\)"):
+        run.set(state["optimizer"])
 
 
 @pytest.mark.parametrize("trained_since", [False, True])

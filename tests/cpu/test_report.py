@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, OffloadReport, offload_optimizer
+from fsdp_offload import OffloadPolicy, OffloadReport, add_masters, offload_optimizer, offload_report
 from fsdp_offload.api.report import IterationRecord, KeptRecord, MemoryRecord, StepRecord, _bytes
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.room import Stopwatch
@@ -109,6 +109,34 @@ def test_a_step_moves_only_what_has_gradients() -> None:
     optimizer.step()
     none = optimizer.offload_report().step
     assert (none.updates, none.stored_bytes, none.stores) == (0, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer. Other is not in the table:UserWarning")
+def test_the_buckets_of_a_class_that_moves_as_a_whole_are_updated() -> None:
+    class Other(torch.optim.AdamW):
+        pass
+
+    optimizer = offloaded(make=Other)
+    reports = [step(optimizer) for _ in range(2)]
+    assert reports[1].step is not None
+    assert reports[1].step.updates == reports[1].kept.buckets > 0
+
+
+def test_masters_do_not_change_the_name_of_the_class() -> None:
+    optimizer = add_masters(torch.optim.AdamW([nn.Parameter(torch.ones(64, dtype=torch.bfloat16))]))
+    assert offload_report(offload_optimizer(optimizer, policy=POLICY)).optimizer == "AdamW"
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loop_whose_updates_wait_for_the_step_is_told_why(mesh: DeviceMesh, clips: bool) -> None:
+    loop = Loop(mesh, adamw, OffloadPolicy(overlap="iteration"))
+    for at in range(4):
+        loop.backward(at)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+        loop.step()
+    report = offload_report(loop.optimizer)
+    assert ("all updates wait for it. To clip, call fsdp_offload.clip_grad_norm_" in report.clipping) == clips
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------
