@@ -152,10 +152,10 @@ def offload_optimizer(
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
         checks.watch_steps(attachment, model)
+        engine.take_staging()
     except BaseException:
         remove_offload(target)
         raise
-    engine.take_staging()
     groups = len({together[param] for param in gathered})
     for note in (*notes_of(engine), *checks.options_without_effect(engine, groups)):
         warnings.warn(f"offload_optimizer: {note}", stacklevel=2)

@@ -188,7 +188,7 @@ def release_states(optimizer: Any) -> None:
 
 
 def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
-    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``; there has to be room on the device."""
+    """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``; masters need room on the device."""
     for inner in _offloaded_in(optimizer, "reload_states"):
         inner.reload_states(free_host_memory=free_host_memory)
 

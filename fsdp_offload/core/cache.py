@@ -129,9 +129,20 @@ class Cache:
         block = self._room_for(item, must, distance)
         if block is None:
             return False
+        before, self.held[item] = block.free, None
+        item.block = block
+        try:
+            self._fill(item, block)
+        except BaseException:  # an interrupt, too: the place would count as filled
+            self.lanes.load.wait(*before)
+            item.ready = self.lanes.load.mark()
+            self.forget([item])
+            raise
+        return True
+
+    def _fill(self, item: Item, block: Block) -> None:
         load = self.lanes.load
         load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
-        item.block = block
         if item.exists:
             load.wait(item.at_home)  # R2: the last store into this home may still be running
             with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
@@ -144,8 +155,6 @@ class Cache:
         item.see()
         item.used.clear()
         item.known_to.clear()
-        self.held[item] = None
-        return True
 
     def _timed(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext() if self.stopwatch is None else self.stopwatch.copying(lane, nbytes)
@@ -182,11 +191,11 @@ class Cache:
             return
         if item.dirty:
             self.put(item)
-        item.block.free = [mark for mark in (item.ready, *item.used.values()) if mark is not None]
         assert item.pool is not None, item.name
-        item.pool.free.append(item.block)
+        block, item.block = item.block, None
         del self.held[item]
-        item.block = None
+        block.free = [mark for mark in (item.ready, *item.used.values()) if mark is not None]
+        item.pool.free.append(block)  # last: an interrupt may lose a block, but give none to two items
 
     def flush(self, items: Iterable[Item] | None = None) -> None:
         """Store what is newer on the device than at home."""
@@ -255,13 +264,21 @@ class Cache:
         pool = item.pool
         assert pool is not None, item.name
         while not pool.free:
-            if pool.made < pool.count:
-                self._take(pool)
-            elif not self._evict(pool, None if must else distance):
+            if pool.made < pool.count and self._may_take(pool):
+                break
+            if not self._evict(pool, None if must else distance):
                 if not must:
                     return None
                 self._take(pool)  # the update needs it, whatever was allowed
         return pool.free.pop(0)
+
+    def _may_take(self, pool: Pool) -> bool:
+        """Take a block, unless the device has no memory now: activations may have it."""
+        try:
+            self._take(pool)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _take(self, pool: Pool) -> None:
         with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write

@@ -49,7 +49,7 @@ class Pool:
     most: int = 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Item:
     """Bytes with a home: the state of one bucket, or the parameters of one group.
 

@@ -76,6 +76,10 @@ class Reductions:
         expected = max((counts.get(group, 0) for counts in self._before), default=0) or self._least
         return 0 < expected <= self._counts.get(group, 0)
 
+    def is_expected(self, group: int) -> bool:
+        """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
+        return not self._before or any(group in counts for counts in self._before)
+
     def next_is_final(self, group: int) -> bool:
         """Return whether one more reduction is expected of ``group``."""
         return self._counts.get(group, 0) + 1 == max((counts.get(group, 0) for counts in self._before), default=0)
@@ -216,10 +220,12 @@ class Core:
             may_guess: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
         """
         self.reductions.count(number)
-        if self.mode.begin != "final" or not (self.begun or begin) or number not in self.weights:
+        is_early = self.mode.begin == "final" and number in self.weights
+        if is_early:
+            self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
+        if not (is_early and (self.begun or begin is not None)):
             self.prefetch()
             return
-        self._reduced_at[number] = self.lanes.event(event)
         updated = {bucket.number for bucket in self.done}
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
@@ -273,6 +279,9 @@ class Core:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
             if waits and item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+        for bucket in self._of_group.get(ELSEWHERE, ()):
+            if bucket.groups == (ELSEWHERE,):
+                self._gradients.pop(bucket.number, None)  # no gather comes that would let go of them
 
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
@@ -320,6 +329,8 @@ class Core:
         if guess is not None:
             guess.guard(bucket)
         lane.wait(*ready)
+        if creates:
+            lane.wait(self.updated)  # of another lane: ``updated`` is the end of all
         items = (state, *bucket.weights)
         with self._timed_wait(lane, in_step=True):
             for item in items:
@@ -394,6 +405,7 @@ class Core:
         """Let the current stream wait for all updates: each marks the parameters that it has written."""
         for item in self.weights.values():
             self.lanes.compute.wait(item.updated, *item.beside.values())
+        self.lanes.compute.wait(self.updated)  # counters, which may be written after them
         self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
@@ -427,8 +439,10 @@ class Core:
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned, self.torn = (), None
         self.updates.abandon(self.buckets, self.done)
-        self.cache.flush()
-        self.reset()
+        try:
+            self.cache.flush()
+        finally:
+            self.reset()
 
     def forget_updates(self) -> None:
         """All updates of this step have been undone: ``step()`` runs them again."""
@@ -445,6 +459,8 @@ class Core:
         """Begin anew, with whatever is at home."""
         self.done, self._ready = {}, []
         self.begun = self.is_seen = False
+        self._used_by.clear()  # else R1 would be waited for at the end of an update that has been abandoned
+        self._undone = set()
         self.reductions.end(stepped=False)
         if self.cache.stopwatch is not None:
             self.cache.stopwatch.forget()

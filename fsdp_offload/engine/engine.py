@@ -128,7 +128,6 @@ class Engine:
     def _take_plan(self, states: StateStore | None = None) -> None:
         """If the plan has changed, hand its buckets to the core; everything has been brought home before."""
         if self._taken != self.plan.generation:
-            self._taken = self.plan.generation
             core = self.core
             core.cache.release()
             numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
@@ -144,6 +143,7 @@ class Engine:
             core.choose_kept()
             learns = limit is None and not whole and self.policy.moves_beside_model
             self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
+            self._taken = self.plan.generation
         if states is not None:
             for bucket in self.core.buckets:
                 if not bucket.state.exists:
@@ -202,9 +202,8 @@ class Engine:
         core.away = False
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or guesses.written()):
-            guesses.take_back()  # it overwrites what somebody has written: therefore the refusal
-            self.refuse("step()", problem)
-        elif problem or (core.begun and guesses.made and guesses.way_back.is_written()):
+            self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
+        if problem or (guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
         try:
             if not core.begun:
@@ -221,16 +220,17 @@ class Engine:
             if not core.begun:
                 updates.finish()
             raise
-        numbers = {number for shard in updated for number in shard.buckets} - guesses.ended
-        guesses.ended = set()
+        ended, guesses.ended = guesses.ended, set()
+        numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         if not core.begun:
             updates.start(optimizer, states, kwargs)
             core.begun = True
+        updates.leave_out(ended)
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
         late = {bucket for bucket in core.done if any(updates.is_late(param, bucket) for param in bucket.params)}
         without, made = updates.without_state, core.cache.nbytes
-        self._leave_room(wanted)
         try:
+            self._leave_room(wanted)
             core.step(wanted, late)
             if self.host is not None:
                 self.host.wait_created()
@@ -302,9 +302,11 @@ class Engine:
                 f"had been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may "
                 "be half updated; the others are as before that step"
             )
-        core.abandon()
-        core.cache.restore_room()
-        self.guesses.forget()
+        try:
+            core.abandon()
+        finally:
+            core.cache.restore_room()
+            self.guesses.forget()
 
     def _names_in(self, buckets: Iterable[Bucket]) -> str:
         return listed(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
@@ -395,7 +397,8 @@ class Engine:
     def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
-        self._leave_room(self.core.buckets)
+        expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
+        self._leave_room(bucket for bucket in self.core.buckets if any(map(expected, bucket.groups)))
         self._adopt_exchanged(states)
         self._updates.start(optimizer, states, {})
         if self.core.guess is not None:
@@ -475,7 +478,6 @@ class Engine:
         regrouped = ids != self._param_ids
         if regrouped:
             self.settle()  # the host may be at an update that looks at the groups
-            self._param_ids = ids
             self._unplanned = []
             for shard in self.plan.shards.values():
                 shard.group = -1  # no longer in any group, unless found below
@@ -485,6 +487,7 @@ class Engine:
                         self.plan.shards[param].group = number
                     else:
                         self._unplanned.append(param)
+            self._param_ids = ids  # last: an interrupt before has this done again
         keys = self._keys(optimizer)
         if keys != self._layout_keys:
             live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
@@ -597,6 +600,7 @@ class Engine:
 
     def refuse(self, what: str, problem: str = "") -> NoReturn:
         """Refuse what may not follow an update in the backward: the state is half updated from now on."""
+        self.guesses.take_back()
         self.failure = _REFUSALS[what].format(", with OffloadPolicy(overlap='iteration')", problem)
         self.core.abandon()
         self.guesses.forget()
@@ -688,7 +692,7 @@ class Engine:
         optimizer keeps in another form is made one parameter at a time: it takes no more device memory than that.
         """
         self.guesses.take_back()
-        self.guesses.ended = {bucket.number for bucket in self.core.done}
+        self.guesses.ended = {param for bucket in self.core.done for param in bucket.params}
         self.core.abandon()
         self.guesses.forget()
         self.settle()

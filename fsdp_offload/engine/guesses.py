@@ -55,7 +55,7 @@ class Guesses:
         used: by parameter, the gradient that an update of this step has used or would have; its version, and that of
             the parameter then.
         freed: parameters whose gradient was let go of with its update, and their versions then.
-        ended: numbers of buckets updated in a step that a load has ended: ``step()`` leaves their used gradients out.
+        ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Guesses:
         self._written: list[TensorWeakRef] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
         self.freed: dict[Tensor, Version] = {}
-        self.ended: set[int] = set()
+        self.ended: set[Tensor] = set()
         self._touched = False  # in this step, by a loop that does not clip
         self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
@@ -438,11 +438,12 @@ class OldParameters:
         needed_bytes = plan.missing_spare_bytes() + nbytes
         try:
             plan.check_host_memory(needed_bytes)
+            region = Region(nbytes, device=self._device, pin=self._pin)
             plan.take_spare_homes()
-            self._region = Region(nbytes, device=self._device, pin=self._pin)
         except (MemoryError, RuntimeError) as error:
             return f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
-        plan.others.append(self._region)
+        self._region = region
+        plan.others.append(region)
         self._begins, self._pairs, self.buckets = begins, {}, frozenset(numbers)
         return ""
 

@@ -163,7 +163,6 @@ class Plan:
         host: HostUpdates | None = None,
     ) -> None:
         self._host = host
-        self._divided_bytes = self._host_bytes = 0  # between the CPU and the device
         self.generation = 0
         self.shards: dict[Tensor, StateShard] = {}
         self.arenas: list[Arena[StateShard]] = []
@@ -251,11 +250,11 @@ class Plan:
             return
         sizes = [_largest_nbytes(shard) for shard in shards]
         eligible = [size if not has_inner_tensors(s.param) else 0 for s, size in zip(shards, sizes, strict=True)]
-        chosen = choose_host_share(eligible, self._policy.host_fraction, self._divided_bytes, self._host_bytes)
-        for shard, size, on_host in zip(shards, sizes, chosen, strict=True):
+        before = [(_largest_nbytes(shard), shard.on_host) for shard in self.shards.values()]
+        divided_bytes, host_bytes = sum(size for size, _ in before), sum(size for size, on_host in before if on_host)
+        chosen = choose_host_share(eligible, self._policy.host_fraction, divided_bytes, host_bytes)
+        for shard, on_host in zip(shards, chosen, strict=True):
             shard.on_host = on_host
-            self._divided_bytes += size
-            self._host_bytes += size if on_host else 0
 
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
@@ -368,7 +367,6 @@ class Plan:
         self.arenas.clear()
         self.others.clear()
         self._buckets.clear()
-        self._divided_bytes = self._host_bytes = 0
 
 
 # Homes that others read -----------------------------------------------------------------------------------------------

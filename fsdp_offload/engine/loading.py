@@ -36,7 +36,8 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
     params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
     whole = engine.layouts.capabilities.moves_whole
-    unknown = [key for key in state_dict["state"] if key not in set(saved_ids) and not (whole and isinstance(key, str))]
+    known = set(saved_ids)
+    unknown = [key for key in state_dict["state"] if key not in known and not (whole and isinstance(key, str))]
     if unknown:
         raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
     param_of: dict[Any, Tensor] = {}
@@ -95,7 +96,8 @@ def _checked(
             "saved by another optimizer, or with other options?"
         )
     for key, example in layout.scalars.items():
-        _check_scalar(f"{name}, {key!r}", example, saved[key])
+        if key in saved:
+            _check_scalar(f"{name}, {key!r}", example, saved[key])
     for key, value_layout in layout.values.items():
         if key in saved:
             _check_value(engine, f"{name}, {key!r}", param, value_layout, saved[key])

@@ -61,6 +61,12 @@ class BucketUpdates:
         self.states = states
         self.without_state = [param for param in self._plan.shards if not states.get(param)]
 
+    def leave_out(self, params: Iterable[Tensor]) -> None:
+        """Gradients of ``params`` have been used, by a step that did not come to its end."""
+        for param in params:
+            for number in self._plan.shards[param].buckets if param in self._plan.shards else ():
+                self.used.setdefault(number, set()).add(param)
+
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
         if self.states is not None:

@@ -212,7 +212,14 @@ class _Visit:
         torn = error is not None and self._is_torn(states)
         kept = [leaf for tensor in self._kept(states) for leaf in _dense(tensor) if leaf.numel()]
         borrowed = self._part_under(kept)
-        self._store(states, {leaf.untyped_storage().data_ptr() for leaf in kept})
+        try:
+            self._store(states, {leaf.untyped_storage().data_ptr() for leaf in kept})
+        except BaseException as failed:
+            engine.failure = self._failure(failed, "")
+            for part in self._parts:
+                part.live_at_home()
+            self._give_back()
+            raise
         core.updated = mark = core.lanes.compute.mark()
         for bucket in core.buckets:
             bucket.state.at_home = mark  # R2: stores run up to there
@@ -226,7 +233,8 @@ class _Visit:
             if item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
         self._give_back()
-        core.cache.moved.updates += 0 if error is not None else len(core.buckets)
+        if error is None:
+            core.cache.moved.updates += len(core.buckets)
         core.end()
         if torn or borrowed:
             engine.failure = self._failure(error, borrowed)

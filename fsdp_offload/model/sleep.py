@@ -55,6 +55,7 @@ class Parking:
         self.region: Region | None = None
         self.link: DeviceLink  # of their device
         self._places: list[_Place] = []  # that are parked, or were the last to be
+        self._is_away = False  # the region has their bytes
         self._lanes: Lanes
         self._check_room = functools.partial(check_host_memory, limit_bytes=limit_bytes, what=what, instead=instead)
 
@@ -79,6 +80,7 @@ class Parking:
         lanes.store.wait(lanes.compute.mark())
         lanes.store.copy(list(self._pieces()))
         lanes.compute.wait(lanes.store.mark())
+        self._is_away = True
         self._free()
 
     def _free(self) -> None:
@@ -89,17 +91,18 @@ class Parking:
         """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
         lanes = self._lanes
         try:
-            for place in self._places:
+            for place in self._places if self._is_away else ():
                 place.storage.resize_(place.nbytes)
             # What the current stream gets may still be in use by what was issued to it before; so may the region, by
             # the copies that came before.
             lanes.load.wait(lanes.compute.mark())
-            lanes.load.copy([(own, host) for host, own in self._pieces()])
+            lanes.load.copy([(own, host) for host, own in self._pieces()] if self._is_away else [])
         except BaseException:  # most likely, somebody else still has the memory
             self.link.synchronize()
-            self._free()
+            if self._is_away:
+                self._free()
             raise
-        self._places = []
+        self._places, self._is_away = [], False
         return lanes.load.mark()
 
     def wait(self, end: Mark) -> None:
@@ -186,10 +189,6 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         drop_gathered_gradients(model)
     if not storages:
         return 0
-    # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller.
-    parking.link.synchronize()
-    parking.leave()
-    parking.link.synchronize()
     tensors = [*(tensor for _, tensor in found), *sharded_data(model)]
     away = {storage._cdata for storage in storages}
     dense = ((tensor, leaf) for tensor in tensors for leaf in _leaves(tensor) if leaf.layout == torch.strided)
@@ -201,6 +200,11 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
     hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
     model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
+    # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller. An
+    # interrupt from here on leaves a model that can be woken.
+    parking.link.synchronize()
+    parking.leave()
+    parking.link.synchronize()
     return moved_bytes
 
 
@@ -222,8 +226,9 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
     if _SLEEP in model.__dict__:
         parking = _parkings[model]
         parking.wait(parking.load())
-        for allow in model.__dict__.pop(_SLEEP):
+        for allow in model.__dict__[_SLEEP]:
             allow()
+        del model.__dict__[_SLEEP]  # last: after an interrupt, another call goes on
     if free_host_memory and model in _parkings:
         _parkings[model].region = None  # which waits for the device before it lets go of its pages
 
@@ -341,10 +346,9 @@ class ParkedParameters(Parking):
     def release(self) -> None:
         """Move them to the host, in the order of the current stream."""
         if self._where is _Where.LEAVING and self._has_room():
-            self.leave()
             layers = (layer for param in self.params for layer in (param, local_shard(param)))
-            self._take_off_guard = _AWAY.put_on(layers)
-            self._where = _Where.AWAY
+            self._take_off_guard, self._where = _AWAY.put_on(layers), _Where.AWAY  # an interrupt leaves them guarded
+            self.leave()
 
     def reload(self) -> None:
         """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""

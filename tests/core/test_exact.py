@@ -12,9 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.core.cache import Cache
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.updates import BucketUpdates
-from tests.overlapping import linear_blocks, pair, same
+from tests.overlapping import Loop, adamw, linear_blocks, pair, same
 from tests.parity import attach, host_copy
 
 
@@ -159,3 +160,25 @@ def test_blocks_that_are_released_are_gone(mesh: DeviceMesh, overlap: str, param
         optimizer.release_states()
         assert all(one.expired() for one in memory)
         optimizer.reload_states()
+
+
+def test_a_group_without_gradients_costs_no_block(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that created its state would need the memory of a block."""
+    loop = Loop(mesh, adamw, OffloadPolicy(overlap="iteration", bucket_bytes=8192, device_bytes=6 * 8192))
+    for step in range(8):
+        if step == 5:
+            monkeypatch.setattr(Cache, "_take", no_room)
+        loop.backward(step, extra=False)
+        loop.step()
+
+
+def test_a_load_that_divides_state_anew_leaves_out_what_the_backward_has_used(mesh: DeviceMesh) -> None:
+    amsgrad = Loop(mesh, partial(AdamW, lr=0.02, amsgrad=True), None).train(3).optimizer.state_dict()
+    loop = Loop(mesh, adamw, OffloadPolicy(overlap="iteration", bucket_bytes=8192)).train(3)
+    loop.backward(3)
+    assert engine_of(loop.optimizer).core.done
+    loop.optimizer.load_state_dict(amsgrad)
+    before = [param.detach().to_local().clone() for param in loop.params]
+    with pytest.warns(UserWarning, match=r"load_state_dict\(\) came between the backward and step\(\)"):
+        loop.optimizer.step()
+    assert all(map(torch.equal, before, (param.detach().to_local() for param in loop.params)))

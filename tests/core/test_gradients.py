@@ -138,3 +138,15 @@ def test_a_loop_goes_on_from_a_checkpoint(mesh: DeviceMesh, loops: tuple[Loop, L
         for loop in (plain, ours):
             loop.step()
         assert same(plain, ours), f"after step {step}"
+
+
+def test_a_load_forgets_which_updates_have_used_gradients(loops: tuple[Loop, Loop]) -> None:
+    """Else the next backward would wait for these instead of its own."""
+    _, loop = loops
+    saved = loop.optimizer.state_dict()
+    for step in range(2):
+        backward(loop, step)
+        assert engine_of(loop.optimizer).core._used_by
+        loop.optimizer.load_state_dict(saved)
+        assert not engine_of(loop.optimizer).core._used_by
+        loop.optimizer.zero_grad()

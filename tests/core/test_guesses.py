@@ -1,5 +1,6 @@
 """``clip_grad_norm_`` with updates in the backward: the bits of plain training, whatever the loop does."""
 
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -121,6 +122,35 @@ def test_an_optimizer_that_writes_its_gradients_is_not_guessed(
             clipped_step(loop, at, ALWAYS if at % 6 == 4 else NEVER)
         assert same(*loops), at
     assert bool(guesses_of(loops[1]).committed) == (switched_on > 0)
+
+
+def test_an_optimizer_that_begins_to_write_its_gradients(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guess in which it does is taken back before it is refused; a load ends that."""
+    plain, loop = pair(mesh, clipping(parameters=True), net=small_net)
+    for each in (plain, loop):
+        train(each, [NEVER] * 4)
+    saved = copy.deepcopy((plain.model.state_dict(), plain.optimizer.state_dict()))
+    update = updates.update_bucket
+
+    def writing(step: Any, ranges: Any, states: Any) -> None:
+        update(step, ranges, states)
+        for one in ranges:
+            if one.gradient is not None:
+                one.gradient.mul_(1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "update_bucket", writing)
+        with pytest.raises(RuntimeError, match="has begun to write the gradients that it is given"):
+            loop.backward(4)
+    plain.backward(4)
+    for each in (plain, loop):
+        weights, state = copy.deepcopy(saved)
+        each.optimizer.load_state_dict(state)
+        each.model.load_state_dict(weights)
+        each.optimizer.zero_grad()
+        each.seen.clear()
+        train(each, [NEVER] * 4)
+    assert same(plain, loop)
 
 
 def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh) -> None:

@@ -139,6 +139,36 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
     assert cache.pools[0].made == 1
 
 
+def test_a_place_that_was_not_filled_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, items = cache_of("a", "", 1)
+    items["a"].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+
+    def interrupt(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.lanes.load, "copy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.fetch(items["a"])
+    assert items["a"].block is None
+    assert (len(cache.held), len(cache.pools[0].free)) == (0, 1)
+    assert cache.fetch(items["a"])
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_a_device_without_memory_for_another_block(monkeypatch: pytest.MonkeyPatch, must: bool) -> None:
+    """A prefetch does without; an update has another item leave."""
+
+    def refuse(cache: Cache, pool: Pool) -> None:
+        raise torch.OutOfMemoryError
+
+    cache, items = cache_of("ab", "a", 2)
+    items["b"].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+    monkeypatch.setattr(Cache, "_take", refuse)
+    assert cache.fetch(items["b"], must=must, distance=0) == must
+    assert [item.name for item in cache.held] == ["b" if must else "a"]
+
+
 def test_a_block_that_an_evaluation_makes_may_be_written_later() -> None:
     with torch.inference_mode():
         _, items = cache_of("a", "a", 1)

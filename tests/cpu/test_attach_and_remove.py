@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp_offload import OffloadPolicy
-from tests.parity import SMALL, Net, Pair, Run, Zoo, make_pair, params_of, train_step
+from fsdp_offload.engine.engine import Engine
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, make_pair, params_of, train_step
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -178,3 +179,16 @@ def test_gradients_are_left_as_they_were() -> None:
         assert param.grad is grad
         assert (grad is None) == (other.grad is None)
         assert grad is None or torch.equal(grad, other.grad)
+
+
+def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pair = make_pair(Zoo, KINDS["adamw"], policy=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "take_staging", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            attach(pair.offloaded.optimizer)
+    assert type(pair.offloaded.optimizer) is optim.AdamW
+    pair.train(2)

@@ -603,3 +603,18 @@ def test_report() -> None:
     assert report.step.host_update_ms > 0
     assert report.step.loaded_bytes < report.memory.host_state_bytes
     assert "  on the CPU" in str(report)
+
+
+def test_a_group_for_which_the_memory_does_not_suffice_leaves_the_shares_as_they_are() -> None:
+    """Every rank has to choose the same, also one that had no room the first time."""
+
+    def shares(*, fails: bool) -> list[bool]:
+        optimizer = optim.AdamW([nn.Parameter(torch.ones(1024)) for _ in range(3)])
+        attach(optimizer, policy=policy(0.5, host_limit_bytes=1 << 20))
+        if fails:
+            with pytest.raises(MemoryError):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1 << 20))]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1024)) for _ in range(4)]})
+        return [shard.on_host for shard in engine_of(optimizer).plan.shards.values()]
+
+    assert shares(fails=True) == shares(fails=False)

@@ -337,8 +337,7 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Cache, "_take", full)
-        with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
-            go_through(optimizer, ["reload"])
+        go_through(optimizer, ["reload"])
     assert_at_home(optimizer)
     pair.assert_same()
     pair.train(2)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
+from fsdp_offload.device import lanes
 from tests.forks import address_space_bytes, resident_bytes
 from tests.parity import local, same_bits
 
@@ -501,3 +502,27 @@ def test_two_thousand_cycles_grow_nothing() -> None:
     assert memory_of(model)() is memory
     assert [len(module._forward_pre_hooks) for module in model.modules()] == [0] * len(list(model.modules()))
     assert_same(snapshot(model), before)
+
+
+@pytest.mark.parametrize(("name", "method"), [("DeviceLink", "synchronize"), ("Lane", "copy")])
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupt_leaves_a_model_that_can_be_woken(
+    monkeypatch: pytest.MonkeyPatch, name: str, method: str, call: int
+) -> None:
+    """Before its memory goes, and after."""
+    model, cls, calls = make(), getattr(lanes, name), []
+    before, run = snapshot(model), getattr(cls, method)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    monkeypatch.setattr(cls, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nap(model)
+    reload_model(model)
+    after = snapshot(model)
+    assert all(same_bits(after[name], before[name]) for name in before)
+    model(batch(0)).backward()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tests.parity import attach
 from tests.state_dicts import (
     USED,
     MakeOptimizer,
@@ -175,3 +176,26 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
     assert_same(run.optimizer.state_dict(), before)
     assert is_home(run)
     assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
+
+
+class Counting(torch.optim.SGD):
+    """Of no table; its state has a counter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["calls"] = state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_a_counter_that_was_not_saved_is_not_asked_of_a_class_that_is_not_known() -> None:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = attach(Counting([param], momentum=0.9), trust_separable=True)
+    for _ in range(2):
+        param.grad = torch.ones(8)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        del saved["state"][0]["calls"]
+        optimizer.load_state_dict(saved)
+        assert list(optimizer.state[param]) == ["momentum_buffer"]
