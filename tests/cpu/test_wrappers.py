@@ -207,13 +207,3 @@ def test_a_step_that_takes_more() -> None:
         return loss.item()
 
     pair.train(4, step)
-
-
-@pytest.mark.parametrize("arguments", [(), (True,), (False,)])
-def test_zero_grad(arguments: tuple[bool, ...]) -> None:
-    net = nn.Linear(3, 3)
-    optimizer = attach(optim.AdamW(net.parameters()))
-    net(torch.ones(2, 3)).sum().backward()
-    optimizer.zero_grad(*arguments)
-    grad = net.weight.grad
-    assert grad is None if arguments != (False,) else torch.equal(grad, torch.zeros(3, 3))
