@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -37,7 +36,6 @@ from tests.state_dicts import (
     FLAT,
     FORMS,
     MAKERS,
-    NESTED,
     POLICY,
     USED,
     MakeOptimizer,
@@ -140,25 +138,6 @@ def test_a_layer_that_has_thawed_before_the_load(tmp_path: Path, form: dict[str,
     assert_same(dict(saved.model.state_dict()), dict(resumed.model.state_dict()))
     for name in saved.params():  # whose order is that of the first gradients
         assert_same(dict(saved.state(name)), dict(resumed.state(name)))
-
-
-def test_right_after_an_evaluation(mesh: DeviceMesh) -> None:
-    """FSDP2's root is gathered then, and a model's parameters are not those of the optimizer."""
-    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    fully_shard(net, mesh=mesh)
-    optimizer = torch.optim.AdamW(net.parameters())
-    offload_optimizer(optimizer, model=net, policy=POLICY)
-    net(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    before = get_optimizer_state_dict(net, optimizer, cpu_offload=True)
-    assert sorted(before["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-    for form in (NESTED, FLAT):
-        state = get_optimizer_state_dict(net, optimizer, **form)
-        with torch.no_grad():
-            net(torch.ones(2, 6))
-        assert not any(isinstance(param.data, DTensor) for param in net.parameters())
-        set_optimizer_state_dict(net, optimizer, state)
-        assert_same(get_optimizer_state_dict(net, optimizer, cpu_offload=True)["state"], before["state"])
 
 
 # From a file ---------------------------------------------------------------------------------------------------------
