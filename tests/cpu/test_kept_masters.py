@@ -159,17 +159,6 @@ def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
     assert len(plan.shards[twins.low.params["long"]].buckets) > 2
 
 
-@EVERY_KIND
-def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
-    twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
-    twins.train(3)
-    assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
-    twins.each(load_own)
-    twins.assert_same()
-    twins.train(2)
-    twins.assert_trained()
-
-
 # Training ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """``get_optimizer_state_dict`` and ``set_optimizer_state_dict``: the layout of torch's, and none of its traps."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,22 +401,6 @@ def test_named_parameters_may_be_grouped_anew(regroup: tuple[str, str], form: di
     before = [group["param_names"] for group in run.optimizer.param_groups]
     run.set(saver.get(**form))
     assert [group["param_names"] for group in run.optimizer.param_groups] == before
-
-
-@EVERY_FORM
-def test_a_tensor_learning_rate_comes_with_the_state(tmp_path: Path, form: dict[str, Any]) -> None:
-    def tensor_lr(params: Iterable[Any]) -> Optimizer:
-        return torch.optim.AdamW(params, lr=torch.tensor(0.01))
-
-    saver, resumed = (Run(tensor_lr, seed=seed, prepare=all_used).train(0) for seed in (0, 1))
-    rates = [[group["lr"] for group in run.optimizer.param_groups] for run in (saver, resumed)]
-    for rate in rates[0]:
-        rate.fill_(0.25)
-    save(saver, tmp_path, **form)
-    load(resumed.weights_from(saver), tmp_path, **form)
-    assert_same_runs(resumed, saver)
-    assert resumed.optimizer.param_groups[0]["lr"] is not rates[0][0]
-    assert_same_runs(resumed.train(1), saver.train(1))
 
 
 def only(state: dict[str, Any], *fqns: str) -> dict[str, Any]:
