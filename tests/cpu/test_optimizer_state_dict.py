@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torch_get
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import (
+    LoadPlanner,
     chunks_of,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -198,6 +200,31 @@ def test_a_parameter_that_was_filled_in_part_is_an_error(tmp_path: Path, name: s
         load(run, tmp_path, partial=True)
     assert len(run.optimizer.state) == 0
     assert_same_runs(run.train(0), Run(offload=False, seed=1).train(0))
+
+
+def test_a_rank_without_elements_has_the_keys_of_the_others(tmp_path: Path) -> None:
+    """No counter and no version tells it of a load; ``empty`` is what such a rank has of ``lacking``."""
+
+    def built(names: str) -> tuple[nn.Module, Optimizer]:
+        model = nn.Module()
+        for name, rows in {"saved": 2, "lacking": 2, "empty": 0, "saved_empty": 0}.items():
+            setattr(model, name, nn.Parameter(torch.ones(rows, 3)))
+        optimizer = torch.optim.SGD([getattr(model, name) for name in names.split()], lr=0.1, momentum=0.9)
+        return model, offload_optimizer(optimizer, policy=POLICY)
+
+    model, optimizer = built("saved saved_empty")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    dcp.save(get_optimizer_state_dict(model, optimizer, **FLAT), checkpoint_id=tmp_path)
+    model, optimizer = built("saved lacking empty saved_empty")
+    state = get_optimizer_state_dict(model, optimizer, for_load=True, **FLAT)
+    checked_load(state, checkpoint_id=tmp_path, planner=LoadPlanner(allow_missing=["*.lacking.*", "*.empty.*"]))
+    set_optimizer_state_dict(model, optimizer, state)
+    kept = get_optimizer_state_dict(model, optimizer, **FLAT)
+    assert {key for key in kept if key.startswith("state.")} == {
+        f"state.{name}.momentum_buffer" for name in ("saved", "saved_empty")
+    }
 
 
 def test_a_template_is_not_saved_before_it_is_loaded_into(tmp_path: Path) -> None:
