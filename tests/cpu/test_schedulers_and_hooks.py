@@ -210,6 +210,18 @@ def test_it_keeps_its_dtype(policy: OffloadPolicy) -> None:
     pair.train(2)
 
 
+def test_attached_after_a_step_and_a_parameter_that_thaws_later() -> None:
+    pair = make_pair(Net, sgd, policy=None)
+    pair.each(lambda run: run.model.down.requires_grad_(False))
+    pair.train(2)
+    pair.attach()
+    pair.train(3)
+    assert_in_bfloat16(pair)
+    pair.each(lambda run: run.model.down.requires_grad_(True))
+    pair.train(3)
+    assert_in_bfloat16(pair)
+
+
 def test_no_dtype_changes_once_there_is_state() -> None:
     pair = make_pair(Zoo, lambda params: optim.SGD(params, lr=0.05, momentum=0.9, foreach=False))
     pair.train(2)
