@@ -58,17 +58,6 @@ class Replacing(Own):
         param.sub_(state["mean"] + 0.1 * state["before"], alpha=group["lr"])
 
 
-class Swapping(Own):
-    """Two buffers take turns."""
-
-    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["a"], state["b"] = torch.zeros_like(param), torch.ones_like(param)
-        state["a"], state["b"] = state["b"], state["a"]
-        state["a"].add_(param.grad)
-        param.sub_(state["a"] - 0.5 * state["b"], alpha=group["lr"])
-
-
 class Lazy(Own):
     """More state from the third step on, of another shape, and perhaps another dtype."""
 
@@ -256,7 +245,6 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "strong Wolfe": partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
     "coupled": Coupled,
     "replacing": Replacing,
-    "swapping": Swapping,
     "lazy": Lazy,
     "lazy, in fp64": partial(Lazy, dtype=torch.float64),
     "growing": Growing,
@@ -399,7 +387,6 @@ WHERE: dict[str, tuple[set[str], set[str]]] = {
     "LBFGS": ({"d", "prev_flat_grad"}, {"old_dirs", "old_stps"}),
     "coupled": ({"velocity"}, set()),
     "replacing": ({"before", "mean"}, set()),
-    "swapping": ({"a", "b"}, set()),
     "lazy": ({"mean", "wide"}, set()),
     "growing": ({"seen"}, set()),
     "listing": (set(), {"history", "mean"}),

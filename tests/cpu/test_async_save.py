@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -471,25 +470,6 @@ def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
     staged = ArenaStager(training.optimizer).stage(training.state())
     with pytest.raises(TypeError, match=r"lends memory of this process.*AsyncCheckpointerType.THREAD, or .*Default"):
         dump(staged)
-
-
-STAGERS: dict[str, Callable[[], Any]] = {
-    "DefaultStager": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-    "BlockingAsyncStager": BlockingAsyncStager,
-    "ArenaStager without optimizers": ArenaStager,
-}
-
-
-@pytest.mark.parametrize("name", STAGERS)
-def test_stagers_that_copy_give_the_same_files(name: str, tmp_path: Path) -> None:
-    training = Training(NO_SPARE)
-    for number in range(3):
-        training.train(2)
-        saving = Saving(training, tmp_path / str(number), STAGERS[name]())
-        training.train(2)
-        saving.end()
-        saving.stager.close()
-    assert_exact_after(training)
 
 
 def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:

@@ -59,24 +59,14 @@ def test_figures_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert record["profiled_ms"] > 0
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
-    for _ in range(micro_batches):
-        model(torch.ones(8, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_an_offloaded_loop_that_knows_nothing_of_it(tmp_path: Path) -> None:
-    model, optimizer = make()
-    offload_optimizer(optimizer, policy=POLICY)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters(), fused=True), policy=POLICY)
     with record_iterations(model, optimizer, tmp_path / "new") as recording:
         for _ in range(3):
-            train(model, optimizer)
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     assert [one.name for one in recording.timeline.phases] == ["forward", "backward", "step"]
     lanes = {span.lane for span in recording.timeline.spans}
     assert {Lane.COMPUTE, Lane.LOAD, Lane.UPDATE, Lane.STORE} <= lanes

@@ -92,15 +92,6 @@ def test_ragged_parts_tile_the_tensor(shape: Shape, data: st.DataObject):
     assert_tile(shape, parts)
 
 
-@settings(max_examples=150, deadline=None)
-@given(small_shapes, st.data())
-def test_no_fewer_consecutive_rectangles_would_do(shape: Shape, data: st.DataObject):
-    numel = math.prod(shape)
-    begin = data.draw(st.integers(0, numel - 1))
-    end = data.draw(st.integers(begin + 1, numel))
-    assert len(chunks_of(shape, (begin, end)).chunks) == fewest_rectangles(shape, begin, end)
-
-
 @settings(max_examples=100, deadline=None)
 @given(small_shapes, st.data())
 def test_a_flat_range_of_a_rectangle(shape: Shape, data: st.DataObject):
@@ -355,18 +346,3 @@ def assert_tile(shape: Shape, parts: Sequence[ShardChunks]) -> None:
 
 def running_starts(found: ShardChunks) -> list[int]:
     return list(itertools.accumulate((chunk.numel for chunk in found.chunks[:-1]), initial=0))
-
-
-def fewest_rectangles(shape: Shape, begin: int, end: int) -> int:
-    """By trying: the fewest stretches of ``[begin, end)`` that are rectangles each."""
-    index = torch.stack(torch.unravel_index(torch.arange(math.prod(shape)), shape), dim=1)
-    fewest = {begin: 0}
-    for stop in range(begin + 1, end + 1):
-        starts = (at for at in range(begin, stop) if is_rectangle(index[at:stop]))
-        fewest[stop] = 1 + min(fewest[at] for at in starts)
-    return fewest[end]
-
-
-def is_rectangle(index: Tensor) -> bool:
-    extent = index.amax(0) - index.amin(0) + 1
-    return int(extent.prod()) == len(index)

@@ -4,19 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from examples import (
-    async_checkpoint,
-    demo_resume,
-    megatron_style_loop,
-    rl_sleep,
-    train_gpt,
-)
+from examples import demo_resume, megatron_style_loop, rl_sleep, train_gpt
 
 TRAIN_GPT = Path(train_gpt.__file__)
 SMALL = ("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--seq-len", "32", "--data-mib", "1")
@@ -28,20 +21,6 @@ def find_package(monkeypatch: pytest.MonkeyPatch) -> None:
     root = TRAIN_GPT.parents[1]
     paths = [str(root), str(root / "tests" / "quiet_exit"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-
-
-@pytest.fixture
-def torch_settings() -> Iterator[None]:
-    """For a training in this process: its seed and its deterministic algorithms are not for the tests after it."""
-    environment, rng_state = dict(os.environ), torch.get_rng_state()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.set_rng_state(rng_state)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def run(name: str, *flags: str, ranks: int = 0, folder: Path | None = None) -> str:
@@ -138,62 +117,38 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
     assert "validation loss" in output
 
 
-@pytest.mark.usefixtures("torch_settings")
-@pytest.mark.filterwarnings("ignore:.*The parameters are on the CPU:UserWarning")
-def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On one rank, in this process."""
-
-    def train(folder: str, steps: int) -> list[str]:
-        flags = ("--width", "16", "--save-every", "3", "--steps", str(steps))
-        async_checkpoint.main(["--folder", str(tmp_path / folder), *flags])
-        return capsys.readouterr().out.splitlines()
-
-    straight = train("straight", 11)
-    interrupted = tmp_path / "parts" / "step-00000005"
-    interrupted.mkdir(parents=True)
-    assert train("parts", 7)[0] == "starting from nothing"
-    assert not interrupted.exists()
-    assert train("parts", 11) == ["resumed after step 7", straight[-1]]
-    assert straight[-1].startswith("step 11, checksum ")
+def test_training_with_asynchronous_checkpoints_goes_on_where_it_was(tmp_path: Path) -> None:
+    """On one rank: from begin to end, and with a stop, behind which a save was left that never ended."""
+    (tmp_path / "parts/step-00000005").mkdir(parents=True)
+    parts = (("straight", 11), ("parts", 7), ("parts", 11))
+    runs = [f"--width 16 --save-every 3 --folder {tmp_path / name} --steps {steps}".split() for name, steps in parts]
+    code = f"from examples.async_checkpoint import main\nfor flags in {runs}:\n    main(flags)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    *before, resumed, last = done.stdout.splitlines()
+    assert before.count("starting from nothing") == 2
+    assert (resumed, last) == ("resumed after step 7", before[1])
+    assert last.startswith("step 11, checksum ")
     # Two stay: the last of every three steps, and the last of all.
     for folder in (tmp_path / "straight", tmp_path / "parts"):
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000009", "step-00000011"]
         assert (folder / "latest").read_text() == "step-00000011"
 
 
-RL_SMALL = ["--rounds", "2", "--width", "32", "--layers", "2"]
+SMALL_LOOPS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "rl_sleep": (rl_sleep.main, "--rounds 2 --width 32 --layers 2"),
+    "megatron_style_loop": (
+        megatron_style_loop.main,
+        "--steps 4 --width 48 --layers 2 --passing-kib 64 --staying-kib 128 --compare",
+    ),
+}
 
 
-def test_a_round_of_reinforcement_learning_leaves_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl_sleep.main(RL_SMALL) == 0
-    *phases, verdict = capsys.readouterr().out.splitlines()
-    assert verdict == "PASS: the same losses as without sleeping"
-    names = [line.split(": ")[1].split()[0].strip(",") for line in phases]
-    assert names == ["generated", "asleep", "awake", "trained"] * 2
-    mebibytes = [float(line.split(" MiB of parameters")[0].split()[-1]) for line in phases]
-    assert [size > 0 for size in mebibytes] == [True, False, True, True] * 2
-
-
-MEGATRON_SMALL = [
-    *("--steps", "4", "--width", "48", "--layers", "2"),
-    *("--passing-kib", "64", "--staying-kib", "128", "--compare"),
-]
-
-
-def test_a_loop_of_megatrons_shape_says_where_its_state_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert megatron_style_loop.main(MEGATRON_SMALL) == 0
-    *phases, losses, verdict = capsys.readouterr().out.splitlines()
-    assert verdict == "PASS: the same bits as without offload"
-    first, last = (float(word) for word in losses.split() if "." in word)
-    assert last < first == pytest.approx(4.1, abs=0.5)  # ln 61: nothing is known about a token
-    sizes = [[int(word) for word in line.split(":")[1].split() if word.isdigit()] for line in phases]
-    assert [line.split(", ")[1].split(":")[0] for line in phases] == ["released", "gradients finished", "stepped"]
-    away, *others = sizes
-    assert away[:2] == [0, 0]
-    assert all(0 < kept <= 128 and kept < device <= 192 for kept, device, _ in others)
-    assert all(host == away[2] for *_, host in others)
+@pytest.mark.parametrize(("main", "flags"), SMALL_LOOPS.values(), ids=SMALL_LOOPS)
+def test_loops_whose_state_leaves_train_the_same(
+    main: Callable[[list[str]], int], flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags.split()) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS: the same ")
 
 
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import SMALL, Net, Run, Zoo, adamw, attach, same_bits, same_value
 from tests.tiers import every_nth, spread
-from tests.twins import LOW, MASTER, Twins, gradients, make_twins, master_of, rounded
+from tests.twins import LOW, MASTER, Twins, make_twins, master_of, rounded
 
 WHOLE = OffloadPolicy(bucket_bytes=1 << 20)
 KINDS = {kind: kind for kind in ("fp32", "remainder")}
@@ -159,17 +159,6 @@ def test_bytes_of_state(kind: str, bytes_per_element: int) -> None:
     assert len(plan.shards[twins.low.params["long"]].buckets) > 2
 
 
-@EVERY_KIND
-def test_sgd_without_momentum_keeps_a_master_only(kind: str) -> None:
-    twins = make_twins(Zoo, lambda params: optim.SGD(params, lr=0.1), kind)
-    twins.train(3)
-    assert all(list(state) == [MASTER] for state in twins.low.optimizer.state.values())
-    twins.each(load_own)
-    twins.assert_same()
-    twins.train(2)
-    twins.assert_trained()
-
-
 # Training ------------------------------------------------------------------------------------------------------------
 
 
@@ -245,21 +234,6 @@ def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: Offloa
         twins.assert_same()
     assert scaler.get_scale() == twins.full.parts["scaler"].get_scale()
     assert twins.low.optimizer.state[twins.low.params["up.weight"]]["step"] == 6
-
-
-@EVERY_FORMAT
-def test_late_masters_start_at_the_parameters_and_widen_the_state(kind: str, dtype: torch.dtype) -> None:
-    """``conformance`` trains on from there, beside the twin."""
-    low = Zoo().to(dtype)
-    run = Run(low, adamw(low.parameters(), eps=1e-3), torch.device("cpu"), dtype)  # the usual one is zero in fp16
-    gradients(run, 0)
-    run.optimizer.step()
-    before = copy.deepcopy(run.optimizer.state_dict()["state"])
-    attach(add_masters(run.optimizer, kind))  # type: ignore[arg-type]
-    for number, param in enumerate(low.parameters()):
-        state = run.optimizer.state[param]
-        assert same_bits(master_of(kind, param.detach(), state[MASTER]), param.detach().float())
-        assert all(same_bits(state[name], before[number][name].float()) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @spread(form=FORMATS, chosen=IMPLEMENTATIONS)

@@ -401,17 +401,6 @@ def test_a_counter_that_is_stored_never_or_twice(folder: Path, edit: Callable[[l
     refused({"step": torch.tensor(0.0)}, folder, r"stored twice in part: step|step \(0 of the 1 elements")
 
 
-def test_a_hole_outside_of_this_rank(folder: Path, mesh: DeviceMesh):
-    """What somebody else lacks is theirs to report."""
-    dcp.save({"a": ragged(WHOLE, mesh, 12)}, checkpoint_id=folder)
-    edit_metadata(folder, lambda metadata: metadata.state_dict_metadata["a"].chunks.pop(1))
-    first_rows = with_chunks(sharded(WHOLE, mesh), torch.zeros(8), chunks_of((6, 4), (0, 8)))
-    load({"a": first_rows}, checkpoint_id=folder)
-    assert torch.equal(memory_of(first_rows), WHOLE.flatten()[:8])
-    last_rows = with_chunks(sharded(WHOLE, mesh), torch.zeros(14), chunks_of((6, 4), (10, 24)))
-    refused({"a": last_rows}, folder, r"2 of the 14 elements")
-
-
 def test_chunks_without_elements_do_no_harm(folder: Path, mesh: DeviceMesh):
     """Empty shards have the dimension's size as their offset; some writers put them elsewhere."""
     dcp.save({"a": sharded(WHOLE, mesh)}, checkpoint_id=folder)

@@ -206,31 +206,17 @@ def test_a_torch_that_keeps_shards_otherwise(mesh: DeviceMesh, monkeypatch: pyte
 # Faults ----------------------------------------------------------------------------------------------------------
 
 
-class Failing(Net):
-    """One block fails, in its forward or in its backward, when it is told to."""
-
-    fails_in = ""
-
-    def forward(self, tokens: Tensor, *, extra: bool = True) -> Tensor:
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 2 and self.fails_in == "forward":
-                raise ZeroDivisionError
-            if number == 2 and self.fails_in == "backward":
-                x.register_hook(_fail)
-        return self.head(x).float().logsumexp(-1).mean()
-
-
-def _fail(gradient: Tensor) -> None:
+def _fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
 def fail(loop: Loop, step: int, where: str) -> None:
-    loop.model.fails_in = where
+    """In the middle of a block."""
+    layer = loop.model.blocks[2].down
+    handle = layer.register_forward_pre_hook(_fail) if where == "forward" else layer.register_full_backward_hook(_fail)
     with pytest.raises(ZeroDivisionError):
         loop.backward(step)
-    loop.model.fails_in = ""
+    handle.remove()
     for module in loop.model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -246,7 +232,7 @@ def fail_once(loop: Loop, step: int) -> None:
 
 @pytest.mark.parametrize("name", ["step", "forward"])
 def test_a_failed_forward_or_backward(mesh: DeviceMesh, name: str) -> None:
-    plain, loop = pair(mesh, on_host(POLICIES[name]), net=Failing)
+    plain, loop = pair(mesh, on_host(POLICIES[name]))
     assert_same_each_step(plain, loop, 6, fail_once)
 
 

@@ -39,16 +39,6 @@ def ragged(mesh: DeviceMesh) -> Tensor:
     return ragged_parts(WHOLE, mesh, 7, 13)
 
 
-def test_saved_as_a_plain_shard_and_loaded_by_chunks_in_place(tmp_path: Path, ragged: Tensor, plain: DTensor):
-    dcp.save({"a": plain}, checkpoint_id=tmp_path)
-    memory = torch.zeros(30)
-    target = with_chunks(plain, memory, chunks_of(ragged))
-    before = memory._version
-    dcp.load({"a": target}, checkpoint_id=tmp_path)
-    assert torch.equal(memory, WHOLE.flatten())
-    assert memory._version > before  # how a pipeline notices that what it had loaded is stale
-
-
 STAGERS: dict[str, Callable[[], Any]] = {
     "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
     "blocking": BlockingAsyncStager,

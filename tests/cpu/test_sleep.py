@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_offload.model.sleep as room
 from fsdp_offload import offload_model, offload_optimizer, reload_model
@@ -361,51 +362,17 @@ def test_memory_that_is_not_torchs_stays_and_is_named(caplog: pytest.LogCaptureF
     assert "unused.grad: it is torch.sparse_coo" in message
 
 
-class Wrapper(Tensor):
-    """A quantized weight, as torchao and Transformer Engine make them: codes, a scale, and what it caches of them."""
-
-    codes: Tensor
-    scale: Tensor
-    cache: Tensor | None
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, cache: Tensor | None = None) -> "Wrapper":
-        del scale, cache
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
-
-    def __init__(self, codes: Tensor, scale: Tensor, cache: Tensor | None = None) -> None:
-        self.codes, self.scale, self.cache = codes, scale, cache
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale", *(["cache"] if self.cache is not None else [])], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> "Wrapper":
-        return cls(**inner)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale, args[0].cache)
-        plain = [arg.codes.float() * arg.scale if isinstance(arg, Wrapper) else arg for arg in args]
-        return func(*plain, **(kwargs or {}))
-
-
 def test_a_wrapper_sleeps_by_its_inner_tensors() -> None:
-    codes, scale = torch.arange(12, dtype=torch.uint8).view(3, 4), torch.tensor(0.5)
-    cache = codes.t().contiguous()
-    model = nn.Module()
-    model.weight = nn.Parameter(Wrapper(codes, scale, cache), requires_grad=False)
-    assert offload_model(model) == 12 + 4 + 12
-    assert [t.untyped_storage().nbytes() for t in (codes, scale, cache)] == [0, 0, 0]
-    for inner in (model.weight, model.weight.codes):
+    """As the quantized weights of torchao and Transformer Engine."""
+    first, second, model = torch.arange(12.0), torch.arange(12.0, 24.0), nn.Module()
+    model.weight, expected = nn.Parameter(TwoTensor(first, second)), [first.clone(), second.clone()]
+    assert offload_model(model) == 2 * 12 * 4
+    assert [inner.untyped_storage().nbytes() for inner in (first, second)] == [0, 0]
+    for inner in (model.weight, model.weight.a):
         with pytest.raises(RuntimeError, match=ASLEEP):
             inner.sum()
     reload_model(model)
-    assert type(model.weight) is Wrapper
-    assert model.weight.cache is not None
-    assert torch.equal(cache, codes.t())
-    assert model.weight.sum() == 33
+    assert all(map(torch.equal, (model.weight.a, model.weight.b), expected))
 
 
 # Host memory --------------------------------------------------------------------------------------------------------

@@ -84,27 +84,6 @@ def test_old_checkpoints_have_counters_that_are_floats() -> None:
     assert_same_runs(loader.train(2), saver.train(2))
 
 
-class LoadsMore(torch.optim.AdamW):
-    extra = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "extra": self.extra}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.extra = state_dict["extra"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "extra"})
-
-
-def test_what_a_class_adds_to_its_state_dict_is_loaded() -> None:
-    plain, run = (Run(LoadsMore, offload=offload).train(0, 1) for offload in (False, True))
-    addresses = [run.state(name)["exp_avg"].data_ptr() for name in USED]
-    for one in (plain, run):
-        one.optimizer.load_state_dict({**one.optimizer.state_dict(), "extra": 7})
-        assert one.optimizer.extra == 7
-    assert [run.state(name)["exp_avg"].data_ptr() for name in USED] == addresses  # it goes straight home
-    assert_same_runs(run.train(2), plain.train(2))
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_hooks_fire_once_and_in_order_and_may_rewrite(offload: bool) -> None:
     run = Run(offload=offload).train(0)

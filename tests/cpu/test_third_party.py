@@ -15,6 +15,7 @@ from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import Net, same
 from tests.overlapping import pair as pair_of_loops
 from tests.parity import One, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+from tests.zoo.local import Momentum
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
@@ -86,31 +87,14 @@ def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:
     pair.assert_same()
 
 
-class Counting(torch.optim.Optimizer):
-    """Separable, with counters in every place: the parameter, the group and the object.
-
-    While ``tallies`` is set, one of the group's depends on how many parameters there are.
-    """
+class Tallying(Momentum):
+    """Separable, until the count of its group depends on how many parameters there are."""
 
     tallies = False
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "tally": 0, "weight_sum": torch.tensor(0.0)})
-        self.updates = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for group in self.param_groups:
-            group["k"] += 1
-            group["weight_sum"] += group["lr"] / group["k"]
-            for param in (param for param in group["params"] if param.grad is not None):
-                group["tally"] += self.tallies
-                state = self.state[param]
-                state["count"] = state.get("count", 0) + 1
-                velocity = state.setdefault("velocity", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
-                param.sub_(velocity * (group["lr"] / group["weight_sum"] * 1e-2 / (self.updates + 1)))
-        self.updates += 1
-        return closure() if closure is not None else None
+    def direction(self, grad: Tensor) -> Tensor:
+        self.param_groups[0]["k"] += self.tallies
+        return grad
 
 
 class OneScale(torch.optim.SGD):
@@ -130,7 +114,7 @@ def trusting(make: Callable[[Any], torch.optim.Optimizer]) -> Pair:
 
 
 def test_a_trusted_class_moves_in_pieces() -> None:
-    pair = trusting(Counting)
+    pair = trusting(Tallying)
     plan = engine_of(pair.offloaded.optimizer).plan
     assert any(len(shard.buckets) > 1 for shard in plan.shards.values()), "nothing is cut"
     assert any(shard.layout.values for shard in plan.shards.values()), "state is learnt when attaching"
@@ -151,14 +135,14 @@ def test_trust_in_what_is_known_to_be_otherwise_is_an_error(make: Any, message: 
 
 
 def test_a_closure_of_a_trusted_class_is_refused() -> None:
-    optimizer = attach(Counting(Zoo().parameters()), trust_separable=True)
+    optimizer = attach(Tallying(Zoo().parameters()), trust_separable=True)
     with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
         optimizer.step(lambda: 1.0)
 
 
 def test_what_shows_later_stops_before_the_next_bucket() -> None:
     """Trust that was misplaced; loading both model and optimizer makes it whole again."""
-    pair = make_pair(Zoo, Counting, policy=None)
+    pair = make_pair(Zoo, Tallying, policy=None)
     pair.train(2)
     attach(pair.offloaded.optimizer, trust_separable=True)
     pair.train(3)
@@ -168,7 +152,7 @@ def test_what_shows_later_stops_before_the_next_bucket() -> None:
     run.optimizer.tallies = True
     run.optimizer.zero_grad()
     run.loss(5).backward()
-    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['tally'\]"):
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['k'\]"):
         run.optimizer.step()
     changed = [name for name, param in run.params.items() if not torch.equal(param, before[name])]
     assert 0 < len(changed) < len(before) - 2

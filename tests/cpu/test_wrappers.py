@@ -194,26 +194,3 @@ def test_signatures_are_those_of_the_class(cls: type[optim.Optimizer]) -> None:
     for name in ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
         assert inspect.signature(getattr(offloaded, name)) == inspect.signature(getattr(plain, name)), name
         assert inspect.signature(getattr(type(offloaded), name)) == inspect.signature(getattr(cls, name)), name
-
-
-def test_a_step_that_takes_more() -> None:
-    pair = make_pair(Net, lambda params: Scaled(params, lr=0.01))
-
-    def step(run: Any, number: int) -> float:
-        run.optimizer.zero_grad()
-        loss = run.loss(number)
-        loss.backward()
-        run.optimizer.step(grad_scaler=4.0)
-        return loss.item()
-
-    pair.train(4, step)
-
-
-@pytest.mark.parametrize("arguments", [(), (True,), (False,)])
-def test_zero_grad(arguments: tuple[bool, ...]) -> None:
-    net = nn.Linear(3, 3)
-    optimizer = attach(optim.AdamW(net.parameters()))
-    net(torch.ones(2, 3)).sum().backward()
-    optimizer.zero_grad(*arguments)
-    grad = net.weight.grad
-    assert grad is None if arguments != (False,) else torch.equal(grad, torch.zeros(3, 3))

@@ -42,14 +42,6 @@ def lost_file(folder: Path, lose: Callable[[Path], None]) -> list[str]:
     return []
 
 
-def another_shape(folder: Path) -> list[str]:
-    """Plain tensors, as no DTensor could be of two shapes."""
-    dcp.save({"whole": WHOLE, "other": WHOLE}, checkpoint_id=folder)
-    loaded = {"whole": torch.zeros(5, 4 + dist.get_rank()), "other": torch.zeros(5, 4)}
-    refused(loaded, folder, r"and current: torch.Size\(\[5, 5\]\) for whole", on={1})
-    return []
-
-
 def own_keys(folder: Path) -> Iterator[str]:
     """As pipeline stages: what the other one requests is not extra, and what neither does is."""
     key = f"layer{dist.get_rank()}"
@@ -77,7 +69,6 @@ CASES: dict[str, Callable[[Path], Iterable[str]]] = {
     "a hole on one rank": hole,
     "a file that one rank needs is gone": partial(lost_file, lose=os.remove),
     "a file that one rank needs is cut short": partial(lost_file, lose=partial(os.truncate, length=100)),
-    "another shape on one rank": another_shape,
     "every rank its own keys": own_keys,
     "interleaved rows": interleaved_rows,
 }

@@ -1,10 +1,13 @@
 """Experts as Megatron-FSDP leaves them: expert, data and tensor parallelism at once, slices uneven, empty, in mid-row.
 
-Saved fused and split, model and state, and loaded at other sizes of all three, bit by bit.
+Saved fused and split, model and state, and loaded at other sizes of all three, bit by bit. Under names that several
+ranks have, none is saved, and an error says so.
 """
 
 import itertools
 import math
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from fsdp_offload.checkpoint import (
     set_optimizer_state_dict,
     with_parameter_chunks,
 )
-from tests.distributed.launch import DEVICE_TYPE, mesh, spawn
+from tests.distributed.launch import DEVICE_TYPE, mesh, spawn, unless_refused
 from tests.distributed.megatron_model import Layout, Module, begin_state, model_state, parameter, wrong_values
 
 pytestmark = pytest.mark.distributed
@@ -128,10 +131,27 @@ def run_leg(folder: Path, number: int, ep: int, dp: int, tp: int, kind: str, *, 
         if parted:
             _, optim = merge_state_dict(values, optim, rules, values=sizes)
         set_optimizer_state_dict(model.module, model.optimizer, optim, experts=model.experts)
-    problems = [*wrong_values(model.optimizer, model.params, model.own)]
+    problems = [*wrong_values(model.optimizer, model.params, model.own), *([] if number else refusals(model))]
     assert not problems, problems
     values, optim = model.state()
     assert {*optim["param_to_group_meta"]} == {f"module.module.{model.experts.global_name(n)}" for n in model.params}
     if parted:
         values, optim = split_state_dict(values, optim, rules, values=sizes)
     save({"model": values, "optimizer": optim}, checkpoint_id=folder / str(number))
+
+
+def refusals(model: Model) -> Iterator[str]:
+    """Before there is a state dict: whatever it would be saved with, it is too late then. To load into, too."""
+    get = partial(get_optimizer_state_dict, model.module, model.optimizer)
+    flat: dict[str, Any] = {"flatten_optimizer_state_dict": True}
+    saved = get(**flat, experts=model.experts)
+    unnumbered = [
+        lambda: with_parameter_chunks(model.module, model_state(model.module)),
+        *(partial(get, **options) for options in ({}, flat, {"fsdp_dtensor": True}, {**flat, "for_load": True})),
+        lambda: set_optimizer_state_dict(model.module, model.optimizer, saved),
+    ]
+    line = "experts=Experts.of_rank(expert_parallel_rank, num_local_experts)"
+    for action in unnumbered:
+        yield from unless_refused(action, ValueError, "experts.linear_fc1", line)
+    yield from unless_refused(lambda: get(experts=model.experts), ValueError, "flatten_optimizer_state_dict=True")
+    set_optimizer_state_dict(model.module, model.optimizer, saved, experts=model.experts)

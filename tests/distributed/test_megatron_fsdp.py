@@ -193,24 +193,6 @@ def run_cut_first(rank: int, world_size: int, folder: Path) -> None:
     save(with_parameter_chunks(model, {"average.w": average}), checkpoint_id=folder / "carried")
     assert torch.equal(read_checkpoint(folder / "carried")["average.w"], whole)
 
-    sibling = FC1.replace("fc1", "fc2")
-    fused = {FC1: value, sibling: model_state(model)[sibling]}
-    split, _ = split_state_dict(fused, None, preset("megatron-swiglu"), values={"tp_size": 2})
-    save({key: split[key] for key in (f"{FC1}_w", f"{FC1}_v")}, checkpoint_id=folder / "split")
-    gates = [part.chunk(2) for part in whole.chunk(2)]
-    for number, half in enumerate("wv"):
-        expected = torch.cat([gate[number] for gate in gates])
-        assert torch.equal(read_checkpoint(folder / "split")[f"{FC1}_{half}"], expected)
-
-    plain = Module()
-    plain.w = torch.nn.Parameter(value)  # a parameter without a slice: its mesh has an order all the same
-    optimizer = torch.optim.AdamW(plain.parameters(), betas=(0.0, 0.0))
-    offload_optimizer(optimizer, model=plain, policy=POLICY)
-    plain.w.grad = average
-    optimizer.step()
-    save(get_optimizer_state_dict(plain, optimizer), checkpoint_id=folder / "state")
-    assert torch.equal(read_checkpoint(folder / "state")["state.w.exp_avg"], whole)
-
 
 # With the package ----------------------------------------------------------------------------------------------------
 

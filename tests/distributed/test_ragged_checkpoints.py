@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ from fsdp_offload.checkpoint import (
     with_chunks,
 )
 from fsdp_offload.fsdp.dtensor import local_shard
-from tests.distributed.launch import mesh, spawn_cases, this_device, unless_refused
+from tests.distributed.launch import mesh, spawn_cases, this_device
 from tests.tiers import world_sizes
 
 pytestmark = pytest.mark.distributed
@@ -125,19 +124,19 @@ POLICY = OffloadPolicy(bucket_bytes=1 << 10)
 
 def test_uneven_shards(tmp_path: Path) -> None:
     cases = {name: partial(uneven_round_trip, tmp_path / name, *ends) for name, ends in ENDS.items()}
-    spawn_cases({**cases, "nothing says it": partial(refused, tmp_path / "refused", *ENDS["4 and 8"])}, 2, tmp_path)
+    spawn_cases(cases, 2, tmp_path)
 
 
-def shard(device_mesh: DeviceMesh, whole: Tensor, begin: int, end: int, *, says: bool = True) -> nn.Parameter:
+def shard(device_mesh: DeviceMesh, whole: Tensor, begin: int, end: int) -> nn.Parameter:
     made = DTensor.from_local(
         whole[begin:end].clone(), device_mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     param = nn.Parameter(made)
-    if says:  # as update_uneven_dtensor_chunk_metadata
-        chunk = ChunkStorageMetadata(offsets=torch.Size((begin, 0)), sizes=torch.Size((end - begin, 5)))
-        local: Any = local_shard(param)
-        local.__create_chunk_list__ = lambda: [chunk]
-        local.__create_write_items__ = lambda fqn, tensor: written(fqn, tensor, chunk)
+    # As update_uneven_dtensor_chunk_metadata.
+    chunk = ChunkStorageMetadata(offsets=torch.Size((begin, 0)), sizes=torch.Size((end - begin, 5)))
+    local: Any = local_shard(param)
+    local.__create_chunk_list__ = lambda: [chunk]
+    local.__create_write_items__ = lambda fqn, tensor: written(fqn, tensor, chunk)
     return param
 
 
@@ -188,18 +187,3 @@ def uneven_round_trip(folder: Path, *ends: int) -> Iterator[str]:
     one, same = (o.state[m.weight]["exp_avg_sq"].to_local() for m, o in ((model, optimizer), (other, resumed)))
     if not torch.equal(one, same) or not torch.equal(other.weight.to_local(), model.weight.to_local()):
         yield "not loaded as it was saved"
-
-
-def refused(folder: Path, *ends: int) -> Iterator[str]:
-    device_mesh, (begin, end) = mesh(2), ends[dist.get_rank() :][:2]
-    model, optimizer = trained(shard(device_mesh, ROWS, begin, end, says=False), begin, end, steps=1)
-    yield from unless_refused(
-        lambda: get_optimizer_state_dict(model, optimizer), ValueError, "it is sharded unevenly, and nothing says how"
-    )
-    yield from unless_refused(
-        lambda: save({"model": {"weight": model.weight.detach()}}, checkpoint_id=folder),
-        *(CheckpointException, "nothing has been written: DCP would save 1 tensors as other parts"),
-    )
-    dist.barrier()
-    if list(folder.glob("*.distcp")):
-        yield "something was written"

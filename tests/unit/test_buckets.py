@@ -59,6 +59,7 @@ def test_ranges_cover_each_shard_once_in_order(specs: list[ShardSpec], bucket_by
         assert all(one.stop == other.start for one, other in itertools.pairwise(mine))
         assert len(mine) == 1 or spec.cuttable
         assert len(mine) == 1 or all(piece.stop > piece.start for piece in mine)
+        assert not any(one.stop % CUT_NUMEL for one in mine[:-1]), "a cut that vectorized kernels cannot take"
 
 
 @quick
@@ -66,19 +67,25 @@ def test_ranges_cover_each_shard_once_in_order(specs: list[ShardSpec], bucket_by
 def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects_it(
     specs: list[ShardSpec], bucket_bytes: int
 ) -> None:
+    """All of them aligned. A bucket of whole shards is one copy."""
     buckets, homes = plan_buckets(specs, bucket_bytes)
+    assert not any(offset % ALIGN_BYTES for offset, _ in leaves_at_home(specs, homes))
     moved: Counter[int] = Counter()  # home bytes
     for bucket in buckets:
+        copies = copies_of(bucket, homes)
+        assert not any(value % ALIGN_BYTES for copy in copies for value in copy)
+        if all((piece.start, piece.stop) == (0, specs[piece.shard].numel) for piece in bucket.ranges):
+            assert [copy.nbytes for copy in copies] == ([bucket.nbytes] if bucket.nbytes else [])
         home_of_slot = {
-            copy.slot_offset + byte: copy.home_offset + byte
-            for copy in copies_of(bucket, homes)
-            for byte in range(copy.nbytes)
+            copy.slot_offset + byte: copy.home_offset + byte for copy in copies for byte in range(copy.nbytes)
         }
-        assert len(home_of_slot) == sum(copy.nbytes for copy in copies_of(bucket, homes)), "copies overlap in the slot"
+        assert len(home_of_slot) == sum(copy.nbytes for copy in copies), "copies overlap in the slot"
+        assert max(home_of_slot, default=-1) < max(1, bucket.nbytes)
         moved.update(home_of_slot.values())
         for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True):
             spec = specs[piece.shard]
             for leaf, slot_offset in enumerate(offsets):
+                assert slot_offset % ALIGN_BYTES == 0
                 skipped = spec.leaf_nbytes[leaf] // spec.numel * piece.start if piece.start else 0
                 home = homes.offsets[piece.shard][leaf] + skipped
                 for byte in range(leaf_range_nbytes(spec, piece, leaf)):
@@ -95,37 +102,6 @@ def leaves_at_home(specs: list[ShardSpec], homes: Homes) -> list[tuple[int, int]
 
 @quick
 @plans
-def test_homes_and_places_in_a_slot_are_aligned_and_disjoint(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    buckets, homes = plan_buckets(specs, bucket_bytes)
-    assert_aligned_and_disjoint(leaves_at_home(specs, homes), homes.nbytes)
-    for bucket in buckets:
-        places = [
-            (offset, leaf_range_nbytes(specs[piece.shard], piece, leaf))
-            for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True)
-            for leaf, offset in enumerate(offsets)
-        ]
-        assert_aligned_and_disjoint(places, bucket.nbytes)
-        assert not any(value % ALIGN_BYTES for copy in copies_of(bucket, homes) for value in copy)
-
-
-def assert_aligned_and_disjoint(places: list[tuple[int, int]], end: int) -> None:
-    assert not any(offset % ALIGN_BYTES for offset, _ in places)
-    used = sorted(place for place in places if place[1])
-    following = [*(offset for offset, _ in used[1:]), end] if used else []
-    assert all(offset + nbytes <= after for (offset, nbytes), after in zip(used, following, strict=True))
-
-
-@quick
-@plans
-def test_cuts_fall_where_vectorized_kernels_can_take_them(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    for bucket in plan_buckets(specs, bucket_bytes)[0]:
-        for piece in bucket.ranges:
-            assert piece.start % CUT_NUMEL == 0
-            assert piece.stop % CUT_NUMEL == 0 or piece.stop == specs[piece.shard].numel
-
-
-@quick
-@plans
 @example([ShardSpec(4000, (32_000, 32_000, 32_000), cuttable=True)], 1024)  # 64 elements of it are more than a bucket
 def test_buckets_keep_within_their_size_where_cuts_allow(specs: list[ShardSpec], bucket_bytes: int) -> None:
     for bucket in plan_buckets(specs, bucket_bytes)[0]:
@@ -137,17 +113,6 @@ def test_buckets_keep_within_their_size_where_cuts_allow(specs: list[ShardSpec],
         ]
         indivisible = sum(map(bool, smallest)) == 1 and max(smallest) > bucket_bytes
         assert bucket.nbytes <= bucket_bytes or indivisible
-
-
-@quick
-@plans
-def test_a_bucket_of_whole_shards_is_one_copy(specs: list[ShardSpec], bucket_bytes: int) -> None:
-    buckets, homes = plan_buckets(specs, bucket_bytes)
-    for bucket in buckets:
-        if all((piece.start, piece.stop) == (0, specs[piece.shard].numel) for piece in bucket.ranges):
-            copies = copies_of(bucket, homes)
-            assert len(copies) == (1 if bucket.nbytes else 0)
-            assert sum(copy.nbytes for copy in copies) == bucket.nbytes
 
 
 @quick

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,23 +13,17 @@ SIZES = st.lists(st.integers(0, 10_000), max_size=30)
 FRACTIONS = st.floats(0, 1)
 
 
-def names(sizes: list[int], fraction: float, *taken: int) -> list[int]:
-    return [index for index, on_host in enumerate(choose_host_share(sizes, fraction, *taken)) if on_host]
-
-
-def test_taken_from_the_end() -> None:
-    assert names([10, 10, 10, 10], 0.5) == [2, 3]
-    assert names([10, 10, 10, 10], 0.0) == []
-    assert names([10, 10, 10, 10], 1.0) == [0, 1, 2, 3]
-
-
-def test_without_state_there_is_nothing_to_update() -> None:
-    assert names([0, 10, 0], 1.0) == [1]
-
-
-def test_what_is_added_later_counts_with_what_was_there() -> None:
-    assert names([10, 10], 0.5, 20, 20) == []
-    assert names([10, 10], 0.5, 20, 0) == [0, 1]
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "taken", "chosen"),
+    [
+        *(([10] * 4, fraction, (), chosen) for fraction, chosen in ((0.5, [2, 3]), (0.0, []), (1.0, [0, 1, 2, 3]))),
+        ([0, 10, 0], 1.0, (), [1]),  # without state there is nothing to update
+        ([10, 10], 0.5, (20, 20), []),  # what is added later counts with what was there
+        ([10, 10], 0.5, (20, 0), [0, 1]),
+    ],
+)
+def test_taken_from_the_end(sizes: list[int], fraction: float, taken: tuple[int, ...], chosen: list[int]) -> None:
+    assert [at for at, on_host in enumerate(choose_host_share(sizes, fraction, *taken)) if on_host] == chosen
 
 
 @given(sizes=SIZES, fraction=FRACTIONS)
