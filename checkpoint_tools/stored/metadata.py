@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, is_count, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
-from .storage import Folder, open_folder
+from .storage import Folder, open_folder, read_file
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 METADATA_FILE = ".metadata"
@@ -49,12 +49,11 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
     """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
-        with folder.open(MANIFEST_FILE) as stream:
-            head, _, body = stream.read().partition(b"\n")
+        head, _, body = read_file(folder, MANIFEST_FILE, _MAX_BYTES).partition(b"\n")
     except FileNotFoundError:
         return None, None
-    except OSError as error:
-        return None, f"cannot be read: {error}"
+    except CheckpointError as error:
+        return None, str(error)
     try:
         expected = {"format": _FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
@@ -113,6 +112,8 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     gc.disable()  # it would visit millions of new objects that all stay
     try:
         checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
+    except CheckpointError:
+        raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     finally:
@@ -126,14 +127,9 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
 def read_content(folder: Folder) -> bytes:
     """Read the metadata file's bytes."""
     try:
-        if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
-            raise _damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
-        with folder.open(METADATA_FILE) as stream:
-            return stream.read()
+        return read_file(folder, METADATA_FILE, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_why_none(folder)) from error
-    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
-        raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
 
 
 def _unpickled(folder: Folder) -> PickledObject:
@@ -155,19 +151,12 @@ def _unpickled(folder: Folder) -> PickledObject:
 
 def _why_none(folder: Folder) -> str:
     try:
-        names = folder.files()
-    except (FileNotFoundError, NotADirectoryError):
+        folder.files()
+    except OSError:
         return f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
-    except OSError as error:
-        return f"{folder.path} cannot be read: {error}"
-    if any(name.startswith("__") and name.endswith(METADATA_FILE) for name in names):
-        return (
-            f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False); load it with as "
-            "many ranks as wrote it, and save it again with use_collectives=True"
-        )
     return (
-        f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
-        "end"
+        f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not end, or "
+        "it was saved with use_collectives=False, and each rank has metadata of its own"
     )
 
 
@@ -216,7 +205,7 @@ class _Reading:
             elif name != "BytesStorageMetadata":
                 raise TypeError(f"{key} is a {name}")
             elif (place := self._place(key, None)) is not None:
-                objects[key] = StoredObject(key, *place)
+                objects[key] = StoredObject(*place)
         for key, offsets in self.places.keys() - self.used:
             what = "is stored" if key not in entries else f"has data at {offsets}"
             self._note(key, f"{what}, but the metadata do not say what they are")
@@ -228,8 +217,8 @@ class _Reading:
                 self._note(key, f"{what}; one of the two names is damaged")
         flattened = self.metadata.get("mcore_data")
         refusal = _FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else ""
-        problems = tuple(self.problems)
-        return Checkpoint(folder.path, folder, tensors, objects, paths, problems, version, refusal=refusal)
+        own, problems = (METADATA_FILE, MANIFEST_FILE), tuple(self.problems)
+        return Checkpoint(folder.path, folder, tensors, objects, paths, problems, own, version, refusal=refusal)
 
     def _note(self, key: str, text: str) -> None:
         self.problems.append(CheckpointProblem(key, text))

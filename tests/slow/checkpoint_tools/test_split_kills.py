@@ -13,7 +13,7 @@ from tests.checkpoint_tools.tool import assert_same, python, shown
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import checkpoint_tools.rewrite.rewrite as save
+import checkpoint_tools.rewrite as save
 from checkpoint_tools.__main__ import app
 
 left = int(sys.argv[1])
@@ -66,7 +66,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-import checkpoint_tools.rewrite.rewrite
+import checkpoint_tools.rewrite
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had
