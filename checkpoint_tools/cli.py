@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
+import rich.console
+import rich.progress
 import typer
 
 from . import rewrite
@@ -55,8 +57,7 @@ Only = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all sizes in bytes.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
-Threads = Annotated[int, typer.Option(min=1, help="How many files are read at the same time.")]
-WriteThreads = Annotated[int, typer.Option("--threads", min=1, help="How many blocks are in work at the same time.")]
+Threads = Annotated[int, typer.Option(min=1, help="How many files, or blocks of them, are in work at the same time.")]
 MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
 
 # What is printed ------------------------------------------------------------------------------------------------------
@@ -84,9 +85,6 @@ def _say_table(lines: Iterable[str]) -> None:
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
     """Show a bar with bytes, rate and time left on standard error, if that is a terminal; yields what to tell."""
-    import rich.console  # the reader of a pipe does not wait for it
-    import rich.progress
-
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -123,7 +121,7 @@ def _with_error_lines(run: Callable[_Options, None]) -> Callable[_Options, None]
         except Exception as error:
             if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
                 raise
-            if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in ("rich", "safetensors"):
+            if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "safetensors":
                 _fail(NEED_EXTRA)
             _fail(
                 f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
@@ -177,7 +175,6 @@ def _verify(
         bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
     ] = False,
     threads: Threads = 4,
-    max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
 ) -> None:
     """List everything that is wrong with a checkpoint.
@@ -187,11 +184,11 @@ def _verify(
     are as written takes --data, which reads all of them. Exit code: 0 whole, 1 something is wrong, 2 it could not be
     checked.
     """
-    memory_bytes, checkpoint = parse_bytes(max_memory), open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     found = verify.check_structure(checkpoint, threads)
     problems, notes, checked = [*found.problems], [*found.notes], ["structure", "files"]
     if finite:
-        problems += verify.check_finite(checkpoint, found.sound, threads, memory_bytes, progress)
+        problems += verify.check_finite(checkpoint, found.sound, threads, progress)
         checked.append("finite values")
     if data:
         problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
@@ -221,7 +218,7 @@ def _diff(
     key_prefix: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="How many keys are compared at the same time.")] = 2,
+    threads: Threads = 2,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
 ) -> None:
@@ -319,7 +316,7 @@ def _exchange(way: Way) -> Callable[..., None]:
                 help="Merge all that the rules match, whether or not split took it apart.",
             ),
         ] = False,
-        threads: WriteThreads = 4,
+        threads: Threads = 4,
         max_memory: MaxMemory = "2GiB",
         dry_run: DryRun = False,
     ) -> None:
@@ -361,7 +358,6 @@ def _convert(
     to: Annotated[
         str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
     ] = None,
-    what: Annotated[str, typer.Option("--what", help="model, optimizer (everything else), or all.")] = "all",
     key_prefix: Annotated[
         str | None,
         typer.Option(
@@ -375,7 +371,7 @@ def _convert(
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: LeftOut = None,
-    threads: WriteThreads = 4,
+    threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
@@ -389,9 +385,8 @@ def _convert(
     """
     run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
     of_torch = to == "torch" or (is_torch_file(source) and not dry_run)
-    takes_all = dtype is None and key_prefix is None and what == "all" and not dry_run and to != "safetensors"
+    takes_all = dtype is None and key_prefix is None and not dry_run and to != "safetensors"
     for is_wrong, text in (
-        (what not in ("model", "optimizer", "all"), f"--what is model, optimizer or all, not {what}"),
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (
             of_torch and not takes_all,
@@ -412,7 +407,7 @@ def _convert(
         run.say_written(*torch_files.to_dcp(source, destination, run.memory_bytes))
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
-        wanted = convert.Wanted(what, key_prefix, excluded or (), shard_bytes, cast_to)
+        wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to)
         new = convert.plan(source, wanted, to=to, threads=threads)
         if dry_run:
             run.show(new, convert.as_table(new))
@@ -430,7 +425,7 @@ def _rename(
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,
     excluded: LeftOut = None,
-    threads: WriteThreads = 4,
+    threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
     """Give the weights of a model, and their state by FQN, the names that another framework has for them.

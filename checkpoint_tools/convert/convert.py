@@ -36,7 +36,6 @@ _LEAVE_OUT = "leave it out with --exclude"
 class Wanted(NamedTuple):
     """Selection of what is converted, and its options; ``key_prefix`` of the model's keys in DCP: None, to find out."""
 
-    what: str = "all"  # or "model" or "optimizer"
     key_prefix: str | None = None
     excluded: Sequence[str] = ()
     shard_bytes: int = 5_000_000_000
@@ -94,10 +93,9 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
             by_name = {name: weight_map[name] for name in sorted(weight_map, key=in_order)}
             content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
             beside[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
-    if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
+    if parts.objects or parts.others or parts.odd:
         beside[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    notes = (*old.notes, *parts.notes)
-    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=notes, beside=beside), parts.prefix
+    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=old.notes, beside=beside), parts.prefix
 
 
 class _Parts:
@@ -106,26 +104,17 @@ class _Parts:
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         keys = _wanted_keys(checkpoint, wanted)
         neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
-        self.notes: list[str] = []
         self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
         model = {key for key in neither if key.startswith(self.prefix)}
-        if not model and (wanted.what == "model" or wanted.key_prefix):
+        if not model and wanted.key_prefix:
             raise CheckpointError(
                 f"{checkpoint.path} has no tensor of a model whose key begins with {self.prefix!r}; look at the keys "
                 "with the command inspect, and give --key-prefix"
             )
-        self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
-        left = [key for key in keys if key not in model]
-        self.others = [key for key in left if key in checkpoint.tensors]
-        self.objects = [key for key in left if key in checkpoint.objects]
-        if wanted.what == "model":
-            for key in self.objects:
-                if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
-                    raise CheckpointError(f"{key} is an object of the model, and no tensor; {_LEAVE_OUT}")
-            if left:
-                self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
-            self.others, self.objects = [], []
-        elif not (self.model or self.others):
+        self.model = [key for key in checkpoint.tensors if key in model]
+        self.others = [key for key in keys if key not in model and key in checkpoint.tensors]
+        self.objects = [key for key in keys if key in checkpoint.objects]
+        if not (self.model or self.others):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted: no tensors")
         # Tensors of the model that were nested in a way that their keys do not tell.
         paths = checkpoint.paths
@@ -165,10 +154,9 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     checkpoint = open_safetensors(source, wanted.key_prefix)
     old = rewrite.whole(checkpoint, threads)
-    what = {key: MODEL if key in checkpoint.model_keys else OPTIMIZER for key in _wanted_keys(checkpoint, wanted)}
-    keys = [key for key in what if wanted.what in ("all", what[key])]
+    keys = _wanted_keys(checkpoint, wanted)
     if not keys:
-        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
+        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")
     new = _new_tensors(checkpoint, keys, checkpoint.model_keys, wanted.dtype)
     pieces: list[Piece] = []
     for key, tensor in new.items():  # chunks as they are stored, and rows of those that are larger than a file may be

@@ -53,7 +53,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     max_memory_bytes: int = 2 << 30,
-    threads: int = 4,
+    threads: int = 2,
     progress: Progress = UNSEEN,
 ) -> list[Difference]:
     """Compare ``keys``, bit by bit or by ``|a - b| <= atol + rtol * |b|``; return the differences in their order."""

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,8 +43,7 @@ UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None
 
 WITHOUT_CHECKSUMS = "torch.serialization.set_crc32_options(False) was in force"
 
-_BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
-_COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
+_BLOCK_NUMEL = 1 << 20  # whose bytes fit into caches, and are long enough for a disk
 
 
 class Findings(NamedTuple):
@@ -177,16 +176,14 @@ def check_items(
         return f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}"
 
     with progress("data", sum(item.length_bytes for file in files for _, item in by_file[file])) as advance:
-        return _in_parallel(by_file, check, files, threads)
+        return _in_parallel(checkpoint, check, files, threads)
 
 
 def _in_parallel(
-    by_file: Mapping[str, Sequence[Entry]],
-    check: Callable[[str, Stored], str | None],
-    files: Sequence[str],
-    threads: int,
+    checkpoint: Checkpoint, check: Callable[[str, Stored], str | None], files: Sequence[str], threads: int
 ) -> list[CheckpointProblem]:
     """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
+    by_file = checkpoint.items_by_file()
 
     def check_file(file: str) -> list[CheckpointProblem]:
         problems = []
@@ -237,22 +234,16 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_finite(
-    checkpoint: Checkpoint,
-    files: Sequence[str],
-    threads: int = 4,
-    max_memory_bytes: int = 2 << 30,
-    progress: Progress = UNSEEN,
+    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, progress: Progress = UNSEEN
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
-    memory_bytes = max_memory_bytes // threads
-    block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
-    reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
+    reader = ItemReader(checkpoint)
 
     def check(key: str, item: Stored) -> str | None:
-        if not isinstance(item, StoredChunk) or not _may_be_infinite(checkpoint.tensors[key].dtype) or not item.numel:
+        if not isinstance(item, StoredChunk) or not _may_be_infinite(checkpoint.tensors[key].dtype):
             return None
         bad, dtype = 0, checkpoint.tensors[key].dtype
-        for block in reader.bits(item, dtype).split(max(block_bytes // dtype.itemsize, 1)):
+        for block in reader.bits(item, dtype).split(_BLOCK_NUMEL):
             bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
         at = f"in its chunk at {item.offsets} in {item.file}"
@@ -260,7 +251,7 @@ def check_finite(
 
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if _may_be_infinite(tensor.dtype))
     with progress("finite values", total) as advance:
-        return _in_parallel(checkpoint.items_by_file(), check, files, threads)
+        return _in_parallel(checkpoint, check, files, threads)
 
 
 def _may_be_infinite(dtype: torch.dtype) -> bool:
@@ -274,7 +265,7 @@ def _not_finite(values: Tensor) -> int:
         if all(map(math.isfinite, extremes)):
             return 0
     wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for small ones
-    return sum(int(block.numel() - torch.isfinite(block.to(wide)).sum()) for block in values.split(_COUNTED_NUMEL))
+    return values.numel() - int(torch.isfinite(values.to(wide)).sum())
 
 
 # The seal ------------------------------------------------------------------------------------------------------------
@@ -316,7 +307,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     files: dict[str, set[Item]] = {}
     for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
         around_crc = checkpoint.opened[item.place].around_crc
-        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, around_crc))
+        files.setdefault(item.file, set()).add((item.offset_bytes, item.length_bytes, around_crc))
     if read_content(checkpoint.folder) != content:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
     made, folder = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.folder

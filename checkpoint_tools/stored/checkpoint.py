@@ -91,12 +91,8 @@ class Opened(NamedTuple):
     around_crc: int  # CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity
 
 
-class Item(NamedTuple):
-    """An item of a file, and the CRC-32 of all of it but large contents."""
-
-    offset_bytes: int
-    length_bytes: int
-    around_crc: int
+Item = tuple[int, int, int]
+"""Offset and length of an item of a file, and the CRC-32 of all of it but large contents."""
 
 
 class CheckpointProblem(NamedTuple):

@@ -39,7 +39,7 @@ crc32: Callable[..., int] = _crc32
 
 _SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
 _PICKLE = "data.pkl"
-_KNOWN_HEADS = 1024
+_MOST_KNOWN = 1024  # beginnings of items, and indices of chunks
 
 
 class DamagedError(Exception):
@@ -311,9 +311,12 @@ class ItemReader:
 
     def read_into(self, bits: Tensor, tensor: StoredTensor, region: TensorRegion) -> None:
         """Read a rectangle into memory for the bytes of its elements, in any order."""
-        if tensor.key not in self._indices:
-            self._indices[tensor.key] = _Index(tensor.chunks)
-        for chunk, met in self._indices[tensor.key].meeting(region):
+        index = self._indices.get(tensor.key)
+        if index is None:
+            if len(self._indices) >= _MOST_KNOWN:
+                self._indices.clear()
+            index = self._indices[tensor.key] = _Index(tensor.chunks)
+        for chunk, met in index.meeting(region):
             found = self.bits(chunk, tensor.dtype).view(*chunk.sizes, tensor.dtype.itemsize)
             bits[_inside(met, region)].copy_(found[_inside(met, chunk.region)])
 
@@ -359,7 +362,7 @@ class ItemReader:
                 return Layout(dtype, chunk.sizes, len(head))
         layout = self._compared_layout(chunk, view)
         if layout is not None and layout.start_bytes and layout.dtype == dtype and chunk.length_bytes <= _SMALL_BYTES:
-            if len(self._heads) >= _KNOWN_HEADS:
+            if len(self._heads) >= _MOST_KNOWN:
                 self._heads.clear()
             begin = layout.start_bytes
             self._heads[shape] = bytes(view[:begin]), begin + chunk.numel * dtype.itemsize

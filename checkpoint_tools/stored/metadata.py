@@ -59,7 +59,10 @@ def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | Non
         if json.loads(head) != expected or not body.endswith(b"\n"):
             raise ValueError
         found = json.loads(body)
-        files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
+        files = {
+            str(file): tuple((int(at), int(nbytes), int(crc)) for at, nbytes, crc in items)
+            for file, items in found["files"].items()
+        }
         sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
@@ -143,7 +146,7 @@ def _unpickled(folder: Folder) -> PickledObject:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    found = _name_of(metadata)
     if not isinstance(metadata, PickledObject) or found not in ("Metadata", "MCoreMetadata"):
         raise _damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
@@ -196,12 +199,12 @@ class _Reading:
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._place_item(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
+            self._place_item(_attributes(index, "MetadataIndex"), _attributes(info, "_StorageInfo"))
         tensors, objects = {}, {}
         for key in sorted(map(_text, entries), key=natural_order):
-            name = _record(entries[key]).name
+            name = _name_of(entries[key])
             if name == "TensorStorageMetadata":
-                tensors[key] = self._tensor(key, _state(entries[key], name))
+                tensors[key] = self._tensor(key, _attributes(entries[key], name))
             elif name != "BytesStorageMetadata":
                 raise TypeError(f"{key} is a {name}")
             elif (place := self._place(key, None)) is not None:
@@ -244,11 +247,14 @@ class _Reading:
         shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        dtype = _dtype(_record(entry.get("properties"), "TensorProperties"))
+        properties = _state(entry.get("properties"), "TensorProperties")  # as torch before 2.3 wrote it, attributes
+        dtype = properties.get("dtype") if isinstance(properties, dict) else (properties or (None,))[0]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a dtype is a {type(dtype).__name__}")
         if not isinstance(stored, list | tuple):
             raise TypeError("a tensor has no list of chunks")
         for found in stored:
-            chunk = _state(found, "ChunkStorageMetadata")
+            chunk = _attributes(found, "ChunkStorageMetadata")
             offsets, sizes = _counts(chunk.get("offsets")), _counts(chunk.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 self._note(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
@@ -268,15 +274,19 @@ class _Reading:
 # Values that others have written: none is printed or taken apart before it is known to be small.
 
 
-def _record(value: object, name: str | None = None) -> PickledObject:
-    if not isinstance(value, PickledObject) or (name is not None and value.name != name):
-        found = value.name if isinstance(value, PickledObject) else type(value).__name__
-        raise TypeError(f"a {found} where {'an object' if name is None else f'a {name}'} is expected")
-    return value
+def _name_of(value: object) -> str:
+    return value.name if isinstance(value, PickledObject) else type(value).__name__
 
 
-def _state(value: object, name: str) -> dict[str, Any]:
-    state = _record(value, name).state or {}
+def _state(value: object, name: str) -> Any:
+    """Return what was set of an object of this class."""
+    if not isinstance(value, PickledObject) or value.name != name:
+        raise TypeError(f"a {_name_of(value)} where a {name} is expected")
+    return value.state
+
+
+def _attributes(value: object, name: str) -> dict[str, Any]:
+    state = _state(value, name) or {}
     if not isinstance(state, dict):
         raise TypeError(f"a {name} has no attributes")
     return state
@@ -301,15 +311,6 @@ def _counts(values: object) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value <= MAX_INT64:
             _count(value)
     return tuple(values)
-
-
-def _dtype(properties: PickledObject) -> torch.dtype:
-    """Properties are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it."""
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is a {type(dtype).__name__}")
-    return dtype
 
 
 @functools.lru_cache

@@ -1,6 +1,5 @@
 """The commands as people use them: from a shell, with errors in one line, and nothing left behind."""
 
-import io
 import json
 import os
 import shlex
@@ -93,9 +92,6 @@ def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     planned = tool.shown("convert", saved, tmp_path / "made", "--dry-run")
     assert "model-00001-of-00001.safetensors" in planned
     assert "to be written: 7 tensors as safetensors" in planned
-    assert "note: 7 keys not of the model, left out" in tool.shown(
-        "convert", saved, tmp_path / "made", "--dry-run", "--what", "model"
-    )
     assert tool.names(tmp_path) == []
     last = tool.shown("convert", saved, "made", "--shard-size", "100", "--threads", 1, cwd=tmp_path).splitlines()[-1]
     assert last.startswith("made: 7 tensors as safetensors, ")
@@ -172,10 +168,9 @@ convert @nowhere @new                         | is not a folder
 convert @nowhere.safetensors @new             | nowhere.safetensors: No such file
 convert @uncovered @new                       | model.layers.2.weight: 1 of 4 elements are in no chunk
 convert @hostile @new                         | asks for posix.system
-convert @extra @new --what model              | model.a._extra_state is an object of the model
 convert @complex @new                         | model.a is complex128, which safetensors do not have; leave it out
 convert @named @new                           | would be named '__metadata__'
-convert @only @new --what model               | has no tensor of a model
+convert @only @new --key-prefix model.        | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
 convert @saved @new --to dcp                  | is a checkpoint of DCP already
 convert @made @new --to safetensors           | is safetensors already
@@ -207,7 +202,6 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     trap, one = saves.Trap(tmp_path / "sprung"), torch.ones(2)
     states: dict[str, dict[str, Any]] = {
         "complex": {"model": {"a": torch.ones(2, dtype=torch.complex128)}},
-        "extra": {"model": {"a": one, "a._extra_state": io.BytesIO(b"x")}},
         "object": {"model": {"a": one}, "thing": saves.Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
         "objects": {"a": "text"},
@@ -245,7 +239,6 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         command, _, message = line.partition(" | ")
         tool.assert_one_line(tool.run(*shlex.split(command.replace("@", f"{tmp_path}/"))), message)
     assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
-    tool.shown("convert", tmp_path / "extra", tmp_path / "new", "--exclude", "*_extra_state")
 
 
 def entry(metadata: Any, key: str) -> Any:
@@ -346,11 +339,10 @@ HELP = """
 split --help                               | 0 | run the same command again after a kill
 verify                                     | 2 | Missing argument
 verify x --no-such-option                  | 2 | No such option
-verify x --max-memory much                 | 2 | error: 'much' is not a size
+diff x y --max-memory much                 | 2 | error: 'much' is not a size
 split x y --value tp_size=two              | 2 | --value is NAME=NUMBER
-convert x y --what else                    | 2 | --what is model, optimizer or all
 convert x y --dtype int4                   | 2 | --dtype is fp32, bf16, fp16, fp64, not int4
-convert x y.pt --to torch --what model     | 2 | all is taken as it is
+convert x y.pt --to torch --dtype bf16     | 2 | all is taken as it is
 convert x.pt y --exclude *                 | 2 | --exclude is not for files of torch.save
 rename x y                                 | 2 | Missing option
 """
