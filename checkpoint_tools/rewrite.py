@@ -2,7 +2,7 @@
 
 ::
 
-    open_whole ──▶ Whole ──plan──▶ Rewrite: files ─▶ pieces ──torch.save of each──▶ DST.partial ──rename──▶ DST
+    open_whole ──▶ Checkpoint ──plan──▶ Rewrite: files ─▶ pieces ──torch.save of each──▶ DST.partial ──rename──▶ DST
 
 =========  ============================================================================================================
 direction  piece
@@ -36,6 +36,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
@@ -67,14 +68,6 @@ _SLICE_BYTES = 1 << 20
 _MARK = ".being-written"  # in a partial folder: it is one of these tools
 
 # The plan -------------------------------------------------------------------------------------------------------------
-
-
-class Whole(NamedTuple):
-    """A checkpoint that nothing is missing of; the names of its sidecars; and what people should know about both."""
-
-    checkpoint: Checkpoint
-    files: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 class Piece(NamedTuple):
@@ -119,14 +112,14 @@ class Rewrite(NamedTuple):
         }
 
 
-def open_whole(source: str, threads: int) -> Whole:
-    """Open a checkpoint of DCP that nothing is missing of, and list the files beside its data."""
+def open_whole(source: str, threads: int) -> Checkpoint:
+    """Open a checkpoint of DCP that nothing is missing of, with the files beside its data."""
     return whole(open_dcp(source), threads)
 
 
-def plan(source: Whole, way: Way, request: Request) -> Rewrite:
+def plan(source: Checkpoint, way: Way, request: Request) -> Rewrite:
     """Plan the split or the merge of a checkpoint."""
-    exchange, asked = find_exchange(way, source.checkpoint, request)
+    exchange, asked = find_exchange(way, source, request)
     new = plan_rewrite(source, exchange)
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
@@ -159,9 +152,8 @@ def as_table(rewrite: Rewrite) -> list[str]:
     return table(("fused tensor", "parts", "shape", "dtype"), (), rows)
 
 
-def plan_rewrite(source: Whole, exchange: Exchange) -> Rewrite:
+def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
     """Plan the new checkpoint. No data are read."""
-    checkpoint = source.checkpoint
     if checkpoint.refusal:
         raise CheckpointError(checkpoint.refusal)
     new = _NewFiles(checkpoint)
@@ -190,10 +182,8 @@ def plan_rewrite(source: Whole, exchange: Exchange) -> Rewrite:
         for rank, pieces in enumerate(new.pieces.values())
         for number, some in enumerate(in_files(pieces, lambda piece: piece.nbytes, _FILE_BYTES))
     }
-    beside = dict.fromkeys(source.files)
-    return Rewrite(
-        checkpoint, new.tensors, tuple(new.objects), files, paths, exchange, notes=source.notes, beside=beside
-    )
+    notes, beside = checkpoint.notes, dict.fromkeys(checkpoint.beside)
+    return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange, notes=notes, beside=beside)
 
 
 class _NewFiles:
@@ -227,6 +217,7 @@ class _NewFiles:
 
     def add_split(self, fusion: Fusion) -> None:
         stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
+        most = LARGEST_PIECE_BYTES // fusion.dtype.itemsize
         for source in stored:
             rectangles = [(source.region, 0)]  # and where each begins in the memory of the chunk
             if fusion.is_flat:
@@ -237,9 +228,7 @@ class _NewFiles:
                 for part, chunk in _pieces_of(fusion, region):
                     key = fusion.parts[part]
                     empty.pop(key, None)
-                    for small in stretches(
-                        TensorRegion(chunk.offsets, chunk.sizes), LARGEST_PIECE_BYTES // fusion.dtype.itemsize
-                    ):
+                    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), most):
                         moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
                         start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
                         self.add(source.file, _carved(key, small, fusion.dtype, source, start, chunk.local_strides))
@@ -402,8 +391,8 @@ _DATA = re.compile(
 )
 
 
-def whole(checkpoint: Checkpoint, threads: int) -> Whole:
-    """Check a checkpoint, and list the files beside its data."""
+def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
+    """Check that nothing is missing of a checkpoint; return it with the files beside its data, and notes on both."""
     check_whole(checkpoint, threads)
     folder, known = checkpoint.folder, {*(checkpoint.own_files or ()), *checkpoint.items_by_file()}
     files: list[str] = []
@@ -425,7 +414,8 @@ def whole(checkpoint: Checkpoint, threads: int) -> Whole:
             left.append(name)
     listed = (("copied", files), ("not copied, as not of the checkpoint", left))
     notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
-    return Whole(checkpoint, tuple(files), (*notes, *checkpoint.notes, *notes_on_checksums(checkpoint)))
+    notes += [*checkpoint.notes, *notes_on_checksums(checkpoint)]
+    return replace(checkpoint, beside=tuple(files), notes=tuple(notes))
 
 
 def _files_in(folder: Folder, name: str) -> Iterator[str]:

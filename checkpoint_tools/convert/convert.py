@@ -65,12 +65,12 @@ def as_table(new: Rewrite) -> list[str]:
 
 
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    old = rewrite.open_whole(source, threads)
-    checkpoint, parts = old.checkpoint, _Parts(old.checkpoint, wanted)
+    checkpoint = rewrite.open_whole(source, threads)
+    parts = _Parts(checkpoint, wanted)
     new = _new_tensors(checkpoint, [*parts.model, *parts.others], frozenset(parts.model), wanted.dtype)
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
-    beside: dict[str, bytes | None] = dict.fromkeys(old.files)
+    beside: dict[str, bytes | None] = dict.fromkeys(checkpoint.beside)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
@@ -95,7 +95,7 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
             beside[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
     if parts.objects or parts.others or parts.odd:
         beside[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=old.notes, beside=beside), parts.prefix
+    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=checkpoint.notes, beside=beside), parts.prefix
 
 
 class _Parts:
@@ -152,8 +152,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
 
 
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    checkpoint = open_safetensors(source, wanted.key_prefix)
-    old = rewrite.whole(checkpoint, threads)
+    checkpoint = rewrite.whole(open_safetensors(source, wanted.key_prefix), threads)
     keys = _wanted_keys(checkpoint, wanted)
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")
@@ -171,8 +170,8 @@ def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
         assert content is not None, "opening safetensors reads all objects"
         shards[-1].append(given(key, content))
     files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
-    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(old.files)
-    made = Rewrite(checkpoint, new, objects, files, paths, notes=old.notes, beside=beside)
+    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(checkpoint.beside)
+    made = Rewrite(checkpoint, new, objects, files, paths, notes=checkpoint.notes, beside=beside)
     return made, checkpoint.key_prefix
 
 

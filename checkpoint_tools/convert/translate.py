@@ -179,7 +179,7 @@ def translate(
     names |= {
         name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
     }
-    values, notes = with_told(old.checkpoint, names, given)
+    values, notes = with_told(old, names, given)
     notes += old.notes
     work = steps(family, *frameworks, values)
     # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
@@ -196,13 +196,13 @@ def translate(
                 old = rewrite.open_whole(f"{room}/{number - 1}", threads)
             left_out = excluded if number <= first_rename else ()
             if isinstance(step, Rename):
-                new = rewrite.plan_rewrite(old, rename_exchange(old.checkpoint, step, left_out))
+                new = rewrite.plan_rewrite(old, rename_exchange(old, step, left_out))
             else:
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            beside: dict[str, bytes | None] = dict.fromkeys(old.files)  # without the record of a split
+            beside: dict[str, bytes | None] = dict.fromkeys(old.beside)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}

@@ -114,6 +114,7 @@ class Checkpoint:
     problems: tuple[CheckpointProblem, ...]  # in which the metadata contradict themselves; such chunks are left out
     own_files: tuple[str, ...] | None  # without data; None of one file of safetensors, which has nothing beside it
     version: str | None = None  # of the format of DCP; None as of torch before 2.6
+    beside: tuple[str, ...] = ()  # other files that belong to it, of one that was found to be whole
     key_prefix: str = ""  # of a model's keys here, and not in its safetensors
     model_keys: frozenset[str] = frozenset()  # those of the tensors in safetensors of a model
     notes: tuple[str, ...] = ()  # what nobody can find out about it, and people should know
