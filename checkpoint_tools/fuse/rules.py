@@ -142,7 +142,9 @@ class Rule:
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
         groups = _evaluated(self.groups, values, where)
         if groups < 1:
-            raise CheckpointError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as divided it")
+            raise CheckpointError(
+                f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into"
+            )
         count = len(self.parts)
         if self.layout == "stacked":
             sizes = [1] * count
