@@ -10,45 +10,25 @@ import base64
 import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import rewrite
 from ..core.regions import TensorRegion, stretches, whole_of
-from ..core.text import (
-    CheckpointError,
-    check_patterns,
-    counted,
-    dtype_name,
-    human_bytes,
-    is_excluded,
-    natural_order,
-    table,
-)
+from ..core.text import CheckpointError, check_patterns, counted, dtype_name, human_bytes, is_excluded, table
+from ..core.text import natural_order as in_order
 from ..fuse.names import sorted_out
-from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
+from ..rewrite import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
+from ..stored import safetensors_folder as folder
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
-from ..stored.safetensors_folder import (
-    INDEX_SUFFIX,
-    METADATA_KEY,
-    MODEL,
-    NAMES,
-    OBJECTS_FILE,
-    OBJECTS_FORMAT,
-    OPTIMIZER,
-    SUFFIX,
-    is_safetensors,
-    open_safetensors,
-    path_of,
-    with_header,
-)
-from ..stored.storage import CASTABLE
+from ..stored.safetensors_folder import MODEL, OPTIMIZER, open_safetensors, path_of
 
-_CASTABLE = {getattr(torch, name) for name in CASTABLE.values()}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Dtypes that a model can be cast to, by the names of the command line."""
+
 _DEFAULT_PREFIX = f"{MODEL}."
 _LEAVE_OUT = "leave it out with --exclude"
 
@@ -56,7 +36,6 @@ _LEAVE_OUT = "leave it out with --exclude"
 class Wanted(NamedTuple):
     """Selection of what is converted, and its options; ``key_prefix`` of the model's keys in DCP: None, to find out."""
 
-    what: Literal["model", "optimizer", "all"] = "all"
     key_prefix: str | None = None
     excluded: Sequence[str] = ()
     shard_bytes: int = 5_000_000_000
@@ -67,7 +46,7 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors or dcp, not {to}")
-    expected = "dcp" if is_safetensors(source) else "safetensors"
+    expected = "dcp" if folder.is_safetensors(source) else "safetensors"
     if to not in (None, expected):
         other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"
         raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
@@ -79,48 +58,44 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
 
 def as_table(new: Rewrite) -> list[str]:
     """Return a table with a row for each file: its first tensor, count and size."""
-    keys = {
-        file: list(dict.fromkeys(piece.key for piece in pieces if piece.region is not None))
-        for file, pieces in new.files.items()
-    }
     sizes = new.file_bytes().items()
+    keys = {file: list(dict.fromkeys(each.key for each in new.files[file] if each.region)) for file, _ in sizes}
     rows = ((file, *(keys[file] or [""])[:1], f"{len(keys[file]):,}", human_bytes(nbytes)) for file, nbytes in sizes)
     return table(("file", "first"), ("tensors", "size"), rows)
 
 
 def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    old = rewrite.open_whole(source, threads)
-    checkpoint, parts = old.checkpoint, _Parts(old.checkpoint, wanted)
+    checkpoint = rewrite.open_whole(source, threads)
+    parts = _Parts(checkpoint, wanted)
     new = _new_tensors(checkpoint, [*parts.model, *parts.others], frozenset(parts.model), wanted.dtype)
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
-    beside: dict[str, bytes | None] = dict.fromkeys(old.files)
+    beside: dict[str, bytes | None] = dict.fromkeys(checkpoint.beside)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
-            if (dtype := checkpoint.tensors[key].dtype) not in NAMES:
+            if (dtype := checkpoint.tensors[key].dtype) not in folder.NAMES:
                 raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
-            if name in (METADATA_KEY, ""):
+            if name in (folder.METADATA_KEY, ""):
                 raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
-        shards = in_files([Piece(key, None, new[key].nbytes, given(b"")) for key in keys], wanted.shard_bytes)
+        shards = in_files(keys, lambda key: new[key].nbytes, wanted.shard_bytes)
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
-            file = f"{part}-{number:05}-of-{len(shards):05}{SUFFIX}"
-            own = {names[piece.key]: piece.key for piece in shard}
-            heads[file], placed = with_header((name, new[key]) for name, key in own.items())
-            wholes = [(own[name], whole_of(new[own[name]].shape)) for name in placed]
+            file = f"{part}-{number:05}-of-{len(shards):05}{folder.SUFFIX}"
+            own = {names[key]: key for key in shard}
+            heads[file], placed = folder.with_header((name, new[key]) for name, key in own.items())
+            wholes = ((own[name], whole_of(new[own[name]].shape)) for name in placed)
             files[file] = [piece for each in wholes for piece in _pieces(checkpoint, new, *each)]
             weight_map.update(dict.fromkeys(own, file))
         if names:
             prefix = {"key_prefix": parts.prefix} if part == MODEL else {}
             metadata = {"total_size": sum(new[key].nbytes for key in keys), **prefix}
-            by_name = dict(sorted(weight_map.items(), key=lambda each: natural_order(each[0])))
+            by_name = {name: weight_map[name] for name in sorted(weight_map, key=in_order)}
             content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
-            beside[f"{part}{INDEX_SUFFIX}"] = content.encode() + b"\n"
-    if wanted.what != "model" and (parts.objects or parts.others or parts.odd):
-        beside[OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    notes = (*old.notes, *parts.notes)
-    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=notes, beside=beside), parts.prefix
+            beside[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
+    if parts.objects or parts.others or parts.odd:
+        beside[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
+    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=checkpoint.notes, beside=beside), parts.prefix
 
 
 class _Parts:
@@ -129,26 +104,17 @@ class _Parts:
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         keys = _wanted_keys(checkpoint, wanted)
         neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
-        self.notes: list[str] = []
         self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
         model = {key for key in neither if key.startswith(self.prefix)}
-        if not model and (wanted.what == "model" or wanted.key_prefix):
+        if not model and wanted.key_prefix:
             raise CheckpointError(
                 f"{checkpoint.path} has no tensor of a model whose key begins with {self.prefix!r}; look at the keys "
                 "with the command inspect, and give --key-prefix"
             )
-        self.model = [key for key in checkpoint.tensors if key in model] if wanted.what != "optimizer" else []
-        left = [key for key in keys if key not in model]
-        self.others = [key for key in left if key in checkpoint.tensors]
-        self.objects = [key for key in left if key in checkpoint.objects]
-        if wanted.what == "model":
-            for key in self.objects:
-                if "_extra_state" in key or (self.prefix and key.startswith(self.prefix)):
-                    raise CheckpointError(f"{key} is an object of the model, and no tensor; {_LEAVE_OUT}")
-            if left:
-                self.notes.append(f"{counted(len(left), 'key')} not of the model, left out")
-            self.others, self.objects = [], []
-        elif not (self.model or self.others):
+        self.model = [key for key in checkpoint.tensors if key in model]
+        self.others = [key for key in keys if key not in model and key in checkpoint.tensors]
+        self.objects = [key for key in keys if key in checkpoint.objects]
+        if not (self.model or self.others):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted: no tensors")
         # Tensors of the model that were nested in a way that their keys do not tell.
         paths = checkpoint.paths
@@ -174,45 +140,39 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     """Write objects in base64, as ``torch.save`` wrote them, unopened."""
     stored = {}
     reader = ItemReader(checkpoint)
-    for key in sorted(parts.objects, key=natural_order):
+    for key in sorted(parts.objects, key=in_order):
         item = checkpoint.objects[key]
         reader.check(item, data=True)
         stored[key] = base64.b64encode(reader.view(item)).decode()
     known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
-    kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=natural_order)
+    kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=in_order)
     paths = {key: list(known.get(key, (key,))) for key in kept}
-    found = {"format": OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": paths}
+    found = {"format": folder.OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": paths}
     return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    folders = open_safetensors(source, wanted.key_prefix)
-    checkpoint = folders.checkpoint
-    old = rewrite.whole(checkpoint, None if PurePath(source).suffix == SUFFIX else folders.own_files, threads)
-    keys = [
-        key
-        for key in _wanted_keys(checkpoint, wanted)
-        if wanted.what == "all" or (wanted.what == MODEL) == (key in folders.model_keys)
-    ]
+    checkpoint = rewrite.whole(open_safetensors(source, wanted.key_prefix), threads)
+    keys = _wanted_keys(checkpoint, wanted)
     if not keys:
-        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --what and --exclude")
-    new = _new_tensors(checkpoint, keys, folders.model_keys, wanted.dtype)
+        raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")
+    new = _new_tensors(checkpoint, keys, checkpoint.model_keys, wanted.dtype)
     pieces: list[Piece] = []
     for key, tensor in new.items():  # chunks as they are stored, and rows of those that are larger than a file may be
         numel = max(wanted.shard_bytes // tensor.dtype.itemsize, 1)
         for chunk in checkpoint.tensors[key].chunks:
-            for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), numel):
+            for small in stretches(chunk.region, numel):
                 pieces += _pieces(checkpoint, new, key, small)
-    shards = in_files(pieces, wanted.shard_bytes) or [[]]
+    shards = in_files(pieces, lambda piece: piece.nbytes, wanted.shard_bytes) or [[]]
     objects = tuple(key for key in keys if key in checkpoint.objects)
     for key in objects:
         content = checkpoint.objects[key].content
         assert content is not None, "opening safetensors reads all objects"
-        shards[-1].append(Piece(key, None, len(content), given(content)))
+        shards[-1].append(given(key, content))
     files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
-    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(old.files)
-    made = Rewrite(checkpoint, new, objects, files, paths, notes=old.notes, beside=beside)
-    return made, folders.key_prefix
+    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(checkpoint.beside)
+    made = Rewrite(checkpoint, new, objects, files, paths, notes=checkpoint.notes, beside=beside)
+    return made, checkpoint.key_prefix
 
 
 def _new_tensors(
@@ -220,7 +180,7 @@ def _new_tensors(
 ) -> dict[str, StoredTensor]:
     """Return the new ones among ``keys``: the model's floats get the dtype."""
     found = {key: checkpoint.tensors[key]._replace(chunks=()) for key in keys if key in checkpoint.tensors}
-    cast = {key for key, tensor in found.items() if dtype and key in model_keys and tensor.dtype in _CASTABLE}
+    cast = {key for key, tensor in found.items() if dtype and key in model_keys and tensor.dtype in DTYPES.values()}
     return {key: tensor._replace(dtype=dtype) if dtype and key in cast else tensor for key, tensor in found.items()}
 
 

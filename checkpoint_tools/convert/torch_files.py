@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..core.regions import whole_of
 from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
-from ..look.verify import check_whole, notes_on_checksums, seal
-from ..rewrite.rewrite import appearing, check_destination
+from ..look.verify import WITHOUT_CHECKSUMS, check_whole, notes_on_checksums, seal
+from ..rewrite import appearing
 from ..stored.checkpoint import Checkpoint
-from ..stored.items import Archive, DamagedError, ItemReader, NotPlainError, plain_load
+from ..stored.items import Archive, DamagedError, ItemReader, plain_load
 from ..stored.safetensors_folder import open_checkpoint
 from ..stored.storage import Folder
 
@@ -36,20 +36,13 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
 
 def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, list[str]]:
     """Write a checkpoint with everything in a file; return what is at its top, and notes."""
-    check_destination(source, destination)
+    folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
     try:
-        folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
         with warnings.catch_warnings(action="ignore"):  # of protocols that torch may not know, which is an error later
-            state = plain_load(archive, source, mmap=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source} is not there") from error
+            state = plain_load(archive, source, source, mmap=True)
     except DamagedError as error:
         raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
-    except NotPlainError as error:
-        raise CheckpointError(
-            f"{source} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
-        ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
     _check_values(source, state, max_memory_bytes)
@@ -61,8 +54,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, l
             reason = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error
         seal(made)
-    why = "torch.serialization.set_crc32_options(False) was in force"
-    notes = [] if archive.has_crcs else [f"the data of {source} cannot be compared with checksums: {why}"]
+    notes = [] if archive.has_crcs else [f"the data of {source} cannot be compared with checksums: {WITHOUT_CHECKSUMS}"]
     return f"{counted(len(state), 'value')} as a checkpoint of DCP", notes
 
 
@@ -82,7 +74,6 @@ def _check_values(source: str, state: Mapping[str, Any], max_memory_bytes: int) 
 
 def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> tuple[str, list[str]]:
     """Write one file with everything in a checkpoint, nested as it was; return what is in it, and notes."""
-    check_destination(source, destination)
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, 1)
     check_patterns("--exclude", excluded, [*checkpoint.tensors, *checkpoint.objects])

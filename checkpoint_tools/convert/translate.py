@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import rewrite
 from ..core.text import CheckpointError, is_excluded, some_of
-from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, complete, read_groups, with_told
+from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, read_groups, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
 from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
 from ..look.verify import Progress
-from ..rewrite import rewrite
-from ..rewrite.rewrite_plan import plan_rewrite
 from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
+_FRAMEWORKS = resources.files(__package__) / "frameworks"
 
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
@@ -56,21 +56,15 @@ class Fuse(NamedTuple):
 
 
 @functools.cache
-def family_names() -> tuple[str, ...]:
-    """Names of the families."""
-    files = (resources.files(__package__) / "frameworks").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
-
-
-@functools.cache
 def _family(name: str) -> Mapping[str, Any]:
     """Read the data file of a family: one that comes with the tools, or a TOML file of the user's."""
     if not name.endswith(".toml"):
-        if name not in family_names():
+        files = {file.name.removesuffix(".toml"): file for file in _FRAMEWORKS.iterdir()}
+        if name not in files:
             raise CheckpointError(
-                f"no family {name!r}; there are {', '.join(family_names())}, or a TOML file of your own"
+                f"no family {name!r}; there are {', '.join(sorted(files))}, or a TOML file of your own"
             )
-        return tomllib.loads((resources.files(__package__) / "frameworks" / f"{name}.toml").read_text())
+        return tomllib.loads(files[name].read_text())
     try:
         found = tomllib.loads(Path(name).read_text())
     except ValueError as error:
@@ -149,16 +143,13 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
     for state in names.states:
         found.copy(state, [] if is_excluded(state.key, excluded) else new_names(state.fqn))
     for name, content in read_groups(checkpoint, names.groups).items():
-        found.relist(name, content, {str(fqn): new_names(str(fqn)) for fqn in listed(content, name)})
+        found.relist(name, content, {fqn: new_names(fqn) for fqn in listed(content, name)})
     if unknown:
         raise CheckpointError(
             f"no name is known for {some_of(unknown, 3)}. Is it this family, and this "
             "framework? What is to be left out can be named with --exclude"
         )
-    try:
-        found.check_new_keys({*checkpoint.tensors, *checkpoint.objects})
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    found.check_new_keys({*checkpoint.tensors, *checkpoint.objects})
     return found
 
 
@@ -188,7 +179,7 @@ def translate(
     names |= {
         name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
     }
-    values, notes = with_told(old.checkpoint, names, given)
+    values, notes = with_told(old, names, given)
     notes += old.notes
     work = steps(family, *frameworks, values)
     # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
@@ -205,13 +196,13 @@ def translate(
                 old = rewrite.open_whole(f"{room}/{number - 1}", threads)
             left_out = excluded if number <= first_rename else ()
             if isinstance(step, Rename):
-                new = plan_rewrite(old.checkpoint, rename_exchange(old.checkpoint, step, left_out))
+                new = rewrite.plan_rewrite(old, rename_exchange(old, step, left_out))
             else:
                 known = {name: v for name, v in values.items() if any(name in rule.value_names for rule in step.rules)}
                 request = Request(step.rules, known, left_out, is_sure=True)
-                new = rewrite.plan(old, step.way, complete(old.checkpoint, step.way, request))
+                new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            beside: dict[str, bytes | None] = dict.fromkeys(old.files)  # without the record of a split
+            beside: dict[str, bytes | None] = dict.fromkeys(old.beside)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}

@@ -24,7 +24,7 @@ A *stretch* of a rectangle is a smaller one whose elements follow each other in 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks
 from fsdp_offload.checkpoint.chunks import contiguous_strides
@@ -157,16 +157,6 @@ def whole_of(shape: Shape) -> TensorRegion:
     return TensorRegion((0,) * len(shape), shape)
 
 
-class Placed(Protocol):
-    """Anything that has a place in a tensor."""
-
-    @property
-    def offsets(self) -> Shape: ...  # noqa: D102
-
-    @property
-    def sizes(self) -> Shape: ...  # noqa: D102
-
-
 def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
     """Divide a rectangle into stretches of at most ``max_numel`` elements, in the order of its memory."""
     offsets, sizes = region
@@ -183,7 +173,7 @@ def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
             yield TensorRegion(at, (*(1 for _ in outer), min(step, sizes[dim] - start), *sizes[dim + 1 :]))
 
 
-def common(one: Placed, other: Placed) -> TensorRegion | None:
+def common(one: TensorRegion, other: TensorRegion) -> TensorRegion | None:
     """Return the rectangle that both have in common, or None."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

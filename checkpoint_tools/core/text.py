@@ -17,11 +17,10 @@ NEED_EXTRA = (
 )
 
 
-class CheckpointError(Exception):
-    """Something about a checkpoint, or about what was asked for, is wrong.
+class CheckpointError(ValueError):
+    """Something about a checkpoint, about rules, or about what was asked for, is wrong.
 
-    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it. Rules
-    and plans, which serve state dicts in memory too, raise ValueError; commands make this error of that.
+    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it.
     """
 
     def __init__(self, message: str) -> None:

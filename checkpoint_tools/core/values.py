@@ -3,48 +3,25 @@
 import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_COMPARED_NUMEL = 1 << 18  # for how many elements at a time there are masks and copies in float64
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class Comparison(NamedTuple):
-    """How many elements differ; the results of two parts add up.
-
-    ``max_abs_diff`` is infinite where only one is a number; ``None`` if none differs, or the dtype has no differences.
-    """
-
-    differing: int
-    numel: int
-    max_abs_diff: float | None
-
-    def plus(self, other: "Comparison") -> "Comparison":
-        """Add the results of both parts."""
-        known = [value for value in (self.max_abs_diff, other.max_abs_diff) if value is not None]
-        return Comparison(self.differing + other.differing, self.numel + other.numel, max(known, default=None))
-
-
-def compare_values(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
-    """Compare two tensors of one shape and dtype: their bits, or with tolerances as isclose does (NaN are equal)."""
-    a, b = a.contiguous().flatten(), b.contiguous().flatten()
-    total = Comparison(0, a.numel(), None)
-    if a.numel() == 0 or torch.equal(_bits(a), _bits(b)):
-        return total
-    for parts in zip(a.split(_COMPARED_NUMEL), b.split(_COMPARED_NUMEL), strict=True):
-        (found,) = compare_parts(*parts, [len(parts[0])], rtol, atol)
-        total = total.plus(found._replace(numel=0))
-    return total
-
-
-def compare_parts(
+def compare(
     a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0
-) -> list[Comparison]:
-    """Compare flat tensors of the same dtype, that consist of parts with so many elements, part by part."""
+) -> list[tuple[int, float | None]]:
+    """Compare flat tensors of the same dtype, that consist of parts with so many elements, part by part.
+
+    Elements are the same if their bits are, or with tolerances as ``torch.isclose`` has it (NaN are equal).
+
+    Returns:
+        For each part how many elements differ, and by how much at most: infinite where only one is a number; ``None``
+        if none differs, or the dtype has no differences.
+    """
     differs = _bits(a) != _bits(b)
     where = (differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs).nonzero().flatten()
     # By their bits: packed dtypes such as float4 cannot be indexed.
@@ -56,10 +33,9 @@ def compare_parts(
     parts = torch.bucketize(where, torch.tensor(numels).cumsum(0), right=True)
     counts = torch.bincount(parts, minlength=len(numels)).tolist()
     if gaps is None:
-        return [Comparison(count, numel, None) for count, numel in zip(counts, numels, strict=True)]
+        return [(count, None) for count in counts]
     largest = torch.zeros(len(numels), dtype=gaps.dtype).scatter_reduce(0, parts, gaps, "amax").tolist()
-    found = zip(counts, numels, largest, strict=True)
-    return [Comparison(count, numel, gap if count else None) for count, numel, gap in found]
+    return [(count, gap if count else None) for count, gap in zip(counts, largest, strict=True)]
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
@@ -82,7 +58,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    return values.view(_BITS[values.itemsize])
+    return values.contiguous().flatten().view(_BITS[values.itemsize])
 
 
 MAX_VALUES = 10_000_000
@@ -117,7 +93,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and not compare_values(a, b).differing
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
     if isinstance(a, dict | list | tuple):
         if (id(a), id(b)) in seen:
             return True  # if not, that was found there

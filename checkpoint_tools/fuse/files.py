@@ -3,7 +3,7 @@
 ::
 
     --preset, --rules, --value, --exclude, --only, --yes ─┐
-    split_record.json: what was taken apart, and how ─────┼──complete──▶ Request ──find_exchange──▶ Exchange
+    split_record.json: what was taken apart, and how ─────┼──find_exchange──▶ Exchange
     args, config.json: values of the model's config ──────┘
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
@@ -25,15 +25,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.regions import Shape, whole_of
-from ..core.text import CheckpointError, is_count, is_excluded, shortened, some_of
+from ..core.text import CheckpointError, check_patterns, is_count, is_excluded, shortened, some_of
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_pickle
-from ..stored.storage import read_small
+from ..stored.storage import read_file
 from ..stored.unpickle import PickledObject
-from . import preset_names
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, plan_exchange
-from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, rules_of
+from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, preset_names, rules_of
 
 RECORD_FILE = "split_record.json"
 _FORMAT = "checkpoint_tools split 1"
@@ -51,11 +50,9 @@ class Split(NamedTuple):
 def read_record(checkpoint: Checkpoint) -> list[Split]:
     """Read the splits that a checkpoint went through and that were not undone, the latest last."""
     try:
-        content = read_small(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
+        content = read_file(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint.path}/{RECORD_FILE} cannot be read: {error.strerror or error}") from error
     splits = []
     try:
         found = json.loads(content)
@@ -100,13 +97,13 @@ class Request(NamedTuple):
     excluded: Sequence[str] = ()  # patterns of keys that stay
     only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
     is_sure: bool = False  # merge whatever the rules match
-    wanted: Wanted = ALL  # of a complete one: which matches are exchanged
+    # Of one that is completed by what the checkpoint contains:
+    wanted: Wanted = ALL  # which matches are exchanged
     is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
     notes: Sequence[str] = ()
 
 
-def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
-    """Complete a request by what the checkpoint contains: rules, values, and what is wanted."""
+def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     rules, given, fused = request.rules, request.values, None
     splits = read_record(checkpoint) if way == "merge" else []
     if not rules and splits:
@@ -122,7 +119,12 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
-    values, notes = with_told(checkpoint, {name for rule in rules for name in rule.value_names}, given)
+    known = {name for rule in rules for name in rule.value_names}
+    values, notes = with_told(checkpoint, known, given)
+    idle = [name for name in values if name not in known]
+    if idle:  # typing errors
+        names = ", ".join(sorted(known)) or "none"
+        raise CheckpointError(f"--value that no rule uses: {', '.join(idle)}. The rules name {names}")
     if EXPERT_RANKS not in values and DENSE_RANKS in values:
         of_experts = [rule for rule in rules if rule.groups == EXPERT_RANKS]
         if any(match_of(way, rule, key) for rule in of_experts for key in checkpoint.tensors):
@@ -140,33 +142,27 @@ def complete(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     return request._replace(rules=rules, values=values, wanted=chosen, is_known=is_known, notes=notes)
 
 
-def not_known(checkpoint: Checkpoint, matched: Sequence[str]) -> str:
-    """Format the error for parts of which no record says that they were ever fused, and how to go on."""
-    return (
-        f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the rules "
-        f"match would be: {some_of(matched, 5)}. Look at it with --dry-run, and pass --yes, or --only PATTERN for some"
-        " of it"
-    )
+def check_known(checkpoint: Checkpoint, asked: Request, matched: Sequence[str]) -> None:
+    """Refuse parts of which no record says that they were ever fused."""
+    if not asked.is_known:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
+            f"rules match would be: {some_of(matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
+            "PATTERN for some of it"
+        )
 
 
 # The plan -------------------------------------------------------------------------------------------------------------
 
 
-def find_exchange(way: Way, checkpoint: Checkpoint, asked: Request) -> Exchange:
-    """Plan a split or merge of a checkpoint; see :func:`checkpoint_tools.fuse.plan.plan_exchange`."""
-    known = {name for rule in asked.rules for name in rule.value_names}
-    idle = [name for name in asked.values if name not in known]
-    if idle:  # typing errors
-        raise CheckpointError(
-            f"--value that no rule uses: {', '.join(idle)}. The rules name {', '.join(sorted(known)) or 'none'}"
-        )
+def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[Exchange, Request]:
+    """Plan a split or merge of a checkpoint, by what was asked for and what it contains; return that too."""
+    asked = _completed(checkpoint, way, request)
     source = _Files(checkpoint, asked.values)
-    try:
-        found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
-    except (ValueError, KeyError) as error:  # the rules' own errors
-        raise CheckpointError(str(error)) from error
+    found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
+    check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
     _check_left(source, found, asked.excluded)
-    return found
+    return found, asked
 
 
 class _Files(Source):
@@ -251,12 +247,14 @@ def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
     """Complete the given values of these names with those that the checkpoint contains, and note their source."""
-    found: dict[str, _Known] = {}
     wanted = set(names)
-    for source in (_of_config, _of_args, _of_layout) if wanted else ():  # the last one knows best
-        found.update({name: known for name, known in source(checkpoint).items() if name in wanted})
+    found = {**_of_config(checkpoint), **_of_args(checkpoint)} if wanted else {}
+    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") == "torch_dist":
+        one = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
+        found.update({DENSE_RANKS: one, EXPERT_RANKS: one})
     values, notes = dict(given), []
-    for name, (value, where, is_layout) in sorted(found.items()):
+    for name in sorted(wanted & found.keys()):
+        value, where, is_layout = found[name]
         if name not in given:
             values[name] = value
             notes.append(f"{name} = {value}, from {where}")
@@ -267,16 +265,9 @@ def with_told(
     return values, notes
 
 
-def _of_layout(checkpoint: Checkpoint) -> dict[str, _Known]:
-    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") != "torch_dist":
-        return {}
-    known = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
-    return {DENSE_RANKS: known, EXPERT_RANKS: known}
-
-
 def _json(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
     try:
-        found = json.loads(read_small(checkpoint.folder, file, _MAX_CONFIG_BYTES))
+        found = json.loads(read_file(checkpoint.folder, file, _MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

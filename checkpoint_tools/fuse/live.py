@@ -26,10 +26,11 @@ from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
 from fsdp_offload.optimizers.masters import MASTER
 
 from ..core.regions import Comb, part_chunks, span_of
+from ..core.text import CheckpointError
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, sorted_out
 from .plan import Exchange, Fusion, Layout, Source, plan_exchange
-from .rules import DENSE_RANKS, EXPERT_RANKS, Match, MissingValueError, Rule, Way
+from .rules import DENSE_RANKS, EXPERT_RANKS, Match, Rule, Way
 
 StateDict = dict[str, Any]
 
@@ -118,7 +119,7 @@ def _exchanged(
     found = plan_exchange(way, source, rules)
     for fqn in found.listed if way == "split" else ():
         if fqn not in found.owners:  # no model tells how it is sharded
-            raise ValueError(
+            raise CheckpointError(
                 f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
                 "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
             )
@@ -177,7 +178,7 @@ class _StateDicts(Source):
         if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
             return self.values
         if self.values.get(name, ranks) != ranks:
-            raise ValueError(
+            raise CheckpointError(
                 f"{key}: expected {name}={ranks}, as many tensor-parallel ranks as its own mesh has, got "
                 f"{name}={self.values[name]}; leave it out"
             )
@@ -185,17 +186,7 @@ class _StateDicts(Source):
 
     def joined(self, match: Match, keys: Sequence[str], where: str) -> Layout:
         origins = _origins_of(match.fused, [self.all[key] for key in keys], where)
-        try:
-            layout = super().joined(match, keys, where)
-        except MissingValueError:  # what only splitting needs
-            if origins is None:
-                raise
-            return origins[0].layout
-        if origins is not None and layout != origins[0].layout:
-            raise ValueError(
-                f"{where}: its parts were split with another rule; merge them with the one they were split with"
-            )
-        return layout
+        return super().joined(match, keys, where) if origins is None else origins[0].layout
 
     def nested(self, optim: StateDict, found: Exchange) -> StateDict:
         """Return the optimizer's state dict in the layout that it had, of the values under these flat keys."""
@@ -249,15 +240,15 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
     memory = (local.local if isinstance(local, ShardTensor) else local).detach()  # this rank's elements, no copy
     if type(memory) is not Tensor:
         what = f"{fusion.fused} is a {type(memory).__name__}"
-        raise ValueError(f"{what}, of which no views can be taken; convert it first")
+        raise CheckpointError(f"{what}, of which no views can be taken; convert it first")
     if (is_dtensor(value) or is_dtensor(param)) and not memory.is_contiguous():
-        raise ValueError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
+        raise CheckpointError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
     own = chunks_of(param)
     # A whole tensor; beside a sharded parameter, one that is larger than the shard.
     is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
     chunks = _chunks_in(fusion, param, own, value, memory, is_plain=is_plain)
     if chunks is None:
-        raise ValueError(
+        raise CheckpointError(
             f"{fusion.fused} has shape {tuple(value.shape)}, its parameter {fusion.shape}: it is not known how to "
             f"split that. Exclude {fusion.owner}"
         )
@@ -320,7 +311,7 @@ def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> li
     if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
         return None
     if any(each.fused is not origins[0].fused or each.number != number for number, each in enumerate(origins)):
-        raise ValueError(f"{where}: its parts were split from different tensors")
+        raise CheckpointError(f"{where}: its parts were split from different tensors")
     return origins
 
 
@@ -343,13 +334,10 @@ def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
                 blocks.copy_(part.reshape(blocks.shape))
         return origins[0].fused
     if any(is_dtensor(part) for part in parts):
-        raise ValueError(
+        raise CheckpointError(
             f"{fusion.fused}: its parts are sharded and were not made by split_state_dict, so rows that belong "
             "together may be on different ranks. Split the state dict of the fused model, load into that, then merge"
         )
-    if len({part.device for part in parts}) > 1:
-        devices = ", ".join(str(part.device) for part in parts)
-        raise ValueError(f"{fusion.fused}: its parts are on {devices}; a fused tensor is all of one dtype and device")
     whole = parts[0].new_empty(fusion.shape)
     for part, comb in zip(parts, fusion.combs, strict=True):
         blocks = _blocks_of(whole, fusion.dim, comb)

@@ -19,6 +19,7 @@ have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` 
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
 
+from ..core.text import CheckpointError
 from ..stored.checkpoint import Path
 
 _BY_FQN = ("state", "param_groups")
@@ -157,7 +158,7 @@ class Owner(NamedTuple):
     def own(self, other_key: str, fqn: str) -> str:
         """Return the state's name for another tensor of the same model."""
         if not other_key.startswith(self.lead):
-            raise ValueError(
+            raise CheckpointError(
                 f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
                 f"{self.lead!r} as well; write the rule with a placeholder for the prefix"
             )
@@ -187,7 +188,7 @@ class Owners:
                 depth = min(key.count(".") for key in found)
                 nearest = [key for key in found if key.count(".") == depth]
                 if not all(same(nearest[0], other) for other in nearest[1:]):
-                    raise ValueError(
+                    raise CheckpointError(
                         f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
                         "rules that match all of them, or --exclude them all"
                     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.regions import Comb, Shape
-from ..core.text import check_patterns, is_excluded, short_repr
+from ..core.text import CheckpointError, check_patterns, is_excluded, short_repr
 from ..core.values import same_values, values_in
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
@@ -76,16 +76,15 @@ class Exchange:
     def relist(self, name: GroupName, content: Any, new: Mapping[str, Sequence[str]]) -> None:
         """List other FQNs in a param group, in several, or in the list of one; ``new`` has those in place of each."""
 
-        def in_place_of(fqns: Iterable[Any]) -> list[Any]:
-            return [fqn for old in fqns for fqn in new.get(str(old), (old,))]
+        def relisted(value: Any, *, is_list: bool) -> Any:
+            if is_list:
+                return [fqn for old in value for fqn in new.get(str(old), (old,))]
+            if isinstance(value, dict):
+                return {**value, "params": relisted(value.get("params", ()), is_list=True)}
+            return [relisted(each, is_list=False) for each in value] if isinstance(value, list | tuple) else value
 
-        def of_group(group: Any) -> Any:
-            return {**group, "params": in_place_of(group.get("params", ()))} if isinstance(group, dict) else group
-
-        if new.keys().isdisjoint(str(fqn) for fqn in listed(content, name)):
-            return
-        found = in_place_of(content) if name.is_list else [of_group(group) for group in _groups(content)]
-        self.objects[name.key] = found[0] if isinstance(content, dict) else found
+        if not new.keys().isdisjoint(listed(content, name)):
+            self.objects[name.key] = relisted(content, is_list=name.is_list)
 
     def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
         """Check that every new key is free; ``before`` are the keys that there were, ``old`` those that are fused."""
@@ -94,7 +93,7 @@ class Exchange:
         left = before - old - self.copies.keys()
         taken = sorted(key for key, count in new.items() if count > 1 or key in left)
         if taken:
-            raise ValueError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
+            raise CheckpointError(f"there would be two values named {taken[0]} ({len(taken)} such names)")
 
 
 Layout = tuple[Shape, int, tuple[Comb, ...]]
@@ -168,7 +167,7 @@ class _Planner:
         self.shapes: Mapping[str, Shape] = {key: tuple(source.tensors[key].shape) for key in model}
         fqns = dict.fromkeys((name.optimizer, name.fqn) for name in names.states)
         for group, content in source.groups.items():
-            fqns.update(dict.fromkeys((group.optimizer, str(fqn)) for fqn in listed(content, group)))
+            fqns.update(dict.fromkeys((group.optimizer, fqn) for fqn in listed(content, group)))
         self.fqns = tuple(fqns)
         keys = [*names.others, *(name.key for name in names.states), *(name.key for name in names.groups)]
         check_patterns("--exclude", excluded, [*keys, *(name for fqn in fqns for name in (fqn[1], _key_of(fqn)))])
@@ -181,7 +180,9 @@ class _Planner:
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
             nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))
-            raise ValueError(f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there")
+            raise CheckpointError(
+                f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there"
+            )
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
@@ -230,7 +231,7 @@ class _Planner:
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:
             if param.isdecimal() and self.of_model:
-                raise ValueError(
+                raise CheckpointError(
                     f"the parameters of the optimizer {optimizer or '(at the top)'} are numbered ({param}), and "
                     "which state is of which is not known; save it as torch.distributed.checkpoint.state_dict gives it"
                 )
@@ -240,7 +241,7 @@ class _Planner:
             found = (match_of(self.way, rule, name.key) for rule in self.rules if is_left)
             is_matched = any(match is not None and self.wanted(match) for match in found)
             if is_matched and not is_excluded(name.key, self.excluded):
-                raise ValueError(
+                raise CheckpointError(
                     f"{name.key} may be a tensor of a model, or state of {name.fqn}; rename the one or --exclude it"
                 )
 
@@ -257,7 +258,7 @@ class _Planner:
                 continue
             inside = values_in(self.source.value(name.key)) if name.key not in tensors else ()
             if any(isinstance(each, Tensor) and each.dim() > 0 for each in inside):
-                raise ValueError(
+                raise CheckpointError(
                     f"{name.key} is an object with tensors in it, and it is not known how to split that; --exclude its "
                     "parameter"
                 )
@@ -320,7 +321,7 @@ class _Planner:
         name, role = next(iter(by_number.values()))
         missing = [part for number, part in enumerate(role.parts) if number not in by_number]
         if missing:
-            raise ValueError(
+            raise CheckpointError(
                 f"{role.fused} cannot be merged: some of its parts have {name.name}, and {', '.join(missing)} have "
                 "not; save them with the same state"
             )
@@ -331,7 +332,7 @@ class _Planner:
             fusion = self._fused(role.match, fused, keys, role.owner and role.match.fused)
             param = None if role.owner is None else self.layouts[role.match.fused][0]
             if param is not None and param != fusion.shape:
-                raise ValueError(
+                raise CheckpointError(
                     f"{fused} would have shape {fusion.shape}, its parameter {param}: it is not known how to merge "
                     f"that; --exclude {role.fused}"
                 )
@@ -340,7 +341,7 @@ class _Planner:
         first, *others = (self.source.value(key) for key in keys)
         for key, value in zip(keys[1:], others, strict=True):
             if not same_values(first, value):
-                raise ValueError(
+                raise CheckpointError(
                     f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
                 )
         self.found.copy(names[0], [role.fused])
@@ -351,7 +352,7 @@ class _Planner:
         first = dtypes[keys[0]]
         for key, dtype in dtypes.items():
             if dtype != first:
-                raise ValueError(
+                raise CheckpointError(
                     f"{fused} cannot be merged: {key} is {dtype} and {keys[0]} {first}, and a fused tensor is all of "
                     "one dtype; convert one of them first"
                 )
@@ -372,14 +373,14 @@ class _Planner:
             known = {part: options[optimizer, part] for part in parts if (optimizer, part) in options}
             missing = [part for part in parts if part not in known]
             if known and missing:
-                raise ValueError(
+                raise CheckpointError(
                     f"{fused} cannot be merged: param groups list {list(known)}, and not {missing}. Exclude it"
                 )
             first: Mapping[str, Any] = known.get(parts[0], {})
             for part, own in known.items():
                 if not same_values(first, own):
                     shown = [", ".join(f"{name}={value}" for name, value in each.items()) for each in (first, own)]
-                    raise ValueError(
+                    raise CheckpointError(
                         f"{fused} cannot be merged: {parts[0]} and {part} are in param groups with different options, "
                         f"{shown[0]} and {shown[1]}; one parameter has one of each. Exclude it, with --exclude"
                     )
@@ -390,17 +391,14 @@ def _key_of(fqn: Fqn) -> str:
     return f"{fqn[0]}.state.{fqn[1]}".removeprefix(".")
 
 
-def listed(content: Any, name: GroupName) -> list[Any]:
+def listed(content: Any, name: GroupName) -> list[str]:
     """List the FQNs in a param group, in several, or in the list of one."""
-    return [fqn for group in groups_in(content, name) for fqn in group.get("params", ())]
+    return [str(fqn) for group in groups_in(content, name) for fqn in group.get("params", ())]
 
 
 def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
     """List the param groups; a bare list of names counts as a group without options."""
+    groups = content if isinstance(content, list | tuple) else [content]
     if name.is_list:
-        return [{"params": list(content)}] if isinstance(content, list | tuple) else []
-    return [group for group in _groups(content) if isinstance(group, dict)]
-
-
-def _groups(content: Any) -> Sequence[Any]:
-    return content if isinstance(content, list | tuple) else [content]
+        return [{"params": groups}] if groups is content else []
+    return [group for group in groups if isinstance(group, dict)]

@@ -19,13 +19,13 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..core.regions import Comb, Layout, Shape, combs_of
-from ..core.text import is_excluded, shortened
-from . import preset_names, preset_text
+from ..core.text import CheckpointError, is_excluded, shortened
 
 Size = int | str
 
@@ -71,27 +71,38 @@ class Rule:
         for fields_of, is_right, what in _FIELD_CHECKS:  # from files, a string may stand for a list
             for name in fields_of.split():
                 if not is_right(getattr(self, name)):
-                    raise ValueError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
-        if len(self.parts) < 2:
-            raise ValueError(f"rule for {self.fused}: expected at least two parts, got {list(self.parts)}")
-        if self.layout not in get_args(Layout):
-            raise ValueError(f"rule for {self.fused}: layout must be one of {get_args(Layout)}, got {self.layout!r}")
-        if self.groups != 1 and self.layout != "grouped":
-            raise ValueError(f"rule for {self.fused}: groups are of the layout 'grouped', not of {self.layout!r}")
-        if self.sizes != "equal" and (isinstance(self.sizes, str) or len(self.sizes) != len(self.parts)):
-            raise ValueError(f"rule for {self.fused}: expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}")
-        if self.layout == "stacked" and (self.sizes != "equal" or self.same_size_as is not None):
-            raise ValueError(f"rule for {self.fused}: stacked parts have no sizes; leave out sizes and same_size_as")
+                    raise CheckpointError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
         names = set(template_pattern(self.fused).groupindex)
-        for part in self.parts:
-            if set(template_pattern(part).groupindex) != names:
-                raise ValueError(f"rule for {self.fused}: the part {part} has other placeholders than {sorted(names)}")
+        others = [part for part in self.parts if set(template_pattern(part).groupindex) != names]
+        has_sizes = self.sizes != "equal"
+        is_alike = not isinstance(self.sizes, str) and len(self.sizes) == len(self.parts)
+        for is_wrong, text in (
+            (len(self.parts) < 2, f"expected at least two parts, got {list(self.parts)}"),
+            (self.layout not in get_args(Layout), f"layout must be one of {get_args(Layout)}, got {self.layout!r}"),
+            (
+                self.groups != 1 and self.layout != "grouped",
+                f"groups are of the layout 'grouped', not of {self.layout!r}",
+            ),
+            (has_sizes and not is_alike, f"expected 'equal' or {len(self.parts)} sizes, got {self.sizes!r}"),
+            (
+                self.layout == "stacked" and (has_sizes or self.same_size_as is not None),
+                "stacked parts have no sizes; leave out sizes and same_size_as",
+            ),
+            (others, f"the part {others[:1]} has other placeholders than {sorted(names)}"),
+        ):
+            if is_wrong:
+                raise CheckpointError(f"rule for {self.fused}: {text}")
 
     @property
     def is_bounded(self) -> bool:
         """Tell whether every key is matched quickly, whoever has written the rule."""
-        others = () if self.same_size_as is None else (self.same_size_as[0],)
-        return all(map(_is_bounded, (self.fused, *self.parts, *others)))
+        templates = [self.fused, *self.parts, *(self.same_size_as or ())[:1]]
+        regexes = [[found.group(2) or "" for found in _PLACEHOLDER.finditer(str(each))] for each in templates]
+        return (
+            max(map(len, map(str, templates))) <= _MAX_TEMPLATE
+            and max(map(len, regexes)) <= _MAX_PLACEHOLDERS
+            and all(_SIMPLE.fullmatch(one) for each in regexes for regex in each for one in regex.split("|"))
+        )
 
     @property
     def value_names(self) -> frozenset[str]:
@@ -104,9 +115,9 @@ class Rule:
         """Return the fused dimension of a tensor of that shape, not negative."""
         dim = self.dim + (len(shape) if self.dim < 0 else 0)
         if not 0 <= dim < len(shape):
-            raise ValueError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
+            raise CheckpointError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
         if self.layout == "stacked" and len(shape) == 1:
-            raise ValueError(f"{where} has shape {tuple(shape)}: nothing is left of a stack of numbers without it")
+            raise CheckpointError(f"{where} has shape {tuple(shape)}: nothing is left of a stack of numbers without it")
         return dim
 
     def match(self, key: str) -> "Match | None":
@@ -119,7 +130,9 @@ class Rule:
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
         """Return the fused tensor of which ``key`` is part ``number``, if the rule covers it."""
-        typed = _typed(self.parts[number], self.fused)
+        # With the placeholders of the fused one, regular expressions included.
+        written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(self.fused)}
+        typed = _PLACEHOLDER.sub(lambda found: written[found.group(1)], self.parts[number])
         found = template_pattern(typed).fullmatch(key) if len(key) <= MAX_KEY else None
         return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
@@ -129,37 +142,33 @@ class Rule:
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
         groups = _evaluated(self.groups, values, where)
         if groups < 1:
-            raise ValueError(f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into")
-        sizes = self._sizes(fused_size, values, where)
+            raise CheckpointError(
+                f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into"
+            )
+        count = len(self.parts)
+        if self.layout == "stacked":
+            sizes = [1] * count
+        elif self.sizes == "equal":
+            if fused_size % count:
+                raise CheckpointError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
+            sizes = [fused_size // count] * count
+        else:
+            known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
+            rest = fused_size - sum(size for size in known if size is not None)
+            sizes = [rest if size is None else size for size in known]
         if sum(sizes) != fused_size or min(sizes) < 0:
-            raise ValueError(
+            raise CheckpointError(
                 f"{where}: its parts have sizes {sizes}, {sum(sizes)} together, but its dimension {self.dim} has "
                 f"{fused_size}. Is it fused as the rule for {self.fused} says?"
             )
         try:
             return combs_of(sizes, self.layout, groups)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-
-    def _sizes(self, fused_size: int, values: Mapping[str, float], where: str) -> list[int]:
-        count = len(self.parts)
-        if self.layout == "stacked":
-            return [1] * count
-        if self.sizes == "equal":
-            if fused_size % count:
-                raise ValueError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
-            return [fused_size // count] * count
-        known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
-        rest = fused_size - sum(size for size in known if size is not None)
-        return [rest if size is None else size for size in known]
+            raise CheckpointError(f"{where}: {error}") from None
 
 
 DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
 """Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
-
-
-class MissingValueError(ValueError):
-    """A rule needs a value of the model's config that was not given."""
 
 
 class Match(NamedTuple):
@@ -173,10 +182,29 @@ class Match(NamedTuple):
     def divided(
         self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
     ) -> tuple[int, tuple[Comb, ...]]:
-        """Return the fused dimension of a tensor of that shape, and where the parts lie along it."""
+        """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
+
+        The first part's size is held against the tensor that ``same_size_as`` names.
+        """
         dim = self.rule.dim_of(shape, self.fused)
         combs = self.rule.combs(shape[dim], values, self.fused)
-        self.check_sibling(siblings, combs[0].size)
+        if self.rule.same_size_as is None:
+            return dim, combs
+        template, at = self.rule.same_size_as
+        sibling, first_size = template_filled(template, self.texts), combs[0].size
+        if sibling not in siblings:
+            raise CheckpointError(
+                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
+                "give a rule without same_size_as if you know"
+            )
+        other = siblings[sibling]
+        if not -len(other) <= at < len(other):
+            raise CheckpointError(f"{self.fused}: expected {sibling} to have a dimension {at}, got {other}")
+        if other[at] != first_size:
+            raise CheckpointError(
+                f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
+                f"{sibling} takes {other[at]}. A module without a gate? Exclude it"
+            )
         return dim, combs
 
     def joined(
@@ -186,33 +214,16 @@ class Match(NamedTuple):
         first, stacked = shapes[0], self.rule.layout == "stacked"
         dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
         if any(len(shape) != len(first) for shape in shapes):
-            raise ValueError(f"{where} cannot be merged: its parts have the shapes {list(shapes)}")
+            raise CheckpointError(f"{where} cannot be merged: its parts have the shapes {list(shapes)}")
         size = len(shapes) if stacked else sum(shape[dim] for shape in shapes)
         fused = (*first[:dim], size, *first[dim + (not stacked) :])
         combs = self.rule.combs(size, values, where)
         expected = [comb.part_shape(fused, dim) for comb in combs]
         if list(shapes) != expected:
-            raise ValueError(f"{where}: the rule gives its parts the shapes {expected}, and they have {list(shapes)}")
+            raise CheckpointError(
+                f"{where}: the rule gives its parts the shapes {expected}, and they have {list(shapes)}"
+            )
         return fused, dim, combs
-
-    def check_sibling(self, shapes: Mapping[str, Sequence[int]], first_size: int) -> None:
-        """Hold the first part's size against the tensor that ``same_size_as`` names."""
-        if self.rule.same_size_as is None:
-            return
-        template, dim = self.rule.same_size_as
-        sibling = template_filled(template, self.texts)
-        if sibling not in shapes:
-            raise ValueError(
-                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
-                "give a rule without same_size_as if you know"
-            )
-        if not -len(shapes[sibling]) <= dim < len(shapes[sibling]):
-            raise ValueError(f"{self.fused}: expected {sibling} to have a dimension {dim}, got {shapes[sibling]}")
-        if shapes[sibling][dim] != first_size:
-            raise ValueError(
-                f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
-                f"{sibling} takes {shapes[sibling][dim]}. A module without a gate? Exclude it"
-            )
 
 
 Wanted = Callable[[Match], bool]
@@ -241,12 +252,14 @@ def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: W
     for key in known:
         found = [match for rule in rules if (match := match_of(way, rule, key)) and wanted(match)]
         if len(found) > 1:
-            raise ValueError(f"{key} is matched by several rules: {', '.join(match.rule.fused for match in found)}")
+            raise CheckpointError(
+                f"{key} is matched by several rules: {', '.join(match.rule.fused for match in found)}"
+            )
         matches += found
     parts = Counter(part for match in matches for part in match.parts)
     taken = sorted(part for part, count in parts.items() if count > 1 or (way == "split" and part in known))
     if taken:
-        raise ValueError(f"part names are taken already: {', '.join(taken[:5])}")
+        raise CheckpointError(f"part names are taken already: {', '.join(taken[:5])}")
     if way == "merge":
         active = [rule for rule in rules if any(match.rule is rule for match in matches)]
         _check_parts(known, matches, active, wanted)
@@ -259,20 +272,23 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
         missing = [part for part in match.parts if part not in known]
         if missing or match.fused in known:
             why = f"{missing} missing" if missing else "it is there already"
-            raise ValueError(f"{match.fused} cannot be merged: {why}")
+            raise CheckpointError(f"{match.fused} cannot be merged: {why}")
         used.update(match.parts)
     left = [key for key in known if key not in used]
     for rule, number in ((each, number) for each in rules for number in range(1, len(each.parts))):
         for key in left:
             alone = rule.match_part(key, number)
             if alone is not None and wanted(alone):
-                raise ValueError(
+                raise CheckpointError(
                     f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is no "
                     "part of anything"
                 )
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------
+
+
+_PRESETS = resources.files(__package__) / "presets"
 
 
 def load_rules(path: str | Path) -> tuple[Rule, ...]:
@@ -286,32 +302,32 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         text = Path(path).read_text()
         data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is not a rules file: {error}") from None
+        raise CheckpointError(f"{path} is not a rules file: {error}") from None
     return rules_of(data, str(path))
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(file.name.removesuffix(".toml") for file in _PRESETS.iterdir()))
 
 
 def preset(name: str) -> tuple[Rule, ...]:
     """Return the rules of a framework by name; ValueError, with all names, if there is no such preset."""
     if name not in preset_names():
-        raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-    return rules_of(tomllib.loads(preset_text(name)), name)
+        raise CheckpointError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+    return rules_of(tomllib.loads((_PRESETS / f"{name}.toml").read_text(encoding="utf-8")), name)
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
     """Rules as they are in a file."""
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
-    known = {field.name for field in fields(Rule)}
-    for table in tables:
-        unknown = table.keys() - known
-        if unknown:
-            raise ValueError(f"{where}: a rule has the unknown fields {sorted(unknown)}; there are {sorted(known)}")
+        raise CheckpointError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
     frozen = [{name: _frozen(value) for name, value in table.items()} for table in tables]
     try:
         return tuple(Rule(**table) for table in frozen)
-    except (TypeError, ValueError) as error:  # TypeError: a field is missing
-        raise ValueError(f"{where}: {error}") from None
+    except (TypeError, ValueError) as error:  # TypeError: a field is missing, or unknown
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _frozen(value: Any) -> Any:
@@ -354,7 +370,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::((?:[^{}]|\{\d+(?:,\d*)?\})*))?\}")
 def template_pattern(template: str) -> re.Pattern[str]:
     """Compile a template to a regular expression with a named group for each placeholder."""
     if set("{}") & set(_PLACEHOLDER.sub("", template)):
-        raise ValueError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
+        raise CheckpointError(f"{template}: expected placeholders such as {{name}} or {{name:regex}}")
     pattern, at = "", 0
     for found in _PLACEHOLDER.finditer(template):
         name, regex = found.groups()
@@ -363,25 +379,12 @@ def template_pattern(template: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern + re.escape(template[at:]))
     except re.error as error:
-        raise ValueError(f"{template}: a placeholder cannot be used: {error}") from None
-
-
-def _is_bounded(template: str) -> bool:
-    regexes = [found.group(2) or "" for found in _PLACEHOLDER.finditer(template)]
-    if len(template) > _MAX_TEMPLATE or len(regexes) > _MAX_PLACEHOLDERS:
-        return False
-    return all(_SIMPLE.fullmatch(alternative) for regex in regexes for alternative in regex.split("|"))
+        raise CheckpointError(f"{template}: a placeholder cannot be used: {error}") from None
 
 
 def template_filled(template: str, texts: Mapping[str, str]) -> str:
     """Fill a template's placeholders."""
     return _PLACEHOLDER.sub(lambda found: texts[found.group(1)], template)
-
-
-def _typed(template: str, typed_by: str) -> str:
-    """Rewrite ``template`` with the placeholders, regular expressions included, of the other one."""
-    written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(typed_by)}
-    return _PLACEHOLDER.sub(lambda found: written[found.group(1)], template)
 
 
 # Expressions ---------------------------------------------------------------------------------------------------------
@@ -399,19 +402,21 @@ def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     if isinstance(size, int):
         return size
     if len(size) > _MAX_TEMPLATE:  # which nobody needs, and Python's parser cannot take at any length
-        raise ValueError(f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}")
+        raise CheckpointError(
+            f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
+        )
     try:
         result = _value(ast.parse(size, mode="eval").body, values)
     except KeyError as error:
         name, given = error.args[0], ", ".join(sorted(values)) or "none"
-        raise MissingValueError(
+        raise CheckpointError(
             f"{where}: the size {size!r} needs the config value {name!r}; give it with --value {name}=NUMBER, or "
             f"values={{{name!r}: ...}}. Given are: {given}"
         ) from None
     except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
+        raise CheckpointError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not math.isfinite(result) or result != int(result):
-        raise ValueError(f"{where}: the size {size!r} is {result}, not a whole number")
+        raise CheckpointError(f"{where}: the size {size!r} is {result}, not a whole number")
     return int(result)
 
 

@@ -10,16 +10,18 @@ rows, or a part of one row where a row is too large. So every chunk is read once
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..core.regions import stretches, whole_of
 from ..core.text import CheckpointError, counted, dtype_name, human_shape, natural_order, short_repr, table
-from ..core.values import Comparison, compare_parts, compare_values, same_values
+from ..core.values import compare, same_values
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
@@ -27,11 +29,11 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_PAIRED_BYTES = 1 << 20  # of small tensors are compared together: an operation of torch takes longer than elements
+_COMPARED_NUMEL = 1 << 18  # for how many elements at a time there are masks and copies in float64
 
 
 class Difference(NamedTuple):
-    """Difference of one key, as :class:`~checkpoint_tools.core.values.Comparison` counts it.
+    """Difference of one key; of values with counts as :func:`checkpoint_tools.core.values.compare` has them.
 
     ``kind``: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
     """
@@ -44,15 +46,6 @@ class Difference(NamedTuple):
     max_abs_diff: float | None = None
 
 
-class _Pair(NamedTuple):
-    """The elements of a small tensor on both sides, whose bytes differ."""
-
-    key: str
-    dtype: torch.dtype
-    a: memoryview
-    b: memoryview
-
-
 def diff(
     first: Checkpoint,
     second: Checkpoint,
@@ -60,35 +53,31 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     max_memory_bytes: int = 2 << 30,
-    threads: int = 4,
+    threads: int = 2,
     progress: Progress = UNSEEN,
 ) -> list[Difference]:
     """Compare ``keys``, bit by bit or by ``|a - b| <= atol + rtol * |b|``; return the differences in their order."""
-    sides = _Sides((first, second), (rtol, atol), max_memory_bytes // threads)
+    sides = _Sides((first, second), max_memory_bytes // threads)
     nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
-    def compare(some: Sequence[str]) -> list[Difference]:
+    def compared(some: Sequence[str]) -> list[Difference]:
         found: list[Difference] = []
-        pairs: dict[torch.dtype, list[_Pair]] = {}
-        paired_bytes = Counter[torch.dtype]()
+        values = _Values((rtol, atol))
         for key in some:
-            each = sides.difference(key)
-            if isinstance(each, _Pair):
-                pairs.setdefault(each.dtype, []).append(each)
-                paired_bytes[each.dtype] += len(each.a)
-                if paired_bytes[each.dtype] >= _PAIRED_BYTES:
-                    found += sides.of_pairs(pairs.pop(each.dtype))
-                    del paired_bytes[each.dtype]
-            elif each is not None:
-                found.append(each)
+            difference = sides.difference(key)
+            if difference is not None:
+                found.append(difference)
+            elif key in first.tensors:
+                for a, b in sides.unlike_values(key):
+                    values.add(key, first.tensors[key].dtype, a, b)
             advance(nbytes[key])
-        return [*found, *(each for same in pairs.values() for each in sides.of_pairs(same))]
+        return [*found, *values.differences(first)]
 
     # All small tensors in one thread: several would mostly wait for each other. Large ones in whichever thread is free.
     small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
     parts = [small, *([key] for key in keys if nbytes[key] > _SMALL_BYTES)]
     with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
-        found = {each.key: each for part in pool.map(compare, parts) for each in part}
+        found = {each.key: each for part in pool.map(compared, parts) for each in part}
     return [found[key] for key in keys if key in found]
 
 
@@ -116,12 +105,47 @@ def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
+class _Values:
+    """Counts how values differ, many small tensors of a dtype together: an operation takes longer than elements."""
+
+    def __init__(self, tolerance: tuple[float, float]) -> None:
+        self._tolerance = tolerance
+        self._waiting: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+        self._nbytes = Counter[torch.dtype]()  # of those that wait
+        self._found: dict[str, tuple[int, float | None]] = {}
+
+    def add(self, key: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> None:
+        """Add the bytes of elements on both sides."""
+        self._waiting[dtype].append((key, a, b))
+        self._nbytes[dtype] += len(a)
+        if self._nbytes[dtype] >= _COMPARED_NUMEL * dtype.itemsize:
+            self._compare(dtype)
+
+    def _compare(self, dtype: torch.dtype) -> None:
+        keys, *sides = zip(*self._waiting.pop(dtype), strict=True)
+        del self._nbytes[dtype]
+        a, b = (torch.cat(side).view(dtype) for side in sides)
+        numels = [len(each) // dtype.itemsize for each in sides[0]]
+        for key, (count, gap) in zip(keys, compare(a, b, numels, *self._tolerance), strict=True):
+            before, known = self._found.get(key, (0, None))
+            self._found[key] = before + count, max((each for each in (known, gap) if each is not None), default=None)
+
+    def differences(self, first: Checkpoint) -> Iterator[Difference]:
+        for dtype in [*self._waiting]:
+            self._compare(dtype)
+        for key, (count, gap) in self._found.items():
+            numel = math.prod(first.tensors[key].shape)
+            if count:
+                yield Difference(key, "values", f"{count:,} of {numel:,} differ", count, numel, gap)
+
+
 class _Sides:
-    def __init__(self, both: tuple[Checkpoint, Checkpoint], tolerance: tuple[float, float], memory_bytes: int) -> None:
-        self._both, self._tolerance, self._memory_bytes = both, tolerance, memory_bytes  # for one key
+    def __init__(self, both: tuple[Checkpoint, Checkpoint], memory_bytes: int) -> None:
+        self._both, self._memory_bytes = both, memory_bytes  # for one key
         self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in both)
 
-    def difference(self, key: str) -> Difference | _Pair | None:
+    def difference(self, key: str) -> Difference | None:
+        """Compare everything but the values of tensors."""
         kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
         if None in kinds:
             name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
@@ -135,38 +159,30 @@ class _Sides:
             return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
         if a.dtype != b.dtype:
             return Difference(key, "dtype", f"{dtype_name(a.dtype)} in A, {dtype_name(b.dtype)} in B")
-        readers = self._readers
-        if _is_one_small_item(a) and _is_one_small_item(b) and a.chunks[0][5:] == b.chunks[0][5:]:
-            views = readers[0].view(a.chunks[0]), readers[1].view(b.chunks[0])
-            if views[0] == views[1]:
-                return None
-            both = [
-                reader.elements(tensor.chunks[0], tensor.dtype, view)
-                for reader, tensor, view in zip(readers, (a, b), views, strict=True)
-            ]
-            if isinstance(both[0], memoryview) and isinstance(both[1], memoryview) and both[0]:
-                return _Pair(key, a.dtype, both[0], both[1])
-        else:
-            for checkpoint, tensor in zip(self._both, (a, b), strict=True):
-                for text in check_coverage(tensor):
-                    raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
+        return None
+
+    def unlike_values(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of a tensor that are not the same: the bytes of their elements on both sides."""
+        tensors = [checkpoint.tensors[key] for checkpoint in self._both]
+        readers, dtype = self._readers, tensors[0].dtype
+        if all(map(_is_one_small_item, tensors)):
+            a, b = (tensor.chunks[0] for tensor in tensors)
+            is_same = a.bare_dtype == b.bare_dtype and readers[0].view(a) == readers[1].view(b)  # as stored
+            if tensors[0].nbytes and not is_same:
+                yield readers[0].bits(a, dtype).flatten(), readers[1].bits(b, dtype).flatten()
+            return
+        for checkpoint, tensor in zip(self._both, tensors, strict=True):
+            for text in check_coverage(tensor):
+                raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
         # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one
         # side's is kept while the other side's is there twice, as stored and in row-major order.
-        block_numel = min(MAX_BLOCK_BYTES, self._memory_bytes // 16) // a.dtype.itemsize
-        total = Comparison(0, 0, None)
-        for block in stretches(whole_of(a.shape), block_numel) if a.nbytes else ():
-            values = readers[0].read_region(a, block), readers[1].read_region(b, block)
-            total = total.plus(compare_values(*values, *self._tolerance))
-        return _of_values(key, total)
-
-    def of_pairs(self, pairs: Sequence[_Pair]) -> list[Difference]:
-        """Compare pairs of one dtype."""
-        dtype = pairs[0].dtype
-        sides = zip(*(pair[2:] for pair in pairs), strict=True)
-        a, b = (torch.frombuffer(bytearray().join(side), dtype=torch.uint8).view(dtype) for side in sides)
-        numels = [len(pair.a) // dtype.itemsize for pair in pairs]
-        found = zip(pairs, compare_parts(a, b, numels, *self._tolerance), strict=True)
-        return [each for pair, total in found if (each := _of_values(pair.key, total)) is not None]
+        block_numel = min(MAX_BLOCK_BYTES, self._memory_bytes // 16) // dtype.itemsize
+        for block in stretches(whole_of(tensors[0].shape), block_numel) if tensors[0].nbytes else ():
+            found = zip(readers, tensors, strict=True)
+            flat = [reader.read_region(tensor, block).flatten().view(torch.uint8) for reader, tensor in found]
+            if not torch.equal(*flat):
+                nbytes = _COMPARED_NUMEL * dtype.itemsize
+                yield from zip(*(each.split(nbytes) for each in flat), strict=True)
 
     def _of_objects(self, key: str) -> Difference | None:
         a, b = (checkpoint.objects[key] for checkpoint in self._both)
@@ -179,12 +195,6 @@ class _Sides:
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
         detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
         return None if is_same else Difference(key, "object", detail)
-
-
-def _of_values(key: str, found: Comparison) -> Difference | None:
-    if not found.differing:
-        return None
-    return Difference(key, "values", f"{found.differing:,} of {found.numel:,} differ", *found)
 
 
 def _is_one_small_item(tensor: StoredTensor) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
 
-from ..core.text import CheckpointError, counted, some_of
+from ..core.text import CheckpointError, counted, human_bytes, some_of
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Item, Stored, StoredChunk, StoredTensor
 from ..stored.items import ItemReader, typed
 from ..stored.metadata import MANIFEST_FILE, manifest_bytes, read_content
@@ -41,17 +41,18 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None)  # noqa: E731
 
-_BLOCK_BYTES = 4 << 20  # fits into caches, and is long enough for a disk
-_COUNTED_NUMEL = 1 << 20  # for how many elements at a time there are masks, where a block is not finite
+WITHOUT_CHECKSUMS = "torch.serialization.set_crc32_options(False) was in force"
+
+_BLOCK_NUMEL = 1 << 20  # whose bytes fit into caches, and are long enough for a disk
 
 
-class Files(NamedTuple):
-    """Findings about the files: which are as long as they have to be, what is wrong with others, what may surprise."""
+class Findings(NamedTuple):
+    """All but contents: what is wrong, what may surprise, which files are long enough, and in a line what there is."""
 
-    sound: tuple[str, ...]
-    problems: tuple[CheckpointProblem, ...]
-    notes: tuple[str, ...]
-    nbytes: int
+    problems: list[CheckpointProblem]
+    notes: list[str]
+    sound: list[str]
+    size: str
 
 
 def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4) -> list[CheckpointProblem]:
@@ -68,33 +69,46 @@ def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4)
         CheckpointError: there is none, or its metadata cannot be read.
     """
     checkpoint = open_checkpoint(path)
-    problems, files = check_structure(checkpoint, threads)
+    problems, _, sound, _ = check_structure(checkpoint, threads)
     if data:
-        problems += check_items(checkpoint, files.sound, threads, data=True)
+        problems += check_items(checkpoint, sound, threads, data=True)
     return list(dict.fromkeys(problems))
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
     """Check that nothing of the checkpoint is missing or inconsistent."""
-    problems, _ = check_structure(checkpoint, threads)
+    problems = check_structure(checkpoint, threads).problems
     if problems:
-        first, more = problems[0], len(problems) - 1
+        (where, text), more = problems[0], len(problems) - 1
         also = f", and {more:,} more problems" if more else ""
         raise CheckpointError(
-            f"{checkpoint.path} is not whole: {first.where}: {first.text}{also}. The command verify lists all of them"
+            f"{checkpoint.path} is not whole: {where}: {text}{also}. The command verify lists all of them"
         )
 
 
-def check_structure(checkpoint: Checkpoint, threads: int = 4) -> tuple[list[CheckpointProblem], Files]:
-    """Check everything except contents above 64 KiB; return all problems, and the findings about files."""
-    problems = list(checkpoint.problems)
+def check_structure(checkpoint: Checkpoint, threads: int = 4) -> Findings:
+    """Check everything except contents above 64 KiB."""
+    problems, notes, sound, nbytes = [*checkpoint.problems], [*checkpoint.notes], [], 0
     for tensor in checkpoint.tensors.values():
         problems += [CheckpointProblem(tensor.key, text) for text in check_coverage(tensor)]
-    files = check_files(checkpoint)
-    problems += files.problems
-    problems += check_items(checkpoint, files.sound, threads)
-    problems += check_manifest(checkpoint, files.sound)
-    return problems, files
+    by_file = checkpoint.items_by_file()
+    for file, entries in by_file.items():
+        try:
+            found = checkpoint.folder.size_bytes(file)
+        except OSError as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
+            problems.append(CheckpointProblem(file, f"{what}; it has {_of_whom(entries)}"))
+            continue
+        nbytes += found
+        texts, is_long_enough = _check_length(entries, found)
+        problems += [CheckpointProblem(file, text) for text in texts]
+        sound += [file] * is_long_enough
+    spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
+    notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
+    problems += check_items(checkpoint, sound, threads)
+    problems += check_manifest(checkpoint, sound)
+    what = f"{counted(len(checkpoint.tensors), 'tensor')}, {counted(len(checkpoint.objects), 'object')}"
+    return Findings(problems, notes, sound, f"{what}, {human_bytes(nbytes)}")
 
 
 def check_coverage(tensor: StoredTensor) -> Iterator[str]:
@@ -116,32 +130,17 @@ def check_coverage(tensor: StoredTensor) -> Iterator[str]:
         yield f"{numel - covered:,} of {numel:,} elements are in no chunk"
 
 
-def check_files(checkpoint: Checkpoint) -> Files:
-    """Check that all files are there, and as long as what is in them."""
-    sound, problems, notes, nbytes = [], [], [*checkpoint.notes], 0
-    by_file = checkpoint.items_by_file()
-    for file, entries in by_file.items():
-        needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
-        texts = list(_check_ranges(entries))  # if any, one item is elsewhere, so that the end is not known
-        try:
-            found = checkpoint.folder.size_bytes(file)
-        except OSError as error:
-            what = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error})"
-            texts = [f"{what}; it has {_of_whom(entries)}"]
-        else:
-            nbytes += found
-            if found >= needed:
-                sound.append(file)
-            if found < needed:
-                lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
-                texts.insert(0, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}")
-            elif found > needed > 0 and not texts:  # of a file that is a list of values, no byte has a known place
-                told = f"has {found:,} bytes, and its items end at {needed:,}"
-                texts = [f"{told}: something was appended, or items are lost"]
-        problems += [CheckpointProblem(file, text) for text in texts]
-    spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
-    notes += [f"{name} is not part of the checkpoint; was another one saved here before?" for name in spare]
-    return Files(tuple(sound), tuple(problems), tuple(notes), nbytes)
+def _check_length(entries: Sequence[Entry], found: int) -> tuple[list[str], bool]:
+    """Check that a file of that length is as long as what is in it; tell also whether all of that can be read."""
+    needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
+    texts = list(_check_ranges(entries))  # if any, one item is elsewhere, so that the end is not known
+    if found < needed:
+        lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
+        texts.insert(0, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}")
+    elif found > needed > 0 and not texts:  # of a file that is a list of values, no byte has a known place
+        told = f"has {found:,} bytes, and its items end at {needed:,}"
+        texts.append(f"{told}: something was appended, or items are lost")
+    return texts, found >= needed
 
 
 def _of_whom(entries: Sequence[Entry]) -> str:
@@ -169,32 +168,32 @@ def check_items(
     """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
-    def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
+    def check(key: str, item: Stored) -> str | None:
         advance(item.length_bytes)
         layout = reader.check(item, data=data)
-        if layout is not None and layout.dtype != checkpoint.tensors[key].dtype:
-            expected = checkpoint.tensors[key].dtype
-            yield CheckpointProblem(key, f"is stored as {layout.dtype} in {item.file}, and not as {expected}")
+        if layout is None or layout.dtype == checkpoint.tensors[key].dtype:
+            return None
+        return f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}"
 
     with progress("data", sum(item.length_bytes for file in files for _, item in by_file[file])) as advance:
-        return _in_parallel(by_file, check, files, threads)
+        return _in_parallel(checkpoint, check, files, threads)
 
 
 def _in_parallel(
-    by_file: Mapping[str, Sequence[Entry]],
-    check: Callable[[str, Stored], Iterable[CheckpointProblem]],
-    files: Sequence[str],
-    threads: int,
+    checkpoint: Checkpoint, check: Callable[[str, Stored], str | None], files: Sequence[str], threads: int
 ) -> list[CheckpointProblem]:
     """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
+    by_file = checkpoint.items_by_file()
 
     def check_file(file: str) -> list[CheckpointProblem]:
-        problems: list[CheckpointProblem] = []
+        problems = []
         for key, item in by_file[file]:
             try:
-                problems += check(key, item)
+                text = check(key, item)
             except CheckpointError as error:
-                problems.append(CheckpointProblem(key, str(error)))
+                text = str(error)
+            if text is not None:
+                problems.append(CheckpointProblem(key, text))
         return problems
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -208,16 +207,13 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
     problems = []
     by_file, known = checkpoint.items_by_file(), checkpoint.manifest
     for file in sorted({*known, *by_file}):
-        expected = {(item.offset_bytes, item.length_bytes): item.around_crc for item in known.get(file, ())}
-        keys = {(item.offset_bytes, item.length_bytes): key for key, item in by_file.get(file, ())}
+        expected = {(file, *place): crc for *place, crc in known.get(file, ())}
+        keys = {item.place: key for key, item in by_file.get(file, ())}
         if expected.keys() != keys.keys():
             problems.append(CheckpointProblem(file, f"{MANIFEST_FILE} tells of other items in it than the metadata"))
         elif file in files:
-            others = [
-                keys[place]
-                for place, crc in expected.items()
-                if (opened := checkpoint.opened.get((file, *place))) is not None and opened.around_crc != crc
-            ]
+            opened = checkpoint.opened
+            others = [keys[at] for at, crc in expected.items() if at in opened and opened[at].around_crc != crc]
             if others:
                 text = f"{some_of(others, 1)}: another item than was saved; is the file of another checkpoint?"
                 problems.append(CheckpointProblem(file, text))
@@ -228,46 +224,34 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
     items = [item for _, item in checkpoint.items()]
     bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
-    without = sum(
-        opened is not None and not opened.has_crcs for opened in (checkpoint.opened.get(item.place) for item in items)
-    )
+    opened = [checkpoint.opened[item.place] for item in items if item.place in checkpoint.opened]
+    found = (bare, "safetensors have no checksums"), (sum(not each.has_crcs for each in opened), WITHOUT_CHECKSUMS)
     return [
         f"the data of {counted(count, 'item')} cannot be compared with checksums: {why}"
-        for count, why in (
-            (bare, "safetensors have no checksums"),
-            (without, "torch.serialization.set_crc32_options(False) was in force"),
-        )
+        for count, why in found
         if count
     ]
 
 
 def check_finite(
-    checkpoint: Checkpoint,
-    files: Sequence[str],
-    threads: int = 4,
-    max_memory_bytes: int = 2 << 30,
-    progress: Progress = UNSEEN,
+    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, progress: Progress = UNSEEN
 ) -> list[CheckpointProblem]:
     """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
-    memory_bytes = max_memory_bytes // threads
-    block_bytes = min(_BLOCK_BYTES, memory_bytes // 2)
-    reader = ItemReader(checkpoint, max_whole_bytes=memory_bytes // 2)
+    reader = ItemReader(checkpoint)
 
-    def check(key: str, item: Stored) -> Iterator[CheckpointProblem]:
-        dtype = checkpoint.tensors[key].dtype if isinstance(item, StoredChunk) else torch.bool
-        if not isinstance(item, StoredChunk) or not _may_be_infinite(dtype) or not item.numel:
-            return
-        bad = 0
-        for block in reader.bits(item, dtype).split(max(block_bytes // dtype.itemsize, 1)):
+    def check(key: str, item: Stored) -> str | None:
+        if not isinstance(item, StoredChunk) or not _may_be_infinite(checkpoint.tensors[key].dtype):
+            return None
+        bad, dtype = 0, checkpoint.tensors[key].dtype
+        for block in reader.bits(item, dtype).split(_BLOCK_NUMEL):
             bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
             advance(block.nbytes)
-        if bad:
-            at = f"in its chunk at {item.offsets} in {item.file}"
-            yield CheckpointProblem(key, f"{bad:,} of {item.numel:,} values are not finite, {at}")
+        at = f"in its chunk at {item.offsets} in {item.file}"
+        return f"{bad:,} of {item.numel:,} values are not finite, {at}" if bad else None
 
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if _may_be_infinite(tensor.dtype))
     with progress("finite values", total) as advance:
-        return _in_parallel(checkpoint.items_by_file(), check, files, threads)
+        return _in_parallel(checkpoint, check, files, threads)
 
 
 def _may_be_infinite(dtype: torch.dtype) -> bool:
@@ -281,7 +265,7 @@ def _not_finite(values: Tensor) -> int:
         if all(map(math.isfinite, extremes)):
             return 0
     wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for small ones
-    return sum(int(block.numel() - torch.isfinite(block.to(wide)).sum()) for block in values.split(_COUNTED_NUMEL))
+    return values.numel() - int(torch.isfinite(values.to(wide)).sum())
 
 
 # The seal ------------------------------------------------------------------------------------------------------------
@@ -305,7 +289,8 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         Which data have no checksum to be compared with, and why; mostly nothing.
 
     Raises:
-        CheckpointError: no whole checkpoint of DCP, one that is sealed, changes meanwhile, or cannot be written to.
+        CheckpointError: no whole checkpoint of DCP, one that is sealed, or one that changes meanwhile.
+        OSError: its folder cannot be written to.
     """
     if is_safetensors(path):
         raise CheckpointError(
@@ -322,18 +307,14 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     files: dict[str, set[Item]] = {}
     for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
         around_crc = checkpoint.opened[item.place].around_crc
-        files.setdefault(item.file, set()).add(Item(item.offset_bytes, item.length_bytes, around_crc))
+        files.setdefault(item.file, set()).add((item.offset_bytes, item.length_bytes, around_crc))
     if read_content(checkpoint.folder) != content:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
-    made, where = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.path
-    try:  # there as a whole, or not at all
-        if isinstance(checkpoint.folder, RemoteFolder):
-            remote = checkpoint.folder
-            remote.fs.pipe_file(f"{remote.root.rstrip('/')}/{MANIFEST_FILE}", made)
-        else:
-            unfinished = Path(where) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
-            write_file(unfinished, made)
-            unfinished.rename(Path(where) / MANIFEST_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{where}/{MANIFEST_FILE} cannot be written: {error}") from error
+    made, folder = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.folder
+    if isinstance(folder, RemoteFolder):
+        folder.fs.pipe_file(f"{folder.root.rstrip('/')}/{MANIFEST_FILE}", made)
+    else:  # there as a whole, or not at all
+        unfinished = Path(folder.path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
+        write_file(unfinished, made)
+        unfinished.rename(Path(folder.path) / MANIFEST_FILE)
     return notes_on_checksums(checkpoint)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.regions import TensorRegion
 from ..core.text import natural_order
 from .storage import Folder
 
@@ -23,6 +24,11 @@ class StoredChunk(NamedTuple):
     offset_bytes: int
     length_bytes: int
     bare_dtype: torch.dtype | None = None
+
+    @property
+    def region(self) -> TensorRegion:
+        """Return the rectangle."""
+        return TensorRegion(self.offsets, self.sizes)
 
     @property
     def numel(self) -> int:
@@ -52,7 +58,6 @@ class StoredTensor(NamedTuple):
 class StoredObject(NamedTuple):
     """Anything else: bytes of a file by ``torch.save``, or these as ``content`` where the file has another form."""
 
-    key: str
     file: str
     offset_bytes: int
     length_bytes: int
@@ -61,7 +66,7 @@ class StoredObject(NamedTuple):
     @property
     def place(self) -> tuple[str, int, int]:
         """Return file, offset and length."""
-        return self[1:4]
+        return self[:3]
 
 
 Stored = StoredChunk | StoredObject
@@ -86,12 +91,8 @@ class Opened(NamedTuple):
     around_crc: int  # CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity
 
 
-class Item(NamedTuple):
-    """An item of a file, and the CRC-32 of all of it but large contents."""
-
-    offset_bytes: int
-    length_bytes: int
-    around_crc: int
+Item = tuple[int, int, int]
+"""Offset and length of an item of a file, and the CRC-32 of all of it but large contents."""
 
 
 class CheckpointProblem(NamedTuple):
@@ -111,7 +112,11 @@ class Checkpoint:
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path]  # key → where the value was in the nested state dict, if the planner recorded it
     problems: tuple[CheckpointProblem, ...]  # in which the metadata contradict themselves; such chunks are left out
-    version: str | None  # of the format; None as of torch before 2.6
+    own_files: tuple[str, ...] | None  # without data; None of one file of safetensors, which has nothing beside it
+    version: str | None = None  # of the format of DCP; None as of torch before 2.6
+    beside: tuple[str, ...] = ()  # other files that belong to it, of one that was found to be whole
+    key_prefix: str = ""  # of a model's keys here, and not in its safetensors
+    model_keys: frozenset[str] = frozenset()  # those of the tensors in safetensors of a model
     notes: tuple[str, ...] = ()  # what nobody can find out about it, and people should know
     manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed (perhaps with other metadata)
     refusal: str = ""  # why it cannot be rewritten, if so

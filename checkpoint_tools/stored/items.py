@@ -7,13 +7,15 @@ not aligned, and are handled as bytes. What is stored otherwise (strided, of ano
 ``torch.load``.
 """
 
+import bisect
 import functools
 import io
+import itertools
 import math
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
-from ..core.regions import Placed, TensorRegion, common
+from ..core.regions import TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values
 from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
@@ -37,15 +39,11 @@ crc32: Callable[..., int] = _crc32
 
 _SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
 _PICKLE = "data.pkl"
-_KNOWN_HEADS = 1024
+_MOST_KNOWN = 1024  # beginnings of items, and indices of chunks
 
 
 class DamagedError(Exception):
     """Not what ``torch.save`` writes; the message says in which way."""
-
-
-class NotPlainError(Exception):
-    """More than tensors and plain values: unpickling it could run anything."""
 
 
 # The zip file of an item ---------------------------------------------------------------------------------------------
@@ -147,8 +145,11 @@ def plain_pickle(content: bytes) -> Any:
         raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
 
 
-def plain_load(archive: Archive, file: Any, *, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process."""
+def plain_load(archive: Archive, file: Any, what: str, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process.
+
+    ``what`` has been saved is for the CheckpointError, if there is more in it than tensors and plain values.
+    """
     archive.read_all()
     plain_pickle(archive.pickled())
     try:
@@ -156,7 +157,9 @@ def plain_load(archive: Archive, file: Any, *, mmap: bool = False) -> Any:
     except Exception as error:  # a damaged file can raise anything
         text = str(error)
         if "weights_only" in text or "Weights only" in text:
-            raise NotPlainError from error
+            raise CheckpointError(
+                f"{what} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
+            ) from error
         raise DamagedError(shortened(text.partition("\n")[0])) from error
 
 
@@ -259,6 +262,7 @@ class ItemReader:
         self._checkpoint = checkpoint
         self._max_whole_bytes = max_whole_bytes
         self._heads: dict[tuple[tuple[int, ...], torch.dtype, int], tuple[bytes, int]] = {}
+        self._indices: dict[str, _Index] = {}
 
     def view(self, item: Stored) -> memoryview:
         """Return an item's bytes as stored."""
@@ -283,41 +287,38 @@ class ItemReader:
         return self._compared_layout(item, view) if data else self._opened(item, view).layout
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to."""
-        found = self.elements(chunk, dtype, self.view(chunk))
-        if isinstance(found, Tensor):
-            return found.contiguous().view(-1).view(torch.uint8).view(chunk.numel, dtype.itemsize)
-        if not found:
-            return torch.empty(0, dtype.itemsize, dtype=torch.uint8)
-        return torch.frombuffer(found, dtype=torch.uint8).view(chunk.numel, dtype.itemsize)
+        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to.
 
-    def elements(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> memoryview | Tensor:
-        """Return a chunk's elements, compared with their CRC-32: where they are, or as ``torch.load`` gives them."""
+        They are compared with their CRC-32, and stay where they are unless only ``torch.load`` can read them.
+        """
+        view, nbytes = self.view(chunk), chunk.numel * dtype.itemsize
         layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
-            return self._whole(chunk, dtype)
-        return view[layout.start_bytes : layout.start_bytes + chunk.numel * dtype.itemsize]
+            flat = self._whole(chunk, dtype).contiguous().view(-1).view(torch.uint8)
+        elif nbytes:
+            flat = torch.frombuffer(view, dtype=torch.uint8, offset=layout.start_bytes, count=nbytes)
+        else:
+            flat = torch.empty(0, dtype=torch.uint8)
+        return flat.view(chunk.numel, dtype.itemsize)
 
-    def read_region(self, tensor: StoredTensor, region: Placed) -> Tensor:
+    def read_region(self, tensor: StoredTensor, region: TensorRegion) -> Tensor:
         """Read the elements of a rectangle from all chunks that it meets."""
-        if len(tensor.chunks) == 1 and tensor.chunks[0][:2] == (region.offsets, region.sizes):
-            return typed(
-                self.bits(tensor.chunks[0], tensor.dtype).clone().view(*region.sizes, tensor.dtype.itemsize),
-                tensor.dtype,
-            )
         bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
-        for chunk in tensor.chunks:
-            self.paste(chunk, tensor.dtype, region, bits)
+        self.read_into(bits, tensor, region)
         return typed(bits, tensor.dtype)
 
-    def paste(self, chunk: StoredChunk, dtype: torch.dtype, region: Placed, bits: Tensor) -> None:
-        """Copy what a chunk has of a rectangle into the bytes of its elements."""
-        met = common(chunk, region)
-        if met is not None:
-            found = self.bits(chunk, dtype).view(*chunk.sizes, dtype.itemsize)
-            bits[_inside(met, region)].copy_(found[_inside(met, chunk)])
+    def read_into(self, bits: Tensor, tensor: StoredTensor, region: TensorRegion) -> None:
+        """Read a rectangle into memory for the bytes of its elements, in any order."""
+        index = self._indices.get(tensor.key)
+        if index is None:
+            if len(self._indices) >= _MOST_KNOWN:
+                self._indices.clear()
+            index = self._indices[tensor.key] = _Index(tensor.chunks)
+        for chunk, met in index.meeting(region):
+            found = self.bits(chunk, tensor.dtype).view(*chunk.sizes, tensor.dtype.itemsize)
+            bits[_inside(met, region)].copy_(found[_inside(met, chunk.region)])
 
     def read_object(self, stored: StoredObject) -> Any:
         """Read an object that ``torch.load(weights_only=True)`` accepts."""
@@ -361,7 +362,7 @@ class ItemReader:
                 return Layout(dtype, chunk.sizes, len(head))
         layout = self._compared_layout(chunk, view)
         if layout is not None and layout.start_bytes and layout.dtype == dtype and chunk.length_bytes <= _SMALL_BYTES:
-            if len(self._heads) >= _KNOWN_HEADS:
+            if len(self._heads) >= _MOST_KNOWN:
                 self._heads.clear()
             begin = layout.start_bytes
             self._heads[shape] = bytes(view[:begin]), begin + chunk.numel * dtype.itemsize
@@ -382,12 +383,7 @@ class ItemReader:
     def _load(self, item: Stored) -> Any:
         view = self.view(item)
         try:
-            return plain_load(Archive(view), cast(Any, _View(view)))
-        except NotPlainError as error:
-            raise CheckpointError(
-                f"an object in {self._file(item)} consists of more than tensors and plain values, and is not "
-                "loaded: unpickling it could run anything"
-            ) from error
+            return plain_load(Archive(view), cast(Any, _View(view)), f"an object in {self._file(item)}")
         except DamagedError as error:
             raise self._damaged(item, str(error)) from error
 
@@ -405,12 +401,30 @@ class ItemReader:
             raise self._damaged(chunk, f"a tensor of shape {shape} where one of {chunk.sizes} is expected")
 
 
+class _Index:
+    """Chunks of a tensor to look up by what they have in common with a rectangle: fast where rows are divided."""
+
+    def __init__(self, chunks: Iterable[StoredChunk]) -> None:
+        self._chunks = sorted((each for each in chunks if each.numel), key=lambda each: each.offsets)
+        self._starts = [(*each.offsets, 0)[0] for each in self._chunks]
+        ends = ((*each.offsets, 0)[0] + (*each.sizes, 1)[0] for each in self._chunks)
+        self._ends = list(itertools.accumulate(ends, max))
+
+    def meeting(self, region: TensorRegion) -> Iterator[tuple[StoredChunk, TensorRegion]]:
+        begin = (*region.offsets, 0)[0]
+        first = bisect.bisect_right(self._ends, begin)
+        last = bisect.bisect_left(self._starts, begin + (*region.sizes, 1)[0])
+        for each in self._chunks[first:last]:
+            if (met := common(each.region, region)) is not None:
+                yield each, met
+
+
 def typed(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return elements of which ``bits`` has the bytes along its last dimension."""
     *sizes, _ = bits.shape
     return bits.view(-1).view(dtype).view(sizes) if bits.numel() else torch.empty(sizes, dtype=dtype)
 
 
-def _inside(region: TensorRegion, outer: Placed) -> tuple[slice, ...]:
+def _inside(region: TensorRegion, outer: TensorRegion) -> tuple[slice, ...]:
     starts = (at - first for at, first in zip(region.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, region.sizes, strict=True))

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, is_count, natural_order, shortened
+from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
-from .storage import Folder, open_folder
+from .storage import Folder, open_folder, read_file
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 METADATA_FILE = ".metadata"
@@ -49,18 +49,20 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
     """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
     try:
-        with folder.open(MANIFEST_FILE) as stream:
-            head, _, body = stream.read().partition(b"\n")
+        head, _, body = read_file(folder, MANIFEST_FILE, _MAX_BYTES).partition(b"\n")
     except FileNotFoundError:
         return None, None
-    except OSError as error:
-        return None, f"cannot be read: {error}"
+    except CheckpointError as error:
+        return None, str(error)
     try:
         expected = {"format": _FORMAT, "sha256": hashlib.sha256(body.removesuffix(b"\n")).hexdigest()}
         if json.loads(head) != expected or not body.endswith(b"\n"):
             raise ValueError
         found = json.loads(body)
-        files = {str(file): tuple(Item(*map(int, item)) for item in items) for file, items in found["files"].items()}
+        files = {
+            str(file): tuple((int(at), int(nbytes), int(crc)) for at, nbytes, crc in items)
+            for file, items in found["files"].items()
+        }
         sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
@@ -113,6 +115,8 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     gc.disable()  # it would visit millions of new objects that all stay
     try:
         checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
+    except CheckpointError:
+        raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     finally:
@@ -126,14 +130,9 @@ def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
 def read_content(folder: Folder) -> bytes:
     """Read the metadata file's bytes."""
     try:
-        if folder.size_bytes(METADATA_FILE) > _MAX_BYTES:
-            raise _damage(folder, f"it has more than {human_bytes(_MAX_BYTES)}")
-        with folder.open(METADATA_FILE) as stream:
-            return stream.read()
+        return read_file(folder, METADATA_FILE, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_why_none(folder)) from error
-    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
-        raise CheckpointError(f"{folder.path}/{METADATA_FILE} cannot be read: {error}") from error
 
 
 def _unpickled(folder: Folder) -> PickledObject:
@@ -147,7 +146,7 @@ def _unpickled(folder: Folder) -> PickledObject:
         ) from error
     except Exception as error:  # bytes that are no pickle can raise anything
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
-    found = metadata.name if isinstance(metadata, PickledObject) else type(metadata).__name__
+    found = _name_of(metadata)
     if not isinstance(metadata, PickledObject) or found not in ("Metadata", "MCoreMetadata"):
         raise _damage(folder, f"it has a {found} where Metadata are expected")
     return metadata
@@ -155,19 +154,12 @@ def _unpickled(folder: Folder) -> PickledObject:
 
 def _why_none(folder: Folder) -> str:
     try:
-        names = folder.files()
-    except (FileNotFoundError, NotADirectoryError):
+        folder.files()
+    except OSError:
         return f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
-    except OSError as error:
-        return f"{folder.path} cannot be read: {error}"
-    if any(name.startswith("__") and name.endswith(METADATA_FILE) for name in names):
-        return (
-            f"{folder.path} has metadata of each rank alone (dcp.save with use_collectives=False); load it with as "
-            "many ranks as wrote it, and save it again with use_collectives=True"
-        )
     return (
-        f"{folder.path} has no {METADATA_FILE}. DCP writes it last: either this is no checkpoint, or its save did not "
-        "end"
+        f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not end, or "
+        "it was saved with use_collectives=False, and each rank has metadata of its own"
     )
 
 
@@ -207,16 +199,16 @@ class _Reading:
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise TypeError("it does not say which keys there are, or in which files")
         for index, info in storage.items():
-            self._place_item(_state(index, "MetadataIndex"), _state(info, "_StorageInfo"))
+            self._place_item(_attributes(index, "MetadataIndex"), _attributes(info, "_StorageInfo"))
         tensors, objects = {}, {}
         for key in sorted(map(_text, entries), key=natural_order):
-            name = _record(entries[key]).name
+            name = _name_of(entries[key])
             if name == "TensorStorageMetadata":
-                tensors[key] = self._tensor(key, _state(entries[key], name))
+                tensors[key] = self._tensor(key, _attributes(entries[key], name))
             elif name != "BytesStorageMetadata":
                 raise TypeError(f"{key} is a {name}")
             elif (place := self._place(key, None)) is not None:
-                objects[key] = StoredObject(key, *place)
+                objects[key] = StoredObject(*place)
         for key, offsets in self.places.keys() - self.used:
             what = "is stored" if key not in entries else f"has data at {offsets}"
             self._note(key, f"{what}, but the metadata do not say what they are")
@@ -228,8 +220,8 @@ class _Reading:
                 self._note(key, f"{what}; one of the two names is damaged")
         flattened = self.metadata.get("mcore_data")
         refusal = _FLATTENED if isinstance(flattened, dict) and any(flattened.values()) else ""
-        problems = tuple(self.problems)
-        return Checkpoint(folder.path, folder, tensors, objects, paths, problems, version, refusal=refusal)
+        own, problems = (METADATA_FILE, MANIFEST_FILE), tuple(self.problems)
+        return Checkpoint(folder.path, folder, tensors, objects, paths, problems, own, version, refusal=refusal)
 
     def _note(self, key: str, text: str) -> None:
         self.problems.append(CheckpointProblem(key, text))
@@ -255,11 +247,14 @@ class _Reading:
         shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        dtype = _dtype(_record(entry.get("properties"), "TensorProperties"))
+        properties = _state(entry.get("properties"), "TensorProperties")  # as torch before 2.3 wrote it, attributes
+        dtype = properties.get("dtype") if isinstance(properties, dict) else (properties or (None,))[0]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a dtype is a {type(dtype).__name__}")
         if not isinstance(stored, list | tuple):
             raise TypeError("a tensor has no list of chunks")
         for found in stored:
-            chunk = _state(found, "ChunkStorageMetadata")
+            chunk = _attributes(found, "ChunkStorageMetadata")
             offsets, sizes = _counts(chunk.get("offsets")), _counts(chunk.get("sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 self._note(key, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
@@ -279,15 +274,19 @@ class _Reading:
 # Values that others have written: none is printed or taken apart before it is known to be small.
 
 
-def _record(value: object, name: str | None = None) -> PickledObject:
-    if not isinstance(value, PickledObject) or (name is not None and value.name != name):
-        found = value.name if isinstance(value, PickledObject) else type(value).__name__
-        raise TypeError(f"a {found} where {'an object' if name is None else f'a {name}'} is expected")
-    return value
+def _name_of(value: object) -> str:
+    return value.name if isinstance(value, PickledObject) else type(value).__name__
 
 
-def _state(value: object, name: str) -> dict[str, Any]:
-    state = _record(value, name).state or {}
+def _state(value: object, name: str) -> Any:
+    """Return what was set of an object of this class."""
+    if not isinstance(value, PickledObject) or value.name != name:
+        raise TypeError(f"a {_name_of(value)} where a {name} is expected")
+    return value.state
+
+
+def _attributes(value: object, name: str) -> dict[str, Any]:
+    state = _state(value, name) or {}
     if not isinstance(state, dict):
         raise TypeError(f"a {name} has no attributes")
     return state
@@ -312,15 +311,6 @@ def _counts(values: object) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value <= MAX_INT64:
             _count(value)
     return tuple(values)
-
-
-def _dtype(properties: PickledObject) -> torch.dtype:
-    """Properties are a tuple that begins with the dtype; or a dict of attributes, as torch before 2.3 wrote it."""
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is a {type(dtype).__name__}")
-    return dtype
 
 
 @functools.lru_cache

@@ -67,7 +67,7 @@ class Folder:
             known[file] = _Descriptor(self._path / file)
         descriptor, end = known[file].number, offset_bytes + length_bytes
         if end > os.fstat(descriptor).st_size:
-            raise _cut_short(file)
+            raise OSError(errno.ENODATA, "it is cut short", file)
         if length_bytes <= _SMALL_BYTES:
             return memoryview(bytearray(os.pread(descriptor, length_bytes, offset_bytes)))
         begin = offset_bytes - offset_bytes % mmap.ALLOCATIONGRANULARITY
@@ -108,15 +108,11 @@ class RemoteFolder(Folder):
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:  # noqa: D102
         if offset_bytes + length_bytes > self.size_bytes(file):
-            raise _cut_short(file)
+            raise OSError(errno.ENODATA, "it is cut short", file)
         return memoryview(bytearray(self.fs.cat_file(self._at(file), offset_bytes, offset_bytes + length_bytes)))
 
     def _at(self, file: str) -> str:
         return f"{self.root.rstrip('/')}/{file}"
-
-
-def _cut_short(file: str) -> OSError:
-    return OSError(errno.ENODATA, "it is cut short", file)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
@@ -124,15 +120,21 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return RemoteFolder(path) if isinstance(path, str) and "://" in path else Folder(path)
 
 
-def read_small(folder: Folder, file: str, max_bytes: int) -> bytes:
-    """Read a file that lies beside the data; OSError, if it has more than its reader looks at."""
-    nbytes, content = folder.size_bytes(file), b""  # which also says whether opening it can take forever
-    if nbytes <= max_bytes:
-        with folder.open(file) as stream:
-            content = stream.read(max_bytes + 1)
-    if max(nbytes, len(content)) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
-    return content
+def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
+    """Read a whole file; FileNotFoundError or NotADirectoryError where there is none."""
+    try:
+        nbytes, content = folder.size_bytes(file), b""  # which also says whether opening it can take forever
+        if nbytes <= max_bytes:
+            with folder.open(file) as stream:
+                content = stream.read()
+        if max(nbytes, len(content)) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {human_bytes(max_bytes)}", file)
+        return content
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{folder.path}/{file} cannot be read: {why}") from error
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -146,9 +148,6 @@ def write_file(path: Path, content: bytes) -> None:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Suffixes of files that ``torch.save`` writes."""
-
-CASTABLE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-"""Dtypes that a model can be cast to, by the names of the command line: what torch calls them."""
 
 
 def is_torch_file(path: str) -> bool:

@@ -156,8 +156,8 @@ def test_what_is_too_much_is_left_and_what_is_damaged_not_copied(tmp_path: Path)
     with (source / "large.log").open("wb") as stream:
         stream.truncate(256 << 20)
     told = tool.shown("convert", source, tmp_path / "new", "--dry-run")
-    assert "note: copied: a.json, z.json\n" in told
-    assert "note: not copied, as not of the checkpoint: .hidden, 1/, large.log, many/\n" in told
+    assert "note: copied: 1/2/3/4/deep.txt, a.json, z.json\n" in told
+    assert "note: not copied, as not of the checkpoint: .hidden, large.log, many/\n" in told
     torch.save({"lr": torch.ones(50_000)}, source / "common.pt")
     content = bytearray((source / "common.pt").read_bytes())
     content[100_000] ^= 1

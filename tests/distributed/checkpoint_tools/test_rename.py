@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from checkpoint_tools.rewrite import rewrite
+from checkpoint_tools import rewrite
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
 from tests.checkpoint_tools.saves import same_bits, save

@@ -13,8 +13,8 @@ from tests.checkpoint_tools.tool import assert_same, python, shown
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import checkpoint_tools.rewrite.rewrite as save
 from checkpoint_tools.__main__ import app
+from checkpoint_tools.stored.items import ItemReader
 
 left = int(sys.argv[1])
 
@@ -31,7 +31,7 @@ def counted(owner, name):
 counted(Path, "rename")
 counted(Path, "unlink")
 counted(os, "fsync")
-counted(save, "_write")
+counted(ItemReader, "bits")  # before each piece
 app(sys.argv[2:])
 """
 
@@ -66,7 +66,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-import checkpoint_tools.rewrite.rewrite
+import checkpoint_tools.rewrite
 from checkpoint_tools.__main__ import app
 
 def peak_mib():  # of this process alone; ru_maxrss begins with what the process before it had

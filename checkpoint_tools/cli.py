@@ -1,0 +1,484 @@
+"""The command line: commands under the names that users type, their options, and errors of one line."""
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import rich.console
+import rich.progress
+import typer
+
+from . import rewrite
+from .convert import convert, torch_files, translate
+from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
+from .fuse.files import Request
+from .fuse.rules import Way, load_rules, preset, preset_names
+from .look import diff, inspect, verify
+from .stored.safetensors_folder import open_checkpoint
+from .stored.storage import is_torch_file
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file or with safetensors, or its fsspec URL."),
+]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its folder or its fsspec URL.")]
+Destination = Annotated[
+    str, typer.Argument(metavar="DST", help="The new one. A folder that is not there yet, or an fsspec URL.")
+]
+Patterns = Annotated[
+    list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
+]
+Presets = Annotated[
+    list[str] | None,
+    typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
+]
+RuleFiles = Annotated[
+    list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
+]
+Values = Annotated[
+    list[str] | None,
+    typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
+]
+Kept = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave keys like these as they are.")
+]
+LeftOut = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="PATTERN", help="Only fused tensors, or parts, whose names are like these."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all sizes in bytes.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
+Threads = Annotated[int, typer.Option(min=1, help="How many files, or blocks of them, are in work at the same time.")]
+MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
+
+# What is printed ------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Print a line, with whatever a checkpoint contains made harmless for the terminal."""
+    typer.echo(printable(text), err=err)
+
+
+def _say_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        _say(f"note: {note}")
+
+
+def _say_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))  # of safetensors, chunks have a dtype
+
+
+def _say_table(lines: Iterable[str]) -> None:
+    sys.stdout.write("\n".join((*lines, "")))  # typer.echo takes a terminal of ASCII for one of UTF-8
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show a bar with bytes, rate and time left on standard error, if that is a terminal; yields what to tell."""
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(binary_units=True),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    errors = rich.console.Console(stderr=True)
+    with rich.progress.Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
+        task = shown.add_task(what, total=total_bytes)
+        yield lambda done: shown.advance(task, done)
+
+
+_Options = ParamSpec("_Options")
+
+
+def _with_error_lines(run: Callable[_Options, None]) -> Callable[_Options, None]:
+    """Wrap a command so that its errors are a line each; CHECKPOINT_TOOLS_TRACEBACK lets unexpected ones through."""
+
+    @functools.wraps(run)
+    def guarded(*args: _Options.args, **kwargs: _Options.kwargs) -> None:
+        try:
+            run(*args, **kwargs)
+        except CheckpointError as error:
+            _fail(str(error))
+        except (BrokenPipeError, typer.Exit):
+            raise  # the reader of our output has left, or the command is done: typer knows what to do
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except MemoryError:
+            _fail("there is not enough memory; see --max-memory")
+        except Exception as error:
+            if os.environ.get("CHECKPOINT_TOOLS_TRACEBACK"):
+                raise
+            if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "safetensors":
+                _fail(NEED_EXTRA)
+            _fail(
+                f"unexpected {type(error).__name__}: {error}. This should not happen: please report it, with what "
+                "CHECKPOINT_TOOLS_TRACEBACK=1 in the environment shows"
+            )
+
+    return guarded
+
+
+def _fail(message: str) -> NoReturn:
+    _say(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)  # 1 says that something is different, or not whole, as of diff(1)
+
+
+# Looking --------------------------------------------------------------------------------------------------------------
+
+
+def _inspect(
+    path: Checkpoint,
+    patterns: Patterns = None,
+    tiling_key: Annotated[
+        str | None, typer.Option("--tiling", metavar="KEY", help="List which file has which part of this tensor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
+    checkpoint = open_checkpoint(path)
+    if tiling_key is not None:
+        if tiling_key not in checkpoint.tensors:
+            what = "an object, and in one piece" if tiling_key in checkpoint.objects else "not in the checkpoint"
+            raise CheckpointError(f"{tiling_key} is {what}; give the key of a tensor, as inspect lists them")
+        found = inspect.tiling(checkpoint.tensors[tiling_key])
+    else:
+        check_patterns("PATTERN", patterns or (), [*checkpoint.tensors, *checkpoint.objects])
+        found = inspect.summary(checkpoint, patterns or ())
+    if as_json:
+        _say_json(found.as_json)
+        return
+    _say(found.headline)
+    for table in found.tables:
+        _say_table(table)
+    _say_notes(found.notes)
+
+
+def _verify(
+    path: Checkpoint,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read all data, and compare them with their CRC-32.")
+    ] = False,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
+    ] = False,
+    threads: Threads = 4,
+    as_json: Json = False,
+) -> None:
+    """List everything that is wrong with a checkpoint.
+
+    It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
+    item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
+    are as written takes --data, which reads all of them. Exit code: 0 whole, 1 something is wrong, 2 it could not be
+    checked.
+    """
+    checkpoint = open_checkpoint(path)
+    found = verify.check_structure(checkpoint, threads)
+    problems, notes, checked = [*found.problems], [*found.notes], ["structure", "files"]
+    if finite:
+        problems += verify.check_finite(checkpoint, found.sound, threads, progress)
+        checked.append("finite values")
+    if data:
+        problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
+        checked.append("data")
+        notes += verify.notes_on_checksums(checkpoint)
+    problems = list(dict.fromkeys(problems))
+    if as_json:
+        shown = [problem._asdict() for problem in problems]
+        whole = not problems
+        _say_json({"path": checkpoint.path, "whole": whole, "checked": checked, "problems": shown, "notes": notes})
+        raise typer.Exit(1 if problems else 0)
+    for where, text in problems:
+        _say(f"{where}: {text}")
+    _say_notes(notes)
+    result = counted(len(problems), "problem") if problems else "whole"
+    checked += [] if data else ["not whether data are as written: see --data"]
+    _say(f"{checkpoint.path}: {result} ({found.size}; checked: {', '.join(checked)})")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _diff(
+    path_a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder or its fsspec URL.")],
+    path_b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    patterns: Patterns = None,
+    rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
+    key_prefix: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone.")
+    ] = None,
+    threads: Threads = 2,
+    max_memory: MaxMemory = "2GiB",
+    as_json: Json = False,
+) -> None:
+    """Compare keys, shapes, dtypes and values of two checkpoints.
+
+    Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
+    Exit code: 0 the same, 1 different, 2 it could not be found out.
+    """
+    memory_bytes = parse_bytes(max_memory)
+    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    if key_prefix:
+        first, second = diff.without_prefix(first, second, key_prefix)
+    gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
+    all_keys = diff.all_keys(first, second)
+    check_patterns("PATTERN", patterns or (), all_keys)
+    keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
+    differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
+    if as_json:
+        found = [difference._asdict() for difference in differences]
+        _say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})
+    else:
+        if differences:
+            _say_table(diff.as_table(differences))
+        _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
+    raise typer.Exit(1 if differences else 0)
+
+
+def _seal(path: Checkpoint, threads: Threads = 4) -> None:
+    """Write the checksums of a finished checkpoint of DCP beside it, into the file .checksums.
+
+    verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
+    has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
+    """
+    begin_s = time.monotonic()
+    _say_notes(verify.seal(path, threads=threads))
+    _say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One command that writes, from its options to its last line."""
+
+    def __init__(self, destination: str, threads: int, max_memory: str) -> None:
+        self._begin_s = time.monotonic()
+        self.destination, self.threads, self.memory_bytes = destination, threads, parse_bytes(max_memory)
+
+    def show(self, new: rewrite.Rewrite, table: Iterable[str]) -> None:
+        """Print what would be written."""
+        _say_table(table)
+        _say_notes(new.notes)
+        _say(f"to be written: {new.headline}")
+
+    def write(self, what: str, new: rewrite.Rewrite) -> None:
+        """Write it, and say so."""
+        with progress(what, new.nbytes) as advance:
+            rewrite.write(new, self.destination, self.threads, self.memory_bytes, advance)
+        self.say_written(new.headline, new.notes)
+
+    def say_written(self, headline: str, notes: Iterable[str]) -> None:
+        """Print the notes, and the line that says what was written."""
+        _say_notes(notes)
+        _say(f"{self.destination}: {headline} ({time.monotonic() - self._begin_s:.1f} s)")
+
+
+def _numbers_of(values: Sequence[str] | None) -> dict[str, float]:
+    """Return the numbers of all --value by name."""
+    parsed: dict[str, float] = {}
+    for text in values or ():
+        name, _, number = text.partition("=")
+        try:
+            parsed[name.strip()] = int(number) if number.strip().lstrip("-").isdecimal() else float(number)
+        except ValueError as error:
+            raise CheckpointError(f"--value is NAME=NUMBER, for example tp_size=2, not {text}") from error
+    return parsed
+
+
+def _exchange(way: Way) -> Callable[..., None]:
+    """Make the command split, or merge, which have their options in common."""
+
+    def run(
+        source: Source,
+        destination: Destination,
+        presets: Presets = None,
+        rule_files: RuleFiles = None,
+        values: Values = None,
+        excluded: Kept = None,
+        only: Only = None,
+        yes: Annotated[
+            bool,
+            typer.Option(
+                "--yes",
+                hidden=way == "split",
+                help="Merge all that the rules match, whether or not split took it apart.",
+            ),
+        ] = False,
+        threads: Threads = 4,
+        max_memory: MaxMemory = "2GiB",
+        dry_run: DryRun = False,
+    ) -> None:
+        to_write, numbers = _Run(destination, threads, max_memory), _numbers_of(values)
+        rules = [rule for name in presets or () for rule in preset(name)]
+        rules += [rule for file in rule_files or () for rule in load_rules(file)]
+        rewrite.check_destination(source, destination)
+        request = Request(rules, numbers, excluded or (), only or (), yes)
+        planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
+        if dry_run:
+            to_write.show(planned, rewrite.as_table(planned))
+        else:
+            to_write.write(way, rewrite.with_record(planned, way))
+
+    return run
+
+
+_SPLIT = """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
+
+SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
+begins anew. (Behind a URL, files are made in a temporary folder and sent at the end, the metadata last.)
+DST says in split_record.json what was taken apart, so that merge can undo it.
+Exit code: 0 done, 2 not done, 130 interrupted.
+"""
+_MERGE = """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
+
+Without rules, the last split is undone as split_record.json has it; with rules, only what is written there. Where
+there is no such file, nobody knows which parts were ever fused: then --yes or --only is needed.
+How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
+split. Exit code: 0 done, 2 not done, 130 interrupted.
+"""
+
+
+def _convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL.")
+    ],
+    destination: Destination,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
+    ] = None,
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model's keys begin with in DCP, and not in safetensors. Without it, 'model.' where the "
+            "model was nested in the state dict; the other way round, what was taken away, or 'model.'.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
+    excluded: LeftOut = None,
+    threads: Threads = 4,
+    max_memory: MaxMemory = "2GiB",
+    dry_run: DryRun = False,
+) -> None:
+    """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
+
+    The model's tensors get their own names, in model-*.safetensors with an index, as Hugging Face has them. All other
+    tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
+    The way back gives the same checkpoint. A file of torch.save becomes a checkpoint of DCP, and --to torch makes one,
+    in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
+    kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
+    of_torch = to == "torch" or (is_torch_file(source) and not dry_run)
+    takes_all = dtype is None and key_prefix is None and not dry_run and to != "safetensors"
+    for is_wrong, text in (
+        (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
+        (
+            of_torch and not takes_all,
+            "between torch.save and DCP all is taken as it is; convert the result once more",
+        ),
+        (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),
+        (
+            of_torch and excluded and to != "torch",
+            "--exclude is not for files of torch.save; leave keys out afterwards",
+        ),
+    ):
+        if is_wrong:
+            raise CheckpointError(text)
+    rewrite.check_destination(source, destination)
+    if to == "torch":
+        run.say_written(*torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes))
+    elif of_torch:
+        run.say_written(*torch_files.to_dcp(source, destination, run.memory_bytes))
+    else:
+        cast_to = convert.DTYPES[dtype] if dtype else None
+        wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to)
+        new = convert.plan(source, wanted, to=to, threads=threads)
+        if dry_run:
+            run.show(new, convert.as_table(new))
+        else:
+            run.write("convert", new)
+
+
+def _rename(
+    source: Source,
+    destination: Destination,
+    family: Annotated[
+        str, typer.Option(metavar="NAME", help="Of models: llama, qwen3, qwen3-moe, or a file like theirs.")
+    ],
+    from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
+    to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
+    values: Values = None,
+    excluded: LeftOut = None,
+    threads: Threads = 4,
+    max_memory: MaxMemory = "2GiB",
+) -> None:
+    """Give the weights of a model, and their state by FQN, the names that another framework has for them.
+
+    Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
+    way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
+    between takes as much disk as DST, in DST.steps, until DST is there: run the same command again after a kill, and it
+    begins anew.
+    Exit code: 0 done, 2 not done, 130 interrupted.
+    """
+    run, numbers = _Run(destination, threads, max_memory), _numbers_of(values)
+    frameworks = from_framework, to_framework
+    keys, notes = translate.translate(
+        source, destination, family, frameworks, numbers, excluded or [], threads, run.memory_bytes, progress
+    )
+    run.say_written(f"{counted(keys, 'key')} as {to_framework} has them", notes)
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+app = typer.Typer(
+    help="Look into checkpoints of torch.distributed.checkpoint, check them and compare them. No GPU is needed, and "
+    "nothing that a checkpoint contains is run.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"checkpoint-tools {version('fsdp-offload')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name}" for name in preset_names())
+for _name, _command, _help, _epilog in (
+    ("inspect", _inspect, None, None),
+    ("verify", _verify, None, None),
+    ("seal", _seal, None, None),
+    ("diff", _diff, None, None),
+    ("split", _exchange("split"), _SPLIT, _PRESETS),
+    ("merge", _exchange("merge"), _MERGE, _PRESETS),
+    ("rename", _rename, None, None),
+    ("convert", _convert, None, None),
+):
+    app.command(_name, help=_help, epilog=_epilog)(_with_error_lines(_command))

@@ -1,0 +1,605 @@
+"""Rewrite a checkpoint to a new folder: check, plan, write, and publish only when it is complete.
+
+::
+
+    open_whole ──▶ Checkpoint ──plan──▶ Rewrite: files ─▶ pieces ──torch.save of each──▶ DST.partial ──rename──▶ DST
+
+=========  ============================================================================================================
+direction  piece
+=========  ============================================================================================================
+split      what one stored item has of a part: a view of the bytes of the fused elements
+merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
+=========  ============================================================================================================
+
+Nothing of the source is changed, and nothing is written before the source was found to be whole. Each rank keeps files
+of its own, of at most about 1 GiB. DST is there as a whole or not at all. What a killed process has left in
+DST.partial, the next one removes.
+
+*Sidecars* are files beside the data that belong to a checkpoint all the same, and are copied with it: tokenizer,
+``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers and of
+trainers. Data that are not the checkpoint's own (files of another one saved here before, other formats of the same
+weights) stay behind, and are named.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import io
+import itertools
+import math
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+from fsdp_offload.checkpoint import Chunk, ShardChunks, chunks_of
+from fsdp_offload.checkpoint.chunks import contiguous_strides
+
+from .core.regions import TensorRegion, nothing_of, part_chunks, stretches, whole_of
+from .core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, some_of, table
+from .fuse.files import RECORD_FILE, Request, Split, check_known, find_exchange, read_record, record_bytes
+from .fuse.plan import Exchange, Fusion
+from .fuse.rules import Way
+from .look.verify import Advance, check_whole, notes_on_checksums, seal
+from .stored import checkpoint as stored
+from .stored.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
+from .stored.items import Archive, DamagedError, ItemReader, is_zip_end, typed
+from .stored.metadata import METADATA_FILE, open_dcp
+from .stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_file, write_file
+
+LARGEST_PIECE_BYTES = 128 << 20
+"""Pieces that are put together in memory are not larger."""
+
+_FILE_BYTES = 1 << 30  # of a rank that has more, several threads write several files
+_SLICE_BYTES = 1 << 20
+_MARK = ".being-written"  # in a partial folder: it is one of these tools
+
+# The plan -------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Something to write: a rectangle of a tensor, or an object."""
+
+    key: str
+    region: TensorRegion | None
+    nbytes: int
+    read: Callable[[ItemReader], Tensor | bytes | memoryview]
+
+
+class Rewrite(NamedTuple):
+    """A new checkpoint that is planned, and not yet written."""
+
+    checkpoint: Checkpoint  # the old one, which was found to be whole
+    tensors: Mapping[str, StoredTensor]  # of the new one; they have no chunks yet
+    objects: tuple[str, ...]
+    files: Mapping[str, Sequence[Piece]]  # file → what is written to it
+    paths: Mapping[str, stored.Path]  # where values are in the nested state dict, if known
+    exchange: Exchange = Exchange()  # the plan that this one follows, if any
+    asked: Request = Request((), {})  # and what it was made for
+    heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
+    notes: tuple[str, ...] = ()  # what people should know
+    beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
+    headline: str = ""  # says in a line what is written
+
+    @property
+    def keys(self) -> int:
+        """Count the keys of the new checkpoint."""
+        return len(self.tensors) + len(self.objects)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all pieces in bytes."""
+        return sum(self.file_bytes().values())
+
+    def file_bytes(self) -> dict[str, int]:
+        """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
+        return {
+            file: len(self.heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
+            for file, pieces in self.files.items()
+        }
+
+
+def open_whole(source: str, threads: int) -> Checkpoint:
+    """Open a checkpoint of DCP that nothing is missing of, with the files beside its data."""
+    return whole(open_dcp(source), threads)
+
+
+def plan(source: Checkpoint, way: Way, request: Request) -> Rewrite:
+    """Plan the split or the merge of a checkpoint."""
+    exchange, asked = find_exchange(way, source, request)
+    new = plan_rewrite(source, exchange)
+    state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
+    exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
+    nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
+    size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
+    headline = f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}"
+    return new._replace(asked=asked, notes=(*asked.notes, *source.notes), headline=headline)
+
+
+def with_record(rewrite: Rewrite, way: Way) -> Rewrite:
+    """Put the new split record beside the data in place of the old one; none if all is merged again."""
+    asked = rewrite.asked
+    check_known(rewrite.checkpoint, asked, rewrite.exchange.matched)
+    matched, splits = frozenset(rewrite.exchange.matched), read_record(rewrite.checkpoint)
+    if way == "split":
+        splits.append(Split(tuple(asked.rules), asked.values, matched))
+    else:
+        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
+    beside = {file: content for file, content in rewrite.beside.items() if file != RECORD_FILE}
+    return rewrite._replace(beside={**beside, RECORD_FILE: record_bytes(splits)} if splits else beside)
+
+
+def as_table(rewrite: Rewrite) -> list[str]:
+    """Return a table with a row for each fused tensor and each of its parts."""
+    rows = (
+        (*names, human_shape(shape), dtype_name(fusion.dtype))
+        for fusion in rewrite.exchange.fusions
+        for *names, shape in ((fusion.fused, "", fusion.shape), *(("", *part) for part in fusion.part_shapes()))
+    )
+    return table(("fused tensor", "parts", "shape", "dtype"), (), rows)
+
+
+def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
+    """Plan the new checkpoint. No data are read."""
+    if checkpoint.refusal:
+        raise CheckpointError(checkpoint.refusal)
+    new = _NewFiles(checkpoint)
+    fused = {fusion.fused: fusion for fusion in exchange.fusions if fusion.fused in checkpoint.tensors}
+    merged = {part: fusion for fusion in exchange.fusions if fusion.fused not in fused for part in fusion.parts}
+    for fusion in exchange.fusions:
+        is_split = fusion.fused in fused
+        for key, shape in fusion.part_shapes() if is_split else [(fusion.fused, fusion.shape)]:
+            new.tensors[key] = StoredTensor(key, shape, fusion.dtype, ())
+    for file, entries in checkpoint.items_by_file().items():
+        for key, item in entries:
+            if key in exchange.objects:
+                torch.save(exchange.objects[key], buffer := io.BytesIO())
+                new.add(file, given(key, buffer.getvalue()))
+            elif key not in fused and key not in merged:
+                for new_key in exchange.copies.get(key, (key,)):
+                    new.add_copy(file, new_key, key, item)
+    for fusion in fused.values():
+        new.add_split(fusion)
+    for fusion in dict.fromkeys(merged.values()):
+        new.add_merged(fusion)
+    keys = {*new.tensors, *new.objects}
+    paths = {key: path for key, path in {**checkpoint.paths, **exchange.paths}.items() if key in keys}
+    files = {
+        f"__{rank}_{number}.distcp": some
+        for rank, pieces in enumerate(new.pieces.values())
+        for number, some in enumerate(in_files(pieces, lambda piece: piece.nbytes, _FILE_BYTES))
+    }
+    notes, beside = checkpoint.notes, dict.fromkeys(checkpoint.beside)
+    return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange, notes=notes, beside=beside)
+
+
+class _NewFiles:
+    """Pieces by the rank whose file they go to."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.pieces: dict[str, list[Piece]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, None] = {}
+
+    def add(self, file: str, piece: Piece) -> None:
+        """Add a piece to the file that takes the place of an old one, or of all of a rank."""
+        if piece.region is None:
+            self.objects[piece.key] = None
+        rank = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+        self.pieces.setdefault(rank[1] if rank else file, []).append(piece)
+
+    def add_copy(self, file: str, new_key: str, key: str, item: StoredChunk | StoredObject) -> None:
+        if isinstance(item, StoredObject):
+
+            def read(reader: ItemReader) -> memoryview:
+                reader.check(item, data=True)
+                return reader.view(item)
+
+            self.add(file, Piece(new_key, None, item.length_bytes, read))
+            return
+        tensor = self.checkpoint.tensors[key]
+        self.tensors[new_key] = tensor._replace(key=new_key, chunks=())
+        self.add(file, _carved(new_key, item.region, tensor.dtype, item, 0, contiguous_strides(item.sizes)))
+
+    def add_split(self, fusion: Fusion) -> None:
+        stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
+        most = LARGEST_PIECE_BYTES // fusion.dtype.itemsize
+        for source in stored:
+            rectangles = [(source.region, 0)]  # and where each begins in the memory of the chunk
+            if fusion.is_flat:
+                flat_range = source.offsets[0], source.offsets[0] + source.sizes[0]
+                found = chunks_of(fusion.shape, flat_range).chunks
+                rectangles = [(TensorRegion(each.offsets, each.sizes), each.local_start) for each in found]
+            for region, first in rectangles:
+                for part, chunk in _pieces_of(fusion, region):
+                    key = fusion.parts[part]
+                    empty.pop(key, None)
+                    for small in stretches(TensorRegion(chunk.offsets, chunk.sizes), most):
+                        moved = zip(small.offsets, chunk.offsets, chunk.local_strides, strict=True)
+                        start = first + chunk.local_start + sum((at - from_) * step for at, from_, step in moved)
+                        self.add(source.file, _carved(key, small, fusion.dtype, source, start, chunk.local_strides))
+        for key in empty if stored and fusion.shape else ():
+            nothing = nothing_of(self.tensors[key].shape)
+            self.add(stored[0].file, given(key, torch.empty(nothing.sizes, dtype=fusion.dtype), nothing))
+
+    def add_merged(self, fusion: Fusion) -> None:
+        parts = [self.checkpoint.tensors[part] for part in fusion.parts]
+        stored = [chunk for part in parts for chunk in part.chunks]
+        # As large as what a rank has of all parts, and in turns to the same files: loading reads no more than before.
+        shares = (len(fusion.parts) * chunk.numel for chunk in stored)
+        numel = min(max(shares, default=1), LARGEST_PIECE_BYTES // fusion.dtype.itemsize)
+        files = itertools.cycle(dict.fromkeys(chunk.file for chunk in stored))
+        for region, file in zip(stretches(whole_of(fusion.shape), numel), files, strict=False):
+            read = functools.partial(_gathered, fusion, region, parts)
+            self.add(file, Piece(fusion.fused, region, region.numel * fusion.dtype.itemsize, read))
+
+
+def given(key: str, content: bytes | Tensor, region: TensorRegion | None = None) -> Piece:
+    """Return a piece that is known already: an object, or a rectangle."""
+    return Piece(key, region, content.nbytes if isinstance(content, Tensor) else len(content), lambda reader: content)
+
+
+_Sized = TypeVar("_Sized")
+
+
+def in_files(some: Iterable[_Sized], nbytes_of: Callable[[_Sized], int], file_bytes: int) -> list[list[_Sized]]:
+    """Divide pieces, or keys, into files, in their order, as many as fit together."""
+    files: list[list[_Sized]] = []
+    filled = 0
+    for each in some:
+        if not files or filled + nbytes_of(each) > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(each)
+        filled += nbytes_of(each)
+    return files
+
+
+def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
+    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
+    chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
+    if not fusion.shape:  # a single element, and no dimension that parts would lie along
+        yield 0, chunk
+        return
+    shard = ShardChunks(fusion.shape, region.sizes, (chunk,))
+    for part, comb in enumerate(fusion.combs):
+        for piece in part_chunks(shard, fusion.dim, comb).chunks:
+            if piece.numel:
+                yield part, piece
+
+
+def _carved(
+    key: str, region: TensorRegion, dtype: torch.dtype, source: StoredChunk, start: int, strides: tuple[int, ...]
+) -> Piece:
+    """Return the rectangle whose elements are in those of one item, from ``start`` on."""
+
+    def read(reader: ItemReader) -> Tensor:
+        view = _view(reader.bits(source, dtype), region.sizes, start, strides)
+        if view.is_contiguous():  # written from where it is, as a storage of its own: torch.save writes whole storages
+            return typed(torch.from_numpy(view.numpy()), dtype)
+        return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
+
+    return Piece(key, region, region.numel * dtype.itemsize, read)
+
+
+def _gathered(fusion: Fusion, region: TensorRegion, parts: Sequence[StoredTensor], reader: ItemReader) -> Tensor:
+    whole = torch.empty(*region.sizes, fusion.dtype.itemsize, dtype=torch.uint8)
+    bits = whole.view(-1, fusion.dtype.itemsize)
+    for part, piece in _pieces_of(fusion, region) if region.numel else ():
+        into = _view(bits, piece.sizes, piece.local_start, piece.local_strides)
+        reader.read_into(into, parts[part], TensorRegion(piece.offsets, piece.sizes))
+    return typed(whole, fusion.dtype)
+
+
+def _view(bits: Tensor, sizes: Sequence[int], start: int, strides: Sequence[int]) -> Tensor:
+    """View a rectangle in the bytes of elements, one row for each."""
+    itemsize = bits.shape[-1]
+    at = int(bits.storage_offset()) + start * itemsize
+    return bits.as_strided((*sizes, itemsize), (*(stride * itemsize for stride in strides), 1), at)
+
+
+# Writing it -----------------------------------------------------------------------------------------------------------
+
+
+def check_destination(source: str, destination: str) -> None:
+    """Refuse a destination that is there, or is in the source, or the other way round."""
+    old, new, path = _place(source), _place(destination), Path(destination)
+    is_there, has_no_parent = os.path.lexists(path), not path.parent.is_dir()
+    if "://" in destination:
+        remote = RemoteFolder(destination)
+        remote.fs.invalidate_cache()
+        is_there, has_no_parent = remote.fs.exists(remote.root) and bool(remote.files()), False
+    for is_wrong, text in (
+        (not destination.strip(), "DST is empty; give the name of a new folder, or a URL"),
+        (is_there, f"{destination} exists; give a name that is not taken, or remove it first"),
+        (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),
+        (has_no_parent, f"{path.parent} is not a folder; make it first, or choose another place"),
+        (new.startswith(old), f"{destination} lies inside of {source}; choose a place outside of it"),
+        (old.startswith((new, f"{new[:-1]}.partial/")), f"{source} lies inside of {destination}; choose another place"),
+    ):
+        if is_wrong:
+            raise CheckpointError(text)
+
+
+def _place(path: str) -> str:
+    """Return what all paths inside of this one begin with."""
+    if path.startswith(("file://", "local://")):
+        path = path.partition("://")[2]
+    return os.path.join(path if "://" in path else Path(path).resolve(), "")
+
+
+def write(
+    rewrite: Rewrite, destination: str, threads: int, max_memory_bytes: int, advance: Advance = lambda done: None
+) -> None:
+    """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
+
+    ``max_memory_bytes``: for pieces that are put together, over all threads. ``advance`` is told of bytes that are
+    written, from any thread.
+    """
+    # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
+    checkpoint = rewrite.checkpoint
+    mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
+    each_bytes = min(LARGEST_PIECE_BYTES, rewrite.nbytes) + mapped_bytes + 1
+    threads = max(min(threads, max_memory_bytes // each_bytes), 1)
+    files = checkpoint.items_by_file()
+    stamps = [checkpoint.folder.stamp(file) for file in files]
+    with appearing(destination) as folder:
+        try:
+            _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
+            for file, content in rewrite.beside.items():
+                write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
+        except (OSError, RuntimeError) as error:
+            raise written(error) from error
+        if not rewrite.heads:
+            seal(folder, threads=threads)
+        if [checkpoint.folder.stamp(file) for file in files] != stamps:
+            raise CheckpointError(
+                f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
+            )
+
+
+# Files beside the data ----------------------------------------------------------------------------------------------
+
+_NAMES_IN_NOTES = 8
+_MAX_BYTES = 256 << 20  # up to which files are copied, in all
+_MAX_FILES = 1000
+
+# Data, and what only fits them: of this checkpoint, or of another one.
+_DATA = re.compile(
+    r"""
+    \..*                                                    # hidden, .metadata too
+    | .*\.(distcp|safetensors|safetensors\.index\.json|bin\.index\.json|gguf|onnx|h5|msgpack|npz|partial|lock|tmp)
+    | (pytorch_model|tf_model|flax_model|model|optimizer|consolidated)[^/]*\.(bin|pth?|ckpt)
+    | (mp_rank|zero_pp_rank|bf16_zero)_.*
+    | optimizer\.json                                       # what convert itself writes
+    """,
+    re.VERBOSE,
+)
+
+
+def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
+    """Check that nothing is missing of a checkpoint; return it with the files beside its data, and notes on both."""
+    check_whole(checkpoint, threads)
+    folder, known = checkpoint.folder, {*(checkpoint.own_files or ()), *checkpoint.items_by_file()}
+    files: list[str] = []
+    left: list[str] = []
+    room_bytes = _MAX_BYTES
+    for name in folder.files() if checkpoint.own_files is not None else ():
+        if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
+            continue
+        inside, nbytes = [], 0
+        with contextlib.suppress(OSError):  # links that lead nowhere, or in a circle
+            inside = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
+            nbytes = sum(map(folder.size_bytes, inside))
+        has_data = any(_DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
+        # A folder goes as a whole, or not at all.
+        if inside and not has_data and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
+            files += inside
+            room_bytes -= nbytes
+        else:
+            left.append(name)
+    listed = (("copied", files), ("not copied, as not of the checkpoint", left))
+    notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
+    notes += [*checkpoint.notes, *notes_on_checksums(checkpoint)]
+    return replace(checkpoint, beside=tuple(files), notes=tuple(notes))
+
+
+def _files_in(folder: Folder, name: str) -> Iterator[str]:
+    """List the file itself, or all files in a folder."""
+    if not name.endswith("/"):
+        yield name
+        return
+    for each in open_folder(f"{folder.path.rstrip('/')}/{name.rstrip('/')}").files():
+        yield from _files_in(folder, f"{name}{each}")
+
+
+def read_sidecar(folder: Folder, file: str) -> bytes:
+    """Read such a file; one of ``torch.save`` is compared with its checksums."""
+    try:
+        content = read_file(folder, file, _MAX_BYTES)
+        # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are none.
+        if file.endswith(TORCH_SUFFIXES) and (content.startswith(b"PK\3\4") or is_zip_end(content)):
+            Archive(memoryview(content)).read_all()
+    except DamagedError as error:
+        raise CheckpointError(
+            f"{folder.path}/{file} is not what torch.save writes ({error}), and would be copied as it is; fetch it "
+            "again, or move it away"
+        ) from error
+    return content
+
+
+# Files, and the folder that takes its name at the end -----------------------------------------------------------------
+
+_Place = tuple[str, TensorRegion | None, _StorageInfo]
+"""The key and the rectangle of a piece, and where it was written."""
+
+
+class _Stream(io.BufferedWriter):
+    """Writes a tensor of 128 MiB in slices that fit into caches: at once it takes three times as long."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        return sum(
+            [super(_Stream, self).write(view[at : at + _SLICE_BYTES]) for at in range(0, len(view), _SLICE_BYTES)]
+        )
+
+
+def _save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
+    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
+    stop = threading.Event()
+
+    def write(file: str) -> list[_Place]:
+        places = []
+        with _Stream(io.FileIO(folder / file, "w")) as stream:
+            stream.write(rewrite.heads.get(file, b""))
+            as_torch_orders = sorted(rewrite.files[file], key=lambda piece: piece.region is not None)
+            for piece in as_torch_orders:
+                if stop.is_set():
+                    raise CheckpointError("another file could not be written")
+                begin = stream.tell()
+                found = piece.read(reader)
+                if not isinstance(found, Tensor):
+                    stream.write(found)
+                elif rewrite.heads:
+                    stream.write(found.reshape(-1).view(torch.uint8).numpy().data)
+                else:
+                    torch.save(found, cast(IO[bytes], stream))
+                del found  # before the next one is read
+                places.append((piece.key, piece.region, _StorageInfo(file, begin, stream.tell() - begin)))
+                advance(piece.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return places
+
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        try:
+            places = [place for found in pool.map(write, rewrite.files) for place in found]
+        except BaseException:
+            stop.set()
+            raise
+    if not rewrite.heads:
+        write_file(folder / METADATA_FILE, pickle.dumps(_metadata(rewrite, places, destination)))
+
+
+def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.Metadata:
+    entries = {
+        key: dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
+        for key, tensor in rewrite.tensors.items()
+    }
+    # DCP looks for a chunk first at the number that its index has.
+    stored = {dcp.MetadataIndex(key): info for key, region, info in places if region is None}
+    regions = {(key, region): info for key, region, info in places if region is not None}
+    for key, region in sorted(regions):
+        chunk, chunks = dcp.ChunkStorageMetadata(*map(torch.Size, region)), entries[key].chunks
+        stored[dcp.MetadataIndex(key, chunk.offsets, len(chunks))] = regions[key, region]
+        chunks.append(chunk)
+    return dcp.Metadata(
+        {**{key: dcp.BytesStorageMetadata() for key in rewrite.objects}, **entries},
+        planner_data=dict(rewrite.paths),
+        storage_data=stored,
+        storage_meta=dcp.StorageMeta(destination),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+@contextlib.contextmanager
+def appearing(destination: str) -> Iterator[Path]:
+    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error."""
+    if "://" in destination:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+            yield Path(spool)
+            _send(Path(spool), destination)
+        return
+    path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
+    with held(folder) as mark:
+        try:
+            yield folder
+            _sync(folder)
+            if os.path.lexists(path):
+                raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
+            folder.rename(path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _sync(path.parent)
+        (path / mark.name).unlink()
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Hold a folder that no other process holds, and that is empty but for its mark."""
+    mark = folder / _MARK
+    folder.mkdir(exist_ok=True)
+    names = os.listdir(folder)
+    if names and _MARK not in names:
+        raise CheckpointError(f"{folder} is there, and not of these tools; remove it, or give another name")
+    lock = os.open(mark, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one who had it may have finished, and renamed the folder.
+            is_ours = os.path.samestat(os.fstat(lock), os.stat(mark))
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise CheckpointError(f"another process is writing to {folder}; wait for it, or end it")
+        for name in os.listdir(folder):
+            if name != _MARK:
+                each = folder / name
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+        yield mark
+    finally:
+        os.close(lock)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder safe on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _send(folder: Path, url: str) -> None:
+    """Send all files; what was sent is removed again if one fails."""
+    remote = RemoteFolder(url)
+    fs, root = remote.fs, remote.root
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    try:
+        for file in sorted(files, key=lambda name: (name == METADATA_FILE, name)):
+            place = f"{root.rstrip('/')}/{file}"
+            fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(folder / file), place)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # what is said is why it did not end well
+            fs.rm(root, recursive=True)
+        if isinstance(error, Exception):
+            raise CheckpointError(f"{url} cannot be written: {type(error).__name__}: {error}") from error
+        raise
+
+
+def written(error: OSError | RuntimeError) -> CheckpointError:
+    """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    error = found or error
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "; make room, or choose another disk" if full else ""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return CheckpointError(f"the new checkpoint cannot be written: {reason}{hint}")

@@ -1,1 +1,0 @@
-"""New checkpoints: planned, written block by block, and there only when they are complete."""
