@@ -1,1 +1,1 @@
-"""One cache with a known future: items, their uses in order, and the loop that fetches, updates and stores them."""
+"""One cache with a known future. Read ``items``, ``cache``, ``loop``; then ``buckets``, ``room`` and ``packing``."""

@@ -242,7 +242,8 @@ class Cache:
     def resize(self, pool: Pool, count: int) -> None:
         """Allow ``pool`` ``count`` blocks from now on; if it has more, the items that are needed last are evicted.
 
-        To be called on the compute stream, where blocks are allocated; not in a gradient's hook: that runs on another.
+        To be called on the compute stream, where blocks are allocated, as in a reduction's hook; not in a hook of
+        autograd's that accumulates a gradient, which may run on another.
         """
         pool.count = count
         while pool.made > count:

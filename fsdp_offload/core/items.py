@@ -1,8 +1,11 @@
 """Items, which have a home on the host and perhaps a place on the device, and the blocks that places are made of.
 
-The marks that protect bytes are kept here, with the bytes, and nowhere else. The four rules (R1 to R4,
-docs/design.md) are written in ``cache.py`` (R1, R2, R4, and R3 for stores) and ``loop.py`` (R3 for gathers and
-updates); whoever waits for them elsewhere names them.
+The marks that protect bytes are kept here, with the bytes, and nowhere else. Each wait for them names its rule:
+
+- R1: a write to a place waits for the place's last users.
+- R2: a read of a home waits for the last store into it.
+- R3: a read of a place waits for the load or update that filled it.
+- R4: a write to a home waits for its readers, or goes to the item's spare home instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,7 +117,7 @@ class Item:
 
     @property
     def stays(self) -> bool:
-        """Return whether it is not stored behind its update."""
+        """Return whether it is stored only when somebody asks, and not behind its update."""
         return self.kept and not self.exposed
 
     def is_fresh(self) -> bool:

@@ -16,17 +16,16 @@ from .items import BytesAtHome, Item, Use
 
 
 class Mode(NamedTuple):
-    """When updates may begin, where they run, who waits for them."""
+    """When updates may begin, and where they run: in a lane of their own, gathers wait for them, and not ``step()``."""
 
     begin: Literal["step", "final"]
     lane: Literal["compute", "update"]
-    waits: Literal["step", "gather"]
 
 
 MODES = {
-    "step": Mode("step", "compute", "step"),
-    "forward": Mode("step", "update", "gather"),
-    "iteration": Mode("final", "update", "gather"),
+    "step": Mode("step", "compute"),
+    "forward": Mode("step", "update"),
+    "iteration": Mode("final", "update"),
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
@@ -51,7 +50,7 @@ class Updates(Protocol):
 
 
 class Reductions:
-    """When gradients of a group are final: after as many reductions as the one of the last four steps with most had."""
+    """When gradients of a group are final: after as many reductions as in that of the last four steps with most."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = defaultdict(int)
@@ -73,8 +72,11 @@ class Reductions:
 
     def is_final(self, group: int) -> bool:
         """Return whether no further reduction is expected. In the first step, nobody knows."""
-        expected = max((counts.get(group, 0) for counts in self._before), default=0) or self._least
+        expected = self._expected(group) or self._least
         return 0 < expected <= self._counts.get(group, 0)
+
+    def _expected(self, group: int) -> int:
+        return max((counts.get(group, 0) for counts in self._before), default=0)
 
     def is_expected(self, group: int) -> bool:
         """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
@@ -82,7 +84,7 @@ class Reductions:
 
     def next_is_final(self, group: int) -> bool:
         """Return whether one more reduction is expected of ``group``."""
-        return self._counts.get(group, 0) + 1 == max((counts.get(group, 0) for counts in self._before), default=0)
+        return self._counts.get(group, 0) + 1 == self._expected(group)
 
     def end(self, *, stepped: bool = True) -> None:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
@@ -226,15 +228,7 @@ class Core:
         if not (is_early and (self.begun or begin is not None)):
             self.prefetch()
             return
-        updated = {bucket.number for bucket in self.done}
-        looked_at = list(self._of_group[number])
-        for bucket in looked_at:
-            final = all(map(self.reductions.is_final, bucket.groups))
-            takes = self.guess is None or may_guess(bucket)
-            if takes and final and bucket.number not in updated and updated >= bucket.after:
-                self._ready.append(bucket)
-                updated.add(bucket.number)
-                looked_at += self._followers.get(bucket.number, ())
+        self._ready += self._final(number, may_guess)
         before = len(self.done)
         if self._ready and not self.begun:
             self.begun = begin is not None and begin()
@@ -242,6 +236,20 @@ class Core:
         self.pump()
         if self.frees_gradients:
             self._let_go([bucket.number for bucket in list(self.done)[before:]])
+
+    def _final(self, number: int, may_guess: Callable[[Bucket], bool]) -> list[Bucket]:
+        """Buckets of a group whose gradients are final, each followed by those with later ranges of its parameters."""
+        found: list[Bucket] = []
+        updated = {bucket.number for bucket in self.done}
+        looked_at = list(self._of_group[number])
+        for bucket in looked_at:
+            final = all(map(self.reductions.is_final, bucket.groups))
+            takes = self.guess is None or may_guess(bucket)
+            if takes and final and bucket.number not in updated and updated >= bucket.after:
+                found.append(bucket)
+                updated.add(bucket.number)
+                looked_at += self._followers.get(bucket.number, ())
+        return found
 
     def _let_go(self, updated: list[int]) -> None:
         """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
@@ -273,7 +281,7 @@ class Core:
                         self.cache.put(item)
         finally:
             self.stepping = None
-        waits = self.mode.waits == "step"
+        waits = not aside
         for number, item in self.weights.items():
             if waits or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
@@ -421,7 +429,7 @@ class Core:
             for mark in item.home_read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
             item.expose()
-            if may_write and item not in updated:  # after an update it is too late
+            if may_write and item not in updated:  # of those, the device has newer bytes, and a write cannot count
                 item.seen = None
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are

@@ -1,1 +1,1 @@
-"""One offloaded optimizer: which bytes have which home, its steps and backwards, and how it follows its user."""
+"""One offloaded optimizer. Read ``homes``, ``updates``, ``engine``, ``hooks``; then guesses, weights, whole, loads."""

@@ -157,7 +157,7 @@ class Engine:
             f"state {number}",
             planned.bucket.nbytes if home else 0,
             home=home,
-            version=lambda: versions_of(place for shard in shards for place in shard.places),
+            version=lambda: versions_of(home for shard in shards for home in shard.sides),
             exists=False,
             lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
         )
@@ -243,8 +243,8 @@ class Engine:
             self._take_blocks()
         had = bool(wanted)
         updates.finish()
-        steady = core.end() and not new and core.cache.nbytes == made
-        self._measure(steady)
+        repeats = core.end()
+        self._measure(repeats and not new and core.cache.nbytes == made)
         guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._tell_lost_writes()
         return had
@@ -814,8 +814,6 @@ class Engine:
         """Block the host until every transfer and every update has finished."""
         self.wait_updated()
         self.wait_all_home(may_write=False)
-        if self.core.updated is not None:
-            self.core.updated.synchronize()
 
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:

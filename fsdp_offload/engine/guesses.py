@@ -156,16 +156,12 @@ class Guesses:
             return False
         if any(item.nbytes and item.is_held() for item in bucket.weights):
             return False
-        shards = [self._plan.shards[param] for param in bucket.params]
-        return not any(
-            (grad is None and len(shard.buckets) > 1)  # its bytes would stay behind when its neighbours move
-            or (
-                grad is not None
-                and (grad in self._shared or not is_watched(grad) or shard.param in self._without_state)
-            )
-            for shard in shards
-            for grad in [shard.param.grad]
-        )
+        return all(map(self._may_use, bucket.params))
+
+    def _may_use(self, param: Tensor) -> bool:
+        if (grad := param.grad) is None:
+            return len(self._plan.shards[param].buckets) == 1  # else bytes would stay behind when neighbours move
+        return grad not in self._shared and is_watched(grad) and param not in self._without_state
 
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
@@ -294,7 +290,7 @@ class Guesses:
     # Gradients that updates ahead of step() have used, or would have --------------------------------------------------
 
     def note(self, params: Iterable[Tensor]) -> None:
-        """Watch gradients in a step that updates nothing early, to see whether somebody changes them."""
+        """Watch gradients before it is known whether this step updates early, to see whether somebody changes them."""
         if self.announced:
             if not (self._core.frees_all or self.unavailable):
                 self.watch(param.grad for param in params if param in self._plan.shards and param.grad is not None)

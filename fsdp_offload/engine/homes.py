@@ -67,10 +67,10 @@ class Arena(Generic[AnyHoused]):
         for shard, offsets in zip(self.shards[first:last], self._homes.offsets[first:last], strict=True):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
             made = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
-            shard.places.append(shard.home_over(made))
+            shard.sides.append(shard.home_over(made))
 
     def region_of(self, number: int, side: int) -> int:
-        """Which region the place of a shard on one side is in."""
+        """Which region one side of a shard is in: the homes are 0, the spare ones of the first 1, all others 2."""
         return side if number < self._with_spare else 2 * side
 
     def _first_without_spare(self) -> int:
@@ -118,13 +118,15 @@ class PlannedBucket(Generic[AnyHoused]):
         return list(filter(self.changes, self.covers()))
 
     def copies(
-        self, side_of: Callable[[AnyHoused], int] = lambda shard: shard.side, of: Callable[[AnyHoused], bool] = _always
+        self,
+        side_of: Callable[[AnyHoused], int] = lambda shard: shard.side,
+        only: Callable[[AnyHoused], bool] = _always,
     ) -> BytesAtHome:
-        """The bytes at home, and the offset of each in a place. ``side_of``: which home of a shard; ``of``: which."""
+        """The bytes at home, and the offset of each in a place. ``side_of``: a shard's side; ``only``: of which."""
         if not self.arena.moves:
             return []
         shards = [(piece.shard, self.arena.shards[piece.shard]) for piece in self.bucket.ranges]
-        key = tuple((number, self.arena.region_of(number, side_of(shard))) for number, shard in shards if of(shard))
+        key = tuple((number, self.arena.region_of(number, side_of(shard))) for number, shard in shards if only(shard))
         if key not in self._known_copies:  # state that moves to and fro comes back to the same few
             self._known_copies[key] = self._copies_of(dict(key))
         return self._known_copies[key]
@@ -410,18 +412,18 @@ class Lending:
         """
         addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
         found = {
-            leaf.data_ptr(): (one, place)
+            leaf.data_ptr(): (one, home)
             for one in self._plan.housed()
-            for place in one.places
-            for leaf in place.all_leaves()
+            for home in one.sides
+            for leaf in home.all_leaves()
             if leaf.data_ptr() in addresses
         }
-        if any(place is not one.home for one, place in found.values()):
+        if any(home is not one.home for one, home in found.values()):
             raise RuntimeError(
                 f"{what}: this state dict was made before the last step, and its tensors hold old state. Make a new "
                 "one with get_optimizer_state_dict() right before saving."
             )
-        return {address: place for address, (_, place) in found.items()}
+        return {address: home for address, (_, home) in found.items()}
 
     def lend(self, reader: Reader, homes: Iterable[Home]) -> None:
         """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""
@@ -488,7 +490,7 @@ class Lending:
 
     def _wait_unread(self, planned: PlannedBucket[Any]) -> None:
         for one in planned.changed():
-            one.places[self.side_of(one)].wait_unread()
+            one.sides[self.side_of(one)].wait_unread()
 
     def commit(self, states: StateStore, done: Container[int] | None = None) -> None:
         """A step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""

@@ -21,7 +21,11 @@ GetStates = Callable[[Optimizer], StateStore]
 
 
 class ModelHooks:
-    """The hooks on one model for one optimizer."""
+    """The hooks on one model for one optimizer.
+
+    Parameters that stay on the device are waited for before their gather; those that stream are fetched as late as
+    possible, before their shards are read.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), engine

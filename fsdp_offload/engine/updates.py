@@ -104,7 +104,8 @@ class BucketUpdates:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late."""
         used = self.used.setdefault(bucket.number, set())
         ranges = [one for one in self._bind(bucket) if one.shard.param not in used]
-        used |= {param for one in ranges if self._conventions.gradient(param := one.shard.param) is not None}
+        params = {one.shard.param for one in ranges}
+        used |= {param for param in params if self._conventions.gradient(param) is not None}
         return ranges
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:

@@ -262,9 +262,9 @@ class _Visit:
                     continue
                 # On the host it may be another home, which is about to be written.
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
-            place = shard.places[engine.lending.side_of(shard)]
-            place.wait_unread()  # R4: a checkpoint's writer may still be reading this home
-            targets += place.leaves[name]
+            home = shard.sides[engine.lending.side_of(shard)]
+            home.wait_unread()  # R4: a checkpoint's writer may still be reading this home
+            targets += home.leaves[name]
             sources += leaves
             state[name] = shard.homes[name]
         engine.core.lanes.compute.copy_all(targets, sources)

@@ -65,18 +65,18 @@ class Home:
 class Housed(ABC):
     """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter."""
 
-    places: list[Home] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
+    sides: list[Home] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
     side: int = field(default=0, kw_only=True)  # which of them is the home now
 
     @property
     def home(self) -> Home:
-        """The place where it lives now."""
-        return self.places[self.side]
+        """The side on which it is now."""
+        return self.sides[self.side]
 
     @property
     def spare(self) -> Home | None:
         """The other one."""
-        return self.places[1 - self.side] if len(self.places) > 1 else None
+        return self.sides[1 - self.side] if len(self.sides) > 1 else None
 
     @property
     @abstractmethod
@@ -89,7 +89,7 @@ class Housed(ABC):
 
     @abstractmethod
     def move(self, entry_of: EntryOf) -> None:
-        """Live in the other place from now on. Nothing is copied. ``entry_of``: finds an entry of optimizer.state."""
+        """Be on the other side from now on. Nothing is copied. ``entry_of``: finds an entry of optimizer.state."""
 
 
 @dataclass(eq=False)
@@ -128,8 +128,8 @@ class StateShard(Housed):
         return self.home.values
 
     def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
-        """The state in one of its places, or a flat range of it, as the optimizer sees it."""
-        home = self.places[side]
+        """The state on one of its sides, or a flat range of it, as the optimizer sees it."""
+        home = self.sides[side]
         if not self.on_locals:
             return dict(home.values)
         if stop - start == self.local_numel:
