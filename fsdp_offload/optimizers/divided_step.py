@@ -170,8 +170,10 @@ def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
-    return [value._version for value in values if isinstance(value, Tensor)]
+def _versions(values: Iterable[Any]) -> list[object]:
+    """Change with what is written into tensors; on the CPU also through ``.data``, which counts no version."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [(one._version, one.tolist() if one.device.type == "cpu" else None) for one in tensors]
 
 
 def _own(value: Any) -> Any:

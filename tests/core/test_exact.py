@@ -182,3 +182,11 @@ def test_a_load_that_divides_state_anew_leaves_out_what_the_backward_has_used(me
     with pytest.warns(UserWarning, match=r"load_state_dict\(\) came between the backward and step\(\)"):
         loop.optimizer.step()
     assert all(map(torch.equal, before, (param.detach().to_local() for param in loop.params)))
+
+
+def test_a_learning_rate_that_is_written_past_its_version_is_seen(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, partial(AdamW, lr=torch.tensor(0.02), foreach=False), OffloadPolicy(overlap="iteration")).train(3)
+    loop.backward(3)
+    loop.optimizer.param_groups[0]["lr"].data.mul_(0.5)
+    with pytest.raises(RuntimeError, match="hyperparameters have changed since then"):
+        loop.optimizer.step()
