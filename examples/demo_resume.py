@@ -53,7 +53,7 @@ def train(ranks: int, flags: Sequence[str]) -> str:
     if result.returncode:
         raise TrainingError(f"{result.stdout}\nfailed with exit code {result.returncode}: {shlex.join(command)}")
     # Without a GPU, all of it is host memory: what would be on the GPU is what lies beside the model.
-    offloaded = re.findall(r"state on the host +(\S+ \S+)|device memory for that +(\S+ \S+)", result.stdout)
+    offloaded = re.findall(r"state on the host +(\S+ \S+)|device memory taken +(\S+ \S+)", result.stdout)
     if offloaded:
         return f"{offloaded[0][0]} on the host, {offloaded[1][1]} beside the model"
     return f"{sum(map(float, re.findall(r'([0-9.]+) MiB on', result.stdout)[-2:])):.2f} MiB beside the model"

@@ -145,12 +145,12 @@ class OffloadReport:
         for name, nbytes, how in (
             ("state on the host", memory.host_state_bytes, ""),
             ("  kept on the device", memory.kept_state_bytes, ""),
-            ("other state, where it was", memory.other_state_bytes, ""),
+            ("other state, not moved", memory.other_state_bytes, ""),
             ("parameters on the host", memory.host_parameter_bytes, ""),
             ("  kept on the device", memory.kept_parameter_bytes, ""),
             ("host memory taken", memory.host_bytes, " pinned" if memory.pinned else " not pinned"),
             ("  spare homes", memory.spare_home_bytes, ""),
-            ("device memory for that", memory.device_bytes, ""),
+            ("device memory taken", memory.device_bytes, ""),
             ("device peak", memory.device_peak_bytes, ""),
         ):
             if nbytes:
@@ -204,7 +204,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         device_bytes=engine.staging_bytes(),
         device_peak_bytes=None if on_cpu else torch.accelerator.max_memory_allocated(engine.device),
     )
-    stays = f"{sum(item.kept for item in state)} of {len(state)} buckets stay on the device"
+    stays = f"{sum(item.kept for item in state)} of {len(state)} buckets are kept on the device"
     groups = f", {sum(item.kept for item in weights)} of {len(weights)} groups of parameters" if weights else ""
     found = f" ({engine.room.sentence})" if engine.room is not None and engine.room.sentence else ""
     kept = KeptRecord(

@@ -78,7 +78,7 @@ def test_what_is_kept_is_counted_and_does_not_move() -> None:
     report = step(optimizer)
     assert report.memory.kept_state_bytes == 2 * 2048
     assert report.kept.moving_bytes == PADDED_BYTES - 2 * 2048
-    assert report.kept.reason == f"device_bytes=10240: 2 of {report.kept.buckets + 2} buckets stay on the device."
+    assert report.kept.reason == f"device_bytes=10240: 2 of {report.kept.buckets + 2} buckets are kept on the device."
     assert report.memory.device_bytes == 5 * 2048
     optimizer.offload_states()
     optimizer.release_states()
@@ -286,16 +286,16 @@ Offloaded AdamW
   ! First.
   ! Second.
   Nothing is kept.
-  state on the host          8.00 GB
-  other state, where it was  812 B
-  host memory taken          8.00 GB pinned
-  device memory for that     201.33 MB
-  device peak                24.60 GB
-  last step: loaded          8.00 GB in 240 copies, at 47.2 GB/s
-  last step: stored          8.00 GB in 240 copies
-  last step: updated         120 buckets
-  last iteration             431.2 ms, of it 3.1 ms waiting for what is offloaded
-    no less than             428.2 ms"""
+  state on the host       8.00 GB
+  other state, not moved  812 B
+  host memory taken       8.00 GB pinned
+  device memory taken     201.33 MB
+  device peak             24.60 GB
+  last step: loaded       8.00 GB in 240 copies, at 47.2 GB/s
+  last step: stored       8.00 GB in 240 copies
+  last step: updated      120 buckets
+  last iteration          431.2 ms, of it 3.1 ms waiting for what is offloaded
+    no less than          428.2 ms"""
     )
 
 
