@@ -99,6 +99,7 @@ class Cache:
         bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
         stopwatch: times it; ``None``: nothing is timed.
         copies_alone: items move in ``step()`` only, where nobody else copies.
+        is_full: the device had no memory for a block in this iteration.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -109,7 +110,7 @@ class Cache:
         self.moved = Moved()
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
-        self.copies_alone = False
+        self.copies_alone = self.is_full = False
         self._lowered: Pool | None = None
 
     @property
@@ -274,12 +275,13 @@ class Cache:
         return pool.free.pop(0)
 
     def _may_take(self, pool: Pool) -> bool:
-        """Take a block, unless the device has no memory now: activations may have it."""
+        """Take a block, unless the device has no memory for it in this iteration: activations may have it."""
         try:
-            self._take(pool)
+            if not self.is_full:
+                self._take(pool)
         except torch.OutOfMemoryError:
-            return False
-        return True
+            self.is_full = True  # to try again each time would have the allocator wait for the device each time
+        return not self.is_full
 
     def _take(self, pool: Pool) -> None:
         with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write

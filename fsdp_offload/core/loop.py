@@ -296,7 +296,7 @@ class Core:
         first = not self.timeline.cycle
         self.timeline.end()
         self.reductions.end()
-        self.last_moved, self.cache.moved = self.cache.moved, Moved()
+        self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
         self.done, self._ready, self._undone = {}, [], set()
         self.begun = self.is_seen = False
         self._used_by.clear()
