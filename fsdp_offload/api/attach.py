@@ -168,12 +168,14 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
 
     Raises:
-        RuntimeError: it is not offloaded, or an exception has left its state half updated.
+        RuntimeError: it is not offloaded, a step of it is running, or an exception has left its state half updated.
     """
     for target in map(unwrap, parts_of(optimizer)):
         attachment = attachment_of(target)
         if attachment is None:
             raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+        if attachment.stepping:
+            raise RuntimeError("remove_offload: a step is running, as inside of a closure. Call it between two steps.")
         engine = attachment.engine
         engine.check_usable("remove_offload()")
         attachment.parked.bring_back()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from fsdp_offload import remove_offload
 from fsdp_offload.engine.engine import Engine
 from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, make_pair, train_step
 from tests.tiers import spread
@@ -123,4 +124,12 @@ def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkey
         with pytest.raises(KeyboardInterrupt):
             attach(pair.offloaded.optimizer)
     assert type(pair.offloaded.optimizer) is optim.AdamW
+    pair.train(2)
+
+
+def test_it_is_not_removed_in_the_middle_of_a_step() -> None:
+    pair = make_pair(Net, KINDS["adamw"])
+    optimizer = pair.offloaded.optimizer
+    with pytest.raises(RuntimeError, match="a step is running"):
+        optimizer.step(lambda: remove_offload(optimizer))
     pair.train(2)
