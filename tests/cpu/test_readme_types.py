@@ -53,7 +53,9 @@ def block_{number}(
 
 
 # torch's own: what it does not annotate in full, under the names that the pages use.
-UNKNOWN_IN_TORCH = re.compile(r'Type of "(step|save|async_save|future)" is partially unknown')
+UNKNOWN_IN_TORCH = re.compile(
+    r'Type of "(step|save|async_save|future|new_group|group)" is partially unknown|"ProcessGroup \| int \| None"'
+)
 
 
 @pytest.fixture
