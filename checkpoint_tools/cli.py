@@ -60,7 +60,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be
 Threads = Annotated[int, typer.Option(min=1, help="How many files, or blocks of them, are in work at the same time.")]
 MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
 
-# What is printed ------------------------------------------------------------------------------------------------------
+# Printing -------------------------------------------------------------------------------------------------------------
 
 
 def _say(text: str, *, err: bool = False) -> None:

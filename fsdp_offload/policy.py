@@ -102,21 +102,21 @@ class OffloadPolicy:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether buckets are updated before ``step()`` is called."""
+        """Return whether buckets are updated before ``step()`` is called."""
         return self.overlap == "iteration"
 
     @property
     def runs_on_into_forward(self) -> bool:
-        """Whether updates and stores run beside the model's compute, and may end after ``step()`` has returned."""
+        """Return whether updates and stores run beside the model's compute, and may end after ``step()`` returns."""
         return self.overlap != "step"
 
     @property
     def moves_beside_model(self) -> bool:
-        """Whether state or parameters move while the model runs, and not in ``step()`` alone."""
+        """Return whether state or parameters move while the model runs, and not in ``step()`` alone."""
         return self.parameters or self.runs_on_into_forward
 
     def pins(self, device_type: str) -> bool:
-        """Whether host memory is page-locked, for parameters on such a device."""
+        """Return whether host memory is page-locked, for parameters on such a device."""
         return device_type != "cpu" if self.pin_memory is None else self.pin_memory
 
 

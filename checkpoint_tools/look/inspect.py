@@ -9,7 +9,7 @@ from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 class Shown(NamedTuple):
-    """What a command prints: JSON, or a line, tables and notes."""
+    """Holds what a command prints: JSON, or a line, tables and notes."""
 
     as_json: dict[str, Any]
     headline: str

@@ -238,19 +238,16 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return value
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
-        was_tensor = isinstance(entry, TensorStorageMetadata)
-        if isinstance(value, Tensor) != was_tensor:
-            yield (
-                Problem.KIND,
-                key,
-                "a number or object, saved as a tensor" if was_tensor else "a tensor, saved as an object",
-            )
-        elif isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
+        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
             dtype, stored = local_shard(value).dtype, entry.properties.dtype
             if dtype != stored and not self._may_be_cast(key):
                 yield Problem.DTYPE, key, f"{dtype}, saved as {stored}"
             if unfit := why_misread(value):
                 yield Problem.DESTINATION, key, unfit
+        elif isinstance(value, Tensor):
+            yield Problem.KIND, key, "a tensor, saved as an object"
+        elif isinstance(entry, TensorStorageMetadata):
+            yield Problem.KIND, key, "a number or object, saved as a tensor"
 
     def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
         """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
@@ -342,10 +339,12 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         for one in list(offloaded) if self.waits_for_stores else ():
             engine, states = attached(one).engine, states_of(one)
             homes = set(engine.lending.homes_under(leaves, "nothing has been written").values())
-            unborn = [
-                shard for param, shard in engine.plan.shards.items() if shard.home in homes and param not in states
+            empty = [
+                shard.name
+                for param, shard in engine.plan.shards.items()
+                if shard.home in homes and param not in states and all(map(states.is_untouched, shard.homes.values()))
             ]
-            if empty := [shard.name for shard in unborn if all(map(states.is_untouched, shard.homes.values()))]:
+            if empty:
                 raise ValueError(
                     f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have "
                     "no state yet. Save what get_optimizer_state_dict() gives without for_load."

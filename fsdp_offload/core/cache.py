@@ -130,12 +130,11 @@ class Cache:
         block = self._room_for(item, must, distance)
         if block is None:
             return False
-        before, self.held[item] = block.free, None
-        item.block = block
+        item.block, self.held[item] = block, None
         try:
             self._fill(item, block)
         except BaseException:  # an interrupt, too: the place would count as filled
-            self.lanes.load.wait(*before)
+            self.lanes.load.wait(*block.free)
             item.ready = self.lanes.load.mark()
             self.forget([item])
             raise

@@ -80,7 +80,7 @@ class Reductions:
 
     def is_expected(self, group: int) -> bool:
         """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
-        return not self._before or any(group in counts for counts in self._before)
+        return not self._before or self._expected(group) > 0
 
     def next_is_final(self, group: int) -> bool:
         """Return whether one more reduction is expected of ``group``."""
@@ -281,11 +281,10 @@ class Core:
                         self.cache.put(item)
         finally:
             self.stepping = None
-        waits = not aside
         for number, item in self.weights.items():
-            if waits or number == ELSEWHERE:
+            if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
-            if waits and item.exposed and item.at_home is not None:
+            if not aside and item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
         for bucket in self._of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):

@@ -1,1 +1,1 @@
-"""One offloaded optimizer. Read ``homes``, ``updates``, ``engine``, ``hooks``; then guesses, weights, whole, loads."""
+"""One offloaded optimizer. Read ``homes``, ``updates``, ``engine`` and ``hooks``; then the others."""

@@ -241,19 +241,19 @@ class Engine:
             raise
         if core.cache.restore_room() or new:
             self._take_blocks()
-        had = bool(wanted)
         updates.finish()
         repeats = core.end()
         self._measure(repeats and not new and core.cache.nbytes == made)
         guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._tell_lost_writes()
-        return had
+        return bool(wanted)
 
     def _tell_lost_writes(self) -> None:
-        lost, self._lost[:] = list(self._lost), []
-        if lost:
+        if self._lost:
+            shown = listed(self._lost)
+            self._lost.clear()
             warnings.warn(
-                f"State of {listed(lost)} was written through a tensor that was fetched from optimizer.state before "
+                f"State of {shown} was written through a tensor that was fetched from optimizer.state before "
                 "the last step. This state stays on the device, where it is newer, and the write is lost. Fetch it "
                 "from optimizer.state again before writing.",
                 stacklevel=2,

@@ -112,13 +112,13 @@ class Guesses:
     @property
     def sentence(self) -> str:
         """For the report; empty where updates need not be guesses."""
-        if self._clean_steps < 0 and not self.announced:
+        if not self.announced and self._clean_steps >= 0:
+            return ""
+        if not self.announced:
             return (
                 'overlap="iteration": the loop changes gradients before step(), so all updates wait for it. To clip, '
                 "call fsdp_offload.clip_grad_norm_(optimizer, max_norm) from the first step on."
             )
-        if not self.announced:
-            return ""
         begun = 'overlap="iteration": the loop clips; '
         if self.unavailable:
             return f"{begun}updates wait for step(), as {self.unavailable}."

@@ -90,18 +90,18 @@ class Parking:
     def load(self) -> Mark:
         """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
         lanes = self._lanes
-        try:
-            for place in self._places if self._is_away else ():
-                place.storage.resize_(place.nbytes)
-            # What the current stream gets may still be in use by what was issued to it before; so may the region, by
-            # the copies that came before.
-            lanes.load.wait(lanes.compute.mark())
-            lanes.load.copy([(own, host) for host, own in self._pieces()] if self._is_away else [])
-        except BaseException:  # most likely, somebody else still has the memory
-            self.link.synchronize()
-            if self._is_away:
+        if self._is_away:
+            try:
+                for place in self._places:
+                    place.storage.resize_(place.nbytes)
+                # What the current stream gets may still be in use by what was issued to it before; so may the region,
+                # by the copies that came before.
+                lanes.load.wait(lanes.compute.mark())
+                lanes.load.copy([(own, host) for host, own in self._pieces()])
+            except BaseException:  # most likely, somebody else still has the memory
+                self.link.synchronize()
                 self._free()
-            raise
+                raise
         self._places, self._is_away = [], False
         return lanes.load.mark()
 

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
 
 
 class Counting(torch.optim.SGD):
-    """Of no table; its state has a counter."""
+    """Counts its steps in its state; no table has it."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
