@@ -327,7 +327,7 @@ def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) ->
     """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
     names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
     # Not by their names: a look must not change what the next forward gathers.
-    of_model = names.keys() if model is None else parameters_of(model)
+    of_model = names.keys() if model is None else set(parameters_of(model))
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
     if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
         foreign = list(names.values())

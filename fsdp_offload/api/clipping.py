@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..fsdp.fully_shard import parameters_of
 from ..fsdp.gradients import bare
 from ..state.layout import params_of
 from .wrapped import attachment_of, optimizers_in
@@ -110,17 +111,11 @@ def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """List the parameters of ``optimizers``, each once: as their models register them, and then all others.
-
-    Models are asked for names: after an evaluation, the root has gathered parameters in the place of the shards.
-    """
-    names: dict[Tensor, str] = {}
-    positions: dict[str, int] = {}
+    """List the parameters of ``optimizers``, each once: as their models register them, and then all others."""
+    of_models: list[Tensor] = []
     for attachment in filter(None, map(attachment_of, optimizers)):
-        names |= attachment.engine.names
         of_hooks = getattr(attachment.hooks, "model", None)
         model = attachment.model() if attachment.model is not None else of_hooks
-        for name, _ in () if model is None else model.named_parameters():
-            positions.setdefault(name, len(positions))
-    params = dict.fromkeys(param for one in optimizers for param in params_of(one))
-    return sorted(params, key=lambda param: positions.get(names.get(param, ""), len(positions)))
+        of_models += [] if model is None else parameters_of(model)
+    own = dict.fromkeys(param for one in optimizers for param in params_of(one))
+    return list(dict.fromkeys([*(param for param in of_models if param in own), *own]))

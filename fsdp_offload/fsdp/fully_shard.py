@@ -33,10 +33,12 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
-def parameters_of(model: nn.Module) -> set[Tensor]:
-    """The model's parameters, and the shards of those that are gathered now. They stay gathered."""
-    shards = {param.sharded_param for group in _param_groups(model) for param in group.fsdp_params}
-    return shards.union(model.parameters())
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """The model's parameters in registration order: shards, also of those that are gathered now and stay so."""
+    groups = _param_groups(model)
+    gathered = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    shards = {one._unsharded_param: one.sharded_param for one in gathered}
+    return [shards.get(param, param) for param in model.parameters()]
 
 
 def uses_cpu_offload_policy(model: nn.Module) -> bool:

@@ -209,6 +209,7 @@ def _in_stages(*stages: _Stage) -> Callable[[Tensor], bool]:
     return lambda param: isinstance(param.grad, SpentGradient) and param.grad.stage in stages
 
 
+has_no_memory = _in_stages(*_Stage)
 is_spent = _in_stages(_Stage.USED, _Stage.FREED)
 is_freed = _in_stages(_Stage.FREED)
 is_zeroed = _in_stages(_Stage.ZEROED)

@@ -34,6 +34,7 @@ from ..fsdp.fully_shard import (
     uses_cpu_offload_policy,
     wait_for_updates,
 )
+from ..fsdp.gradients import has_no_memory
 from ..fsdp.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,8 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     awake = {name: param for name, param in model.named_parameters() if not _ASLEEP.guards(param)}
     found = [*model.named_parameters(), *model.named_buffers()]
     if gradients == "offload":
-        found += [(f"{name}.grad", param.grad) for name, param in awake.items() if param.grad is not None]
+        gradients_of = {name: param.grad for name, param in awake.items() if not has_no_memory(param)}
+        found += [(f"{name}.grad", grad) for name, grad in gradients_of.items() if grad is not None]
         found += [("a gradient that is not reduced yet", grad) for grad in gathered_gradients(model)]
     parking = _parkings.setdefault(model, Parking("offload_model", None, "pass gradients='drop'"))
     storages = _storages_of(model, found)

@@ -101,6 +101,29 @@ def test_a_plain_optimizer_is_clipped_as_torch_does(mesh: DeviceMesh) -> None:
     assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(one.params, other.params, strict=True))
 
 
+@pytest.mark.parametrize("others", ["added later", "beside it"])
+def test_the_order_of_the_norm_is_the_models(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, others: str) -> None:
+    """Also for parameters that no attached optimizer had when it was attached; the norm's last bit depends on it."""
+    loop = Loop(mesh, lambda params: adamw(params[::2]), clipping(), net=small_net)
+    optimizers = [loop.optimizer]
+    if others == "added later":
+        loop.optimizer.add_param_group({"params": loop.params[1::2]})
+    else:
+        optimizers.insert(0, adamw(loop.params[1::2]))
+    loop.backward(0)
+    with torch.no_grad():
+        loop.model(loop.batch(0))  # the root stays gathered
+    orders: list[list[int]] = []
+    get_norm = nn.utils.get_total_norm
+    monkeypatch.setattr(
+        nn.utils,
+        "get_total_norm",
+        lambda grads, *more: (orders.append(list(map(id, grads))), get_norm(grads, *more))[1],
+    )
+    clip_grad_norm_(optimizers, NEVER)
+    assert orders == [[id(param.grad) for param in loop.params]]
+
+
 def test_who_begins_to_clip_late_is_told_the_line_to_write(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, adamw, clipping()).train(5)
     loop.backward(5)

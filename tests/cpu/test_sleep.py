@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_offload.model.sleep as room
-from fsdp_offload import offload_model, offload_optimizer, reload_model
+from fsdp_offload import OffloadPolicy, offload_model, offload_optimizer, reload_model
 from fsdp_offload.device import lanes
 from tests.forks import address_space_bytes, resident_bytes
 from tests.parity import local, same_bits
@@ -255,6 +255,23 @@ def test_an_optimizer_neither_steps_nor_clears_while_asleep(offloaded: bool) -> 
                 optimizer.state_dict()  # has nothing to do with it
                 reload_model(net)
             optimizer.step()
+            optimizer.zero_grad()
+    assert_same(snapshot(model), snapshot(other))
+
+
+@pytest.mark.parametrize("set_to_none", [None, False, True])
+def test_gradients_that_updates_have_freed_have_nothing_to_move(mesh: DeviceMesh, set_to_none: bool | None) -> None:
+    model, other = shard(make(), mesh), shard(make(), mesh)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, other)]
+    offload_optimizer(optimizers[0], model=model, policy=OffloadPolicy(parameters=True, overlap="iteration"))
+    for seed in range(5):
+        for net, optimizer in zip((model, other), optimizers, strict=True):
+            net(batch(seed)).backward()
+            optimizer.step()
+            if set_to_none is not None:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            if net is model:
+                nap(model)
             optimizer.zero_grad()
     assert_same(snapshot(model), snapshot(other))
 
