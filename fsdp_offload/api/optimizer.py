@@ -152,12 +152,15 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.engine.skip_step()
         attachment.has_loaded_inside_step = False
-        params = params_of(self) if False in (*args, *kwargs.values()) else []  # to be zeroed
-        if params:
+        given = inspect.signature(self._plain_class.zero_grad).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        clears = given.arguments.get("set_to_none")  # None: the class has its own way
+        if not clears:
             attachment.engine.wait_updated()
-        for param in filter(is_spent, params):
+        zeroed = [] if clears is None or clears else params_of(self)
+        for param in filter(is_spent, zeroed):
             zero_spent(param)  # let go of in the backward
-        with zeroed_lifted(params):
+        with zeroed_lifted(zeroed):
             self._plain_class.zero_grad(self, *args, **kwargs)
         attachment.engine.core.reductions.end(stepped=False)  # what has been reduced counts for nothing
 

@@ -135,6 +135,7 @@ class Core:
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
         self._reduced_at: dict[int, Mark] = {}
+        self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
 
     def take(self, buckets: Sequence[Bucket], weights: dict[int, Item]) -> None:
@@ -232,6 +233,7 @@ class Core:
         before = len(self.done)
         if self._ready and not self.begun:
             self.begun = begin is not None and begin()
+            self._began_at = self.lanes.compute.mark()
             self._ready = self._ready if self.begun else []  # step() will find them
         self.pump()
         if self.frees_gradients:
@@ -321,7 +323,8 @@ class Core:
         if self.stepping is not None:
             ready = [self.stepping]  # clipping, or the user, may still be changing the gradients on the compute stream
         else:
-            ready = [self._reduced_at[group] for group in bucket.groups]  # they may still be being reduced
+            # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
+            ready = [self._began_at, *(self._reduced_at[group] for group in bucket.groups)]
         if bucket.on_host:
             self._update_on_host(bucket, ready)
             return

@@ -13,10 +13,13 @@ from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.updates import BucketUpdates
+from fsdp_offload.optimizers import divided_step
+from tests.core.deferred import DeferredLanes
 from tests.overlapping import Loop, adamw, linear_blocks, pair, same
-from tests.parity import attach, host_copy
+from tests.parity import attach, host_copy, local
 
 
 def no_room(*_: object) -> NoReturn:
@@ -119,6 +122,47 @@ def test_copies_of_hyperparameters_and_of_a_scale(mesh: DeviceMesh, monkeypatch:
         assert refs
         assert alive(refs) == len(refs), "their memory is free while an update may still read it"
         del optimizer.found_inf
+
+
+def test_updates_in_the_backward_wait_for_copies_of_hyperparameters(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes, own = DeferredLanes(0), divided_step._own
+
+    def made(value: Any) -> Any:
+        copy = own(value)
+        lanes.made([copy] if isinstance(copy, Tensor) else [])  # on the compute stream
+        return copy
+
+    monkeypatch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
+    monkeypatch.setattr(divided_step, "_own", made)
+    model, optimizer = make(mesh, "iteration", torch.tensor(1e-2))
+    for _ in range(4):
+        backward(model)  # the lanes would see the race
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Zeroing(AdamW):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_a_class_that_zeroes_where_others_clear_waits_for_updates(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceLink, "lanes", lambda link, *, serial: DeferredLanes(0))
+    models = [linear_blocks(mesh, 8) for _ in range(2)]
+    optimizers = [Zeroing(model.parameters(), lr=0.1) for model in models]
+    attach(optimizers[1], model=models[1], policy=OffloadPolicy(overlap="forward"), trust_separable=True)
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizers[1].synchronize()
+    for param, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(local(param), local(other))
 
 
 def test_gradients_of_which_some_came_late(mesh: DeviceMesh) -> None:
