@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -81,6 +81,11 @@ class HostStep:
             dtypes[shard.group].add(shard.param.dtype)
         self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
         # As in a fused kernel, the user's gradients are divided by the scale, or by one where it skips the step.
+        if self._values.get("grad_scale") is not None and {"fused": False} in self._pinned:
+            raise RuntimeError(
+                f"OffloadPolicy(host_fraction=...): a GradScaler needs a fused {cls.__name__}, and the CPU's is "
+                "wrong in the dtype of the parameters. Use host_fraction=0. Nothing has been changed."
+            )
         self.gradient_divisor, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
         if (scale := self.gradient_divisor) is not None and found_inf is not None:
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
@@ -137,10 +142,7 @@ class HostJob:
         with self._failing():
             if not self.step.failed:
                 self._issue_downloads(slot)
-        try:
-            worker.updates.submit(self.update, worker, slot)
-        except RuntimeError:  # the interpreter goes, and joins this thread
-            worker.slots.put(slot)
+        _submit(worker.updates, self.update, worker, slot)
 
     def _issue_downloads(self, slot: Slot) -> None:
         down = self.lanes.down
@@ -181,7 +183,7 @@ class HostJob:
         for bound in self.ranges:
             bound.gradient = None  # the memory is somebody else's from now on
         self.failed = self.failed or self.step.failed
-        worker.up.submit(self.finish, worker, slot)
+        _submit(worker.up, self.finish, worker, slot)
 
     def _update(self) -> None:
         step = self.step.divided
@@ -223,6 +225,18 @@ class HostJob:
         self.uploaded = up.mark()
 
 
+def _submit(pool: ThreadPoolExecutor, stage: Callable[["HostWorker", Slot], None], *args: Any) -> None:
+    """Run the next stage of a job in its thread; here, behind all others, if the interpreter goes and lets none begin.
+
+    ``atexit`` functions come after that: one that saves waits for these jobs.
+    """
+    try:
+        pool.submit(stage, *args)
+    except RuntimeError:
+        pool.shutdown(wait=True)
+        stage(*args)
+
+
 def _bytes(dense: Tensor) -> Tensor:
     return in_memory_order(dense).view(torch.uint8)
 
@@ -246,8 +260,15 @@ class HostWorker:
         if slot_bytes <= self.slot_bytes and (self._pinned or not pin):
             return
         slot_bytes, pin = max(slot_bytes, self.slot_bytes), pin or self._pinned
-        for _ in range(_SLOTS if self.slot_bytes else 0):
-            self.slots.get()  # there may not be room for both
+        taken: list[Slot] = []
+        try:
+            while self.slot_bytes and len(taken) < _SLOTS:
+                taken.append(self.slots.get())
+        except BaseException:  # an interrupt
+            for slot in taken:
+                self.slots.put(slot)
+            raise
+        taken.clear()  # there may not be room for both
         self.slot_bytes = 0
         regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
         self.slot_bytes, self._pinned = slot_bytes, pin

@@ -170,14 +170,16 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Raises:
         RuntimeError: it is not offloaded, a step of it is running, or an exception has left its state half updated.
     """
-    for target in map(unwrap, parts_of(optimizer)):
-        attachment = attachment_of(target)
-        if attachment is None:
+    targets = list(map(unwrap, parts_of(optimizer)))
+    for target in targets:
+        if (attachment := attachment_of(target)) is None:
             raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
         if attachment.stepping:
             raise RuntimeError("remove_offload: a step is running, as inside of a closure. Call it between two steps.")
+        attachment.engine.check_usable("remove_offload()")
+    for target in targets:
+        attachment = attached(target)
         engine = attachment.engine
-        engine.check_usable("remove_offload()")
         attachment.parked.bring_back()
         states = states_of(target)
         engine.return_to_device(states.unwaited)
@@ -230,16 +232,15 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
         checks.refuse(checks.wrong_with_holder(holder))
     for inner in (inner for inner, holder in held.items() if saves_all_masters(holder)):
         keep_unread_masters(inner)
-    done: list[Optimizer] = []
+    new = {inner: holder for inner, holder in held.items() if attachment_of(unwrap(inner)) is None}
     try:
         for inner in held:
             offload(inner)
-            done.append(inner)
     except BaseException:
-        for inner in reversed(done):
+        for inner in filter(is_offloaded, reversed(new)):
             remove_offload(inner)
         raise
-    for inner, holder in held.items():
+    for inner, holder in new.items():
         if own := list(filter(owns_its_storage, masters_in(holder, inner))):
             attached(unwrap(inner)).parked = ParkedParameters(own, policy.host_limit_bytes)
 

@@ -325,7 +325,8 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
 
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
     """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
-    names, model = attachment.engine.names, None if attachment.model is None else attachment.model()
+    names, known = attachment.engine.names, None if attachment.has_others else attachment.model
+    model = None if known is None else known()
     # Not by their names: a look must not change what the next forward gathers.
     of_model = names.keys() if model is None else set(parameters_of(model))
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]

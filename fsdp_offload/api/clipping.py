@@ -114,8 +114,7 @@ def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """List the parameters of ``optimizers``, each once: as their models register them, and then all others."""
     of_models: list[Tensor] = []
     for attachment in filter(None, map(attachment_of, optimizers)):
-        of_hooks = getattr(attachment.hooks, "model", None)
-        model = attachment.model() if attachment.model is not None else of_hooks
+        model = None if attachment.model is None else attachment.model()
         of_models += [] if model is None else parameters_of(model)
     own = dict.fromkeys(param for one in optimizers for param in params_of(one))
     return list(dict.fromkeys([*(param for param in of_models if param in own), *own]))

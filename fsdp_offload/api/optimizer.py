@@ -141,7 +141,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             del self.param_groups[-1]  # as if it had not been called
             engine.names = known
             raise
-        attachment.model = None  # the optimizer has parameters of its own now; nothing to hold them against
+        attachment.has_others = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..engine.engine import Engine, inside
+from ..engine.engine import Engine, find_offloaded, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
@@ -37,6 +37,7 @@ class Attachment:
     stepping: bool = False
     has_loaded_inside_step: bool = False
     expects_gradients: bool = True  # no step has found any, and nobody has been told so
+    has_others: bool = False  # groups were added, perhaps of parameters that are not of the model
     is_new: bool = True  # it has not stepped: perhaps it was attached too early, or another one steps
     hook_steps: int | None = None  # since a hook was wrapped to reload it; None: none was
 
@@ -79,8 +80,8 @@ def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a framework's wrapper."""
-    return wrappers_around(optimizer)[-1]
+    """Return the optimizer inside a framework's wrapper; where it is offloaded, inside anybody's."""
+    return find_offloaded(optimizer) or wrappers_around(optimizer)[-1]
 
 
 def redirect_captured_step(
@@ -107,7 +108,8 @@ def redirect_captured_step(
         function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType) and id(function) not in seen:
             seen.add(id(function))
-            cells = [(cell, "cell_contents", cell.cell_contents) for cell in function.__closure__ or ()]
+            filled = (cell for cell in function.__closure__ or () if cell != types.CellType())
+            cells = [(cell, "cell_contents", cell.cell_contents) for cell in filled]
             pending += [one[-1] for one in cells if not exchange(*one)]
     return undo
 
@@ -116,8 +118,14 @@ def redirect_captured_step(
 
 
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
-    """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's."""
-    if isinstance(unwrap(optimizer), Optimizer) or not hasattr(optimizer, "zero_grad"):
+    """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's.
+
+    torchtitan's container is a chain, and one of torch's by its class alone.
+    """
+    held = vars(optimizer).get("optimizers") if isinstance(optimizer, Optimizer) else None
+    if isinstance(held, list) and held and all(isinstance(one, Optimizer) for one in held):
+        return dict.fromkeys(held, optimizer)
+    if isinstance(wrappers_around(optimizer)[-1], Optimizer) or not hasattr(optimizer, "zero_grad"):
         return {}
     chained = getattr(optimizer, "chained_optimizers", None)
     if not isinstance(chained, Iterable):

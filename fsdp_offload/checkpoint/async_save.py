@@ -14,6 +14,7 @@ import ctypes
 import gc
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -244,6 +245,13 @@ class Loan:
         """Block until it no longer does; a RuntimeError if nobody begins to read."""
         give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
+            if self.thread is not None and time.monotonic() > give_up:
+                give_up = math.inf
+                logger.warning(
+                    "training has waited for %d s for the writer of an asynchronous save. If it has failed, let go of "
+                    "its future, whose exception holds what it was given.",
+                    _BEGIN_SECONDS,
+                )
             if self.thread is None and time.monotonic() > give_up:
                 raise RuntimeError(
                     f"an asynchronous save was staged, and for {_BEGIN_SECONDS} s no thread has begun to write it. Let "

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
@@ -81,7 +82,8 @@ def get_optimizer_state_dict(
         states, groups = _to_load_into(one) if for_load else _to_save(one)
         for param, state in states.items():
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
-        nested["param_groups"] += [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
+        groups = [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
+        nested["param_groups"] += _copied(groups) if cpu_offload else groups
     if fsdp_dtensor:
         return {"state": nested["state"], GROUP_META: by_fqn(nested).entries}
     return flattened(nested) if flatten_optimizer_state_dict else nested
@@ -182,11 +184,22 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
             if name == MASTER and value.dtype == param.dtype:
                 continue
             if copies:
-                value = over_local(value, local_shard(value).to("cpu", copy=True))
+                value = _copied(value)
             if carries and value.shape == param.shape:
                 value = with_chunks(param, local_shard(value), chunks_of(param))
+        elif copies:
+            value = _copied(value)
         saved[name] = value
     return saved
+
+
+def _copied(value: Any) -> Any:
+    """Copies of all tensors in ``value`` in ordinary host memory, in containers of their own."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return over_local(tensor, local_shard(tensor).to("cpu", copy=True))
+
+    return tree_map_only(Tensor, copied, value)
 
 
 def _as_loaded(param: Tensor, value: Any) -> Any:

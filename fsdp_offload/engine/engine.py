@@ -276,6 +276,8 @@ class Engine:
         if rest:  # groups of which no bucket was updated: a plain step sees them as well
             groups = optimizer.param_groups
             updates.shared.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
+        if updates.shared.changes_tensors:
+            self.core.lanes.compute.wait(self.core.updated)  # R3: other lanes may still be writing them
         updates.shared.commit(optimizer)
         changed = updates.shared.changed_entries.keys()
         if not changed <= self.layouts.counters:

@@ -61,11 +61,6 @@ class ModelHooks:
             undo()
         self._undo = []
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The model, as long as somebody keeps it."""
-        return self._model()
-
     # Called by the hooks ----------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> None:

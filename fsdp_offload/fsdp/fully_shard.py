@@ -41,6 +41,11 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return [shards.get(param, param) for param in model.parameters()]
 
 
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Do what ``module.to_empty(device=device, recurse=False)`` does, to what is on the meta device alone."""
+    module._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one, recurse=False)
+
+
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
     """Return whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(model))

@@ -9,6 +9,7 @@
 """
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,19 +52,21 @@ def prepare(
 
 def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """Let ``accelerator.clip_grad_norm_`` clip the parameters of ``optimizer``, all together, by our function."""
-    theirs = accelerator.clip_grad_norm_
-    own = set(params_of(optimizer))
+    theirs, known = accelerator.clip_grad_norm_, weakref.ref(optimizer)
+    if not is_offloaded(optimizer) or getattr(theirs, "_clips", None) == known:
+        return
 
     @functools.wraps(theirs)
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         parameters = list(parameters)
+        offloaded = known()
+        own = set() if offloaded is None or not is_offloaded(offloaded) else set(params_of(offloaded))
         meshes = {getattr(param, "device_mesh", None) for param in own}
-        if set(parameters) != own or len(meshes) > 1 or not is_offloaded(optimizer):
+        others = own.symmetric_difference(parameters)  # frozen ones, too
+        if offloaded is None or not own or any(one.grad is not None for one in others) or len(meshes) > 1:
             return theirs(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
-        return clip_in_order([optimizer], parameters, max_norm, norm_type)
+        return clip_in_order([offloaded], parameters, max_norm, norm_type)
 
-    if not is_offloaded(optimizer) or getattr(theirs, "_clips", None) == own:
-        return
-    clip._clips = own  # type: ignore[attr-defined]
+    clip._clips = known  # type: ignore[attr-defined]
     accelerator.clip_grad_norm_ = clip

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..fsdp.dtensor import local_shard
-from ..fsdp.fully_shard import sharding_groups
+from ..fsdp.fully_shard import give_memory, sharding_groups
 
 
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
@@ -64,7 +64,7 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
     for module in modules:
         own = [sharded[module, name] for name, param in module.named_parameters(recurse=False) if param.is_meta]
         device = own[0].device if own else next(iter(sharded.values())).device
-        module.to_empty(device=device, recurse=False)
+        give_memory(module, device)
         with torch.no_grad():
             fill(module)
         for one in own:

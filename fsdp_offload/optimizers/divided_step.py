@@ -139,6 +139,11 @@ class DividedStep:
         return all(one is other or (not isinstance(one, Tensor) and one == other) for one, other in pairs)
 
     @property
+    def changes_tensors(self) -> bool:
+        """Return whether a tensor is among what this step changes of entries and attributes."""
+        return bool(tensors_in([*self._changes.values()]))
+
+    @property
     def changed_entries(self) -> dict[str, Any]:
         """Return the entries of param groups that this step changes, by name."""
         return {name: value for (number, name), value in self._changes.items() if number is not None}

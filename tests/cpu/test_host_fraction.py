@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, cpu_update, is_offloaded, remove_offload
-from fsdp_offload.cpu_update import HostJob, HostUpdates, host_worker
+from fsdp_offload.cpu_update import HostJob, HostUpdates, HostWorker, Slot, host_worker
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
@@ -88,6 +89,17 @@ def test_a_fused_kernel_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
             run.model(torch.ones(3, 16, dtype=dtype)).sum().backward()
             run.optimizer.step()
         assert all(map(torch.equal, pair.plain.params.values(), pair.offloaded.params.values()))
+
+
+def test_a_scaler_that_needs_that_kernel_is_refused_before_anything_changes() -> None:
+    model = nn.Linear(16, 32).to(torch.bfloat16)
+    optimizer = attach(optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True), policy=policy(1.0))
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(3, 16, dtype=torch.bfloat16)).float().sum()).backward()
+    with pytest.raises(RuntimeError, match=r"a GradScaler needs a fused SGD, .* Nothing has been changed"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
@@ -575,8 +587,14 @@ optimizer.step()
 """
 
 
+SAVING = """
+import atexit
+atexit.register(lambda: print(len(optimizer.state_dict()["state"])))
+"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise ValueError"])
+@pytest.mark.parametrize("ending", ["", SAVING, "raise SystemExit(3)", "raise ValueError"])
 def test_the_interpreter_ends_while_the_thread_works(ending: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXITING + ending],
@@ -585,9 +603,29 @@ def test_the_interpreter_ends_while_the_thread_works(ending: str) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "raise ValueError": 1}[ending]
+    assert done.returncode == {"raise SystemExit(3)": 3, "raise ValueError": 1}.get(ending, 0)
+    assert done.stdout == ("16\n" if ending == SAVING else "")
     assert "Fatal" not in done.stderr
     assert "terminate" not in done.stderr
+
+
+def test_an_interrupt_while_slots_grow_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = HostWorker(torch.device("cpu"))
+    worker.reserve(1024, pin=False)
+
+    class Interrupted(SimpleQueue[Slot]):
+        def get(self, *args: Any) -> Slot:
+            if self.qsize() == 1:
+                raise KeyboardInterrupt
+            return super().get(*args)
+
+    slots = Interrupted()
+    for _ in range(2):
+        slots.put(worker.slots.get())
+    worker.slots = slots
+    with pytest.raises(KeyboardInterrupt):
+        worker.reserve(2048, pin=False)
+    assert worker.slots.qsize() == 2
 
 
 # What it says --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,12 @@ def exchange_within_a_parameter(run: Run) -> None:
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
 
 
+def give_a_part_away(run: Run) -> None:
+    one, other = run.optimizer.state[run.model.weights[0]], run.optimizer.state[run.model.small[0]]
+    part = one["exp_avg"].flatten()[100:165]
+    one["exp_avg"], other["exp_avg"] = torch.zeros_like(one["exp_avg"]), part
+
+
 def load_permuted(run: Run) -> None:
     saved = run.optimizer.state_dict()
     saved["state"] = {**saved["state"], 0: saved["state"][1], 1: saved["state"][0]}
@@ -51,8 +57,11 @@ def load_permuted(run: Run) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(saved) if not run.is_offloaded else saved)
 
 
+EDITS = [swap_states, rotate_one_name, exchange_within_a_parameter, give_a_part_away, load_permuted]
+
+
 @pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.parametrize("edit", [swap_states, rotate_one_name, exchange_within_a_parameter, load_permuted])
+@pytest.mark.parametrize("edit", EDITS)
 def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], None], removed: bool) -> None:
     """In the next step, or when offload is removed."""
     pair = make_pair(Twins, adamw)
@@ -61,6 +70,18 @@ def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Run], 
     if removed:
         pair.detach()
     pair.train(3)
+
+
+def test_the_memory_of_a_home_in_another_order_is_copied() -> None:
+    params = [nn.Parameter(torch.linspace(0, 1, 16).view(4, 4)) for _ in range(2)]
+    optimizers = [optim.AdamW([param]) for param in params]
+    attach(optimizers[1])
+    for step in range(3):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = torch.linspace(step, 2, 16).view(4, 4).sin()
+            optimizer.step()
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].t()
+    assert torch.equal(*params)
 
 
 def test_none_is_no_momentum() -> None:

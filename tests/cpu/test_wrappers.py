@@ -12,7 +12,8 @@ from torch import nn, optim
 import fsdp_offload
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_report, remove_offload
 from fsdp_offload.checkpoint import get_optimizer_state_dict
-from tests.parity import SMALL, Net, Pair, Run, attach, make_pair
+from fsdp_offload.optimizers.divided_step import ENGINE_ATTRIBUTE
+from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, params_of
 
 
 @pytest.fixture
@@ -167,6 +168,99 @@ def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
     for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
         assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
     pair.assert_same()
+    pair.train(2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    fsdp_offload.offload_optimizer(optimizer, exist_ok=True, model=model)
+
+
+class Chain:
+    """As Megatron's."""
+
+    def __init__(self, *optimizers: optim.Optimizer) -> None:
+        self.chained_optimizers = list(optimizers)
+
+    def zero_grad(self) -> None: ...
+
+
+class Container(optim.Optimizer):
+    """As torchtitan's: by its class one of torch's, and a list of those that train."""
+
+    def __init__(self, *optimizers: optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([param for one in optimizers for param in params_of(one)], {})
+
+
+class Users(optim.Optimizer):
+    """Somebody's wrapper, of which no framework knows."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        vars(self).update(vars(optimizer), optimizer=optimizer)
+        del vars(self)[ENGINE_ATTRIBUTE]
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def test_a_wrapper_that_is_an_optimizer_itself_is_looked_through() -> None:
+    pair = adamw()
+    pair.attach(OffloadPolicy(), with_model=True)
+    pair.train(1)
+    wrapper = Users(pair.offloaded.optimizer)
+    for function in (fsdp_offload.offload_states, fsdp_offload.release_states, fsdp_offload.reload_states):
+        function(wrapper)
+    fsdp_offload.reload_before(None, wrapper)
+    fsdp_offload.clip_grad_norm_(wrapper, 1.0)
+    get_optimizer_state_dict(pair.offloaded.model, wrapper)
+    remove_offload(wrapper)
+    assert not pair.offloaded.is_offloaded
+    pair.train(1)
+
+
+def test_a_container_stands_for_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = adamw(), adamw()
+    container = Container(*(pair.offloaded.optimizer for pair in pairs))
+    assert not is_offloaded(container)
+    attach(container)
+    assert is_offloaded(container)
+    assert all(pair.offloaded.is_offloaded for pair in pairs)
+    reached: list[object] = []
+    monkeypatch.setattr(OffloadedOptimizer, "synchronize", reached.append)
+    fsdp_offload.synchronize(container)
+    assert reached == container.optimizers
+    fsdp_offload.remove_offload(container)
+    assert not any(pair.offloaded.is_offloaded for pair in pairs)
+
+
+def test_a_chain_of_which_one_is_refused_stays_as_it_was() -> None:
+    mine, plain = adamw(), adamw().plain.optimizer
+    mine.attach()
+    chain = Chain(mine.offloaded.optimizer, plain, optim.SparseAdam([torch.nn.Parameter(torch.ones(4))]))
+    with pytest.raises(ValueError, match="sparse gradients"):
+        attach(chain, exist_ok=True)
+    with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
+        fsdp_offload.remove_offload(chain)
+    assert mine.offloaded.is_offloaded
+    assert not is_offloaded(plain)
+    mine.train(2)
+
+
+def test_a_step_that_is_wrapped_by_what_is_defined_later() -> None:
+    pair = adamw()
+    optimizer = pair.offloaded.optimizer
+    plain_step = optimizer.step
+
+    def step() -> None:
+        call(plain_step)
+
+    optimizer.step = step
+    pair.attach()
+
+    def call(function: Any) -> None:
+        function()
+
     pair.train(2)
 
 

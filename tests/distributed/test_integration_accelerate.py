@@ -71,7 +71,11 @@ def script(
     accelerator = accelerator_for(rank, world_size, state_dict_type)
     torch.manual_seed(0)
     model = Net()
-    optimizer = optim.AdamW(list(decay_groups(model)), lr=0.01)
+    frozen = next(model.parameters()).requires_grad_(requires_grad=False)
+    groups = list(decay_groups(model))
+    for group in groups:  # clipping is given all parameters of the model
+        group["params"] = [param for param in group["params"] if param is not frozen]
+    optimizer = optim.AdamW(groups, lr=0.01)
     scheduler = optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 20)
     if policy is None:
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
