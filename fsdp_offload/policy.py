@@ -34,8 +34,8 @@ class OffloadPolicy:
               backward. For loops in which the number of backwards before a step does not change. A loop that clips by
               a norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then guesses, taken back in steps that
               clip, and wait for ``step()`` where more than a fifth do. That takes as much host memory again as the
-              state and the parameters have. A loop that touches gradients otherwise is seen to do so in its first
-              steps, and its updates wait for ``step()``. Needs a model.
+              state and the parameters have. If a loop changes gradients in any other way, the first steps show it, and
+              updates then wait for ``step()``. Needs a model.
         device_bytes: Limit the device memory for what is offloaded, passing through or kept: a number is never
             exceeded, unless one update needs more (the report says so). ``"auto"`` begins with four blocks of state,
             and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
