@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -96,8 +96,8 @@ class Region:
         mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked child (a DataLoader worker) must neither inherit these pages nor copy them when we write.
         mapping.madvise(mmap.MADV_DONTFORK)
-        # Fewer page faults: touching is about twice as fast, and so is locking.
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel may have no huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults: touching is about twice as fast, and so is locking
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise([0, *breaks, nbytes])]
         locked: dict[int, int] = {}
