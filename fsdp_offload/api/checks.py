@@ -25,6 +25,7 @@ from ..engine.whole import kept_by, param_under
 from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
+from ..model.sleep import is_asleep
 from ..optimizers import Capabilities
 from ..optimizers.masters import WithMasters
 from ..policy import OffloadPolicy
@@ -194,6 +195,9 @@ def wrong_to_stream(
     optimizer: Optimizer, capabilities: Capabilities, model: nn.Module | None, names: Mapping[Tensor, str]
 ) -> Iterator[str]:
     """Parameters that cannot have a home on the host: ``fully_shard`` does not gather them, or state shares them."""
+    if model is not None and is_asleep(model):
+        yield "OffloadPolicy(parameters=True): the model is asleep. Call reload_model(model) first."
+        return
     groups = [] if model is None else sharding_groups(model)
     found = {one.param: one for group in groups for one in group.sharded() if one.param in names}
     if not found:

@@ -6,6 +6,7 @@ import types
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ..device.arena import normal_tensors
 from ..device.lanes import refuse_capture
 from ..engine.engine import inside
 from ..engine.loading import check_loadable
@@ -49,7 +51,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment = attached(self)
         attachment.stepping = True
         try:
-            return _logical_step(self, *args, **kwargs)
+            # Counters that it makes are written by updates in a backward.
+            with normal_tensors() if torch.is_inference_mode_enabled() else nullcontext():
+                return _logical_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
@@ -108,7 +112,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 states.clear()
                 states.update(before_load)
                 raise
-            type(self).__setstate__(self, {})  # lets the class convert what old checkpoints hold
+            # Lets the class convert what old checkpoints hold.
+            type(self).__setstate__(self, {"state": states, "param_groups": self.param_groups})
 
         # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
         last = self.register_load_state_dict_pre_hook(check)

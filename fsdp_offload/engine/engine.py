@@ -824,11 +824,14 @@ def _param_ids(optimizer: Optimizer) -> list[list[int]]:
 
 def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
     """Name the entries of param groups that differ, with their values."""
+    groups = optimizer.param_groups
     return ", ".join(
-        f"param_groups[{number}][{name!r}] = {optimizer.param_groups[number][name]!r}"
+        f"param_groups[{number}][{name!r}] = {groups[number][name]!r}"
+        if name in groups[number]
+        else f"param_groups[{number}] without {name!r}"
         for number, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=()))
-        for name, kind in new
-        if (name, kind) not in old
+        for name in dict(set(old) ^ set(new))
+        if number < len(groups)
     )
 
 

@@ -45,15 +45,17 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):
         param_of[saved_id] = param
         given = state_dict["state"].get(saved_id) or {}
-        # SGD used to save ``momentum_buffer: None``.
+        # ``None`` where a tensor is expected is none yet: SGD used to save ``momentum_buffer: None``.
         present = {name: value for name, value in given.items() if value is not None}
+        absent = dict.fromkeys(given.keys() - present.keys())
         saved = engine.conventions.without_dispensable(param, present)
         name = engine.names.get(param, str(saved_id))
         if saved and whole:
-            loaded[param] = _of_whole(engine, name, param, saved)
+            loaded[param] = _of_whole(engine, name, param, saved) | absent
         elif saved:
             layout = _expected_layout(engine, optimizer, param, index, saved_groups[index])
-            loaded[param] = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
+            checked = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
+            loaded[param] = checked | dict.fromkeys(absent.keys() - layout.values.keys())
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
 
 

@@ -144,21 +144,26 @@ class Weights:
 
     def lend(self, number: int) -> None:
         """Let the gather that follows read the place of a group."""
-        for one in self.groups[number]:
+        for one in filter(self._is_ours, self.groups[number]):
             one.lend(self._padded(self.parts[one.param]))
 
     def take_back(self, number: int) -> None:
         """End :meth:`lend`: the gather has been issued."""
-        for one in self.groups[number]:
+        for one in filter(self._is_ours, self.groups[number]):
             one.take_back()
+
+    def _is_ours(self, one: ShardedParameter) -> bool:
+        """Return whether no other optimizer has taken over what nobody trained when it was moved home.
+
+        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding.
+        """
+        local = local_shard(one.param)
+        return local is self.parts[one.param].home.weights or not local.numel()
 
     def return_to_device(self, device: torch.device) -> None:
         """Let all of them live on the device again, out of their homes, which are up to date."""
-        for param, part in self.parts.items():
-            local = local_shard(param)
-            # Another optimizer may have taken over what nobody trained. fully_shard exchanges the tensor of an empty
-            # shard at the first forward; that needs its padding again, or gathers of this rank are too short.
-            if local is part.home.weights or not local.numel():
+        for part in self.parts.values():
+            if self._is_ours(part.sharded):
                 part.sharded.live_on(device)
         self.groups, self.arena = {}, None
         self.items.clear()

@@ -235,6 +235,11 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         _parkings[model].region = None  # which waits for the device before it lets go of its pages
 
 
+def is_asleep(model: nn.Module) -> bool:
+    """Return whether any parameter of ``model`` is on the host because of :func:`offload_model`."""
+    return any(map(_ASLEEP.guards, model.parameters()))
+
+
 def _refuse_call(module: nn.Module, args: object) -> None:
     _ASLEEP.refuse(f"{type(module).__name__}.forward()")
 

@@ -143,6 +143,16 @@ def test_updates_in_the_backward_wait_for_copies_of_hyperparameters(
         optimizer.zero_grad()
 
 
+def test_a_step_under_inference_mode_makes_state_that_a_backward_may_write(mesh: DeviceMesh) -> None:
+    model, optimizer = make(mesh, "iteration")
+    for _ in range(4):
+        backward(model)
+        with torch.inference_mode():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert not any(one.is_inference() for one in optimizer.state[next(model.parameters())].values())
+
+
 class Zeroing(AdamW):
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)

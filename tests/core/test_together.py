@@ -147,6 +147,42 @@ def test_random_optimizers_of_random_models(mesh: DeviceMesh, seed: int) -> None
         assert all(map(torch.equal, one, other)), f"after step {step}"
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_parameters_that_another_optimizer_has_moved_home_while_they_were_frozen(
+    mesh: DeviceMesh, overlap: str
+) -> None:
+    """Theirs takes them over; when it has been removed, gathers must not read the first one's home."""
+    models = [linear_blocks(mesh) for _ in range(2)]
+    optimizers = [(AdamW(model[1].parameters(), lr=0.1), SGD(model[::2].parameters(), lr=0.1)) for model in models]
+
+    def train() -> None:
+        losses = []
+        for model, both in zip(models, optimizers, strict=True):
+            for optimizer in both:
+                optimizer.zero_grad()
+            loss = model(torch.ones(2, 12)).square().mean()
+            loss.backward()
+            losses.append(loss)
+            for optimizer in both:
+                optimizer.step()
+        assert torch.equal(*losses)
+
+    for model in models:
+        model[1].bias.requires_grad_(requires_grad=False)
+    for optimizer in reversed(optimizers[1]):
+        policy = OffloadPolicy(overlap=overlap, parameters=True, bucket_bytes=1024)
+        attach(optimizer, model=models[1], policy=policy)
+    train()
+    for model in models:
+        model[1].bias.requires_grad_(requires_grad=True)
+    train()
+    for optimizer in optimizers[1]:
+        optimizer.zero_grad()
+    remove_offload(optimizers[1][0])
+    for _ in range(3):
+        train()
+
+
 def test_threads_with_optimizers_of_their_own() -> None:
     """All optimizers of a device share its lanes; steps of several threads take turns."""
     pairs = [make_pair(Zoo, lambda params: AdamW(params, lr=0.02)) for _ in range(3)]

@@ -163,13 +163,18 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     name, value = entry
     pair = pair_of(torch.optim.Adam, steps=steps_before, **options)
     group = pair.offloaded.optimizer.param_groups[0]
-    group[name], right = value, group[name]
+    right = dict(group)
+    group[name] = value
     said = re.escape(f"param_groups[0]['{name}'] = {value!r}")
     give_gradients(pair.offloaded)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"(?s)step\(\) cannot run with {said}: TypeError: .*Nothing has been"):
             pair.offloaded.optimizer.step()
-    group[name] = right
+    del group[name]
+    with pytest.raises(ValueError, match=rf"cannot run with param_groups\[0\] without '{name}': KeyError"):
+        pair.offloaded.optimizer.step()
+    group.clear()
+    group.update(right)
     pair.assert_same()
     pair.train(2)
 

@@ -115,6 +115,41 @@ def test_copies_of_what_is_in_containers() -> None:
     assert_same(copied, expected)
 
 
+class Late(torch.optim.Optimizer):
+    """Has ``None`` in the place of a tensor that comes later, and looks at what it is given in a load."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in state["param_groups"]:
+            group.setdefault("new", 1)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state |= {"first": torch.zeros_like(param), "late": None}
+            state["first"].add_(param.grad)
+            if state["first"].amax() > 3:
+                state["late"] = state["first"].clone()
+            param.sub_(state["first"] if state["late"] is None else state["late"], alpha=0.1)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_entries_that_are_none_come_back(trust: bool) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = attach(Late(model.parameters(), {}), trust_separable=trust)
+    for _ in range(4):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0].pop("new", None)  # it is an old checkpoint
+        optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict()["state"], saved["state"])
+        assert optimizer.param_groups[0]["new"] == 1
+        optimizer.zero_grad()
+
+
 def sorted_keys(value: Any) -> Any:
     """Keys say it all; where they stand does not matter to anyone."""
     if isinstance(value, dict):
