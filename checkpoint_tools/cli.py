@@ -23,7 +23,7 @@ from .fuse.files import Request
 from .fuse.rules import Way, load_rules, preset, preset_names
 from .look import diff, inspect, verify
 from .stored.safetensors_folder import open_checkpoint
-from .stored.storage import is_torch_file
+from .stored.storage import TORCH_SUFFIXES, is_file_of
 
 Checkpoint = Annotated[
     str,
@@ -384,7 +384,7 @@ def _convert(
     kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
     run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
-    of_torch = to == "torch" or (is_torch_file(source) and not dry_run)
+    of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
     takes_all = dtype is None and key_prefix is None and not dry_run and to != "safetensors"
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),

@@ -329,7 +329,10 @@ def check_destination(source: str, destination: str) -> None:
         (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),
         (has_no_parent, f"{path.parent} is not a folder; make it first, or choose another place"),
         (new.startswith(old), f"{destination} lies inside of {source}; choose a place outside of it"),
-        (old.startswith((new, f"{new[:-1]}.partial/")), f"{source} lies inside of {destination}; choose another place"),
+        (
+            old.startswith((new, *(f"{new[:-1]}.{what}/" for what in ("partial", "steps")))),
+            f"{source} lies inside of {destination}, or where that is made; choose another place",
+        ),
     ):
         if is_wrong:
             raise CheckpointError(text)
@@ -358,12 +361,9 @@ def write(
     files = checkpoint.items_by_file()
     stamps = [checkpoint.folder.stamp(file) for file in files]
     with appearing(destination) as folder:
-        try:
-            _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
-            for file, content in rewrite.beside.items():
-                write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
-        except (OSError, RuntimeError) as error:
-            raise written(error) from error
+        _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
+        for file, content in rewrite.beside.items():
+            write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         if not rewrite.heads:
             seal(folder, threads=threads)
         if [checkpoint.folder.stamp(file) for file in files] != stamps:
@@ -517,26 +517,36 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
 
 
 @contextlib.contextmanager
-def appearing(destination: str) -> Iterator[Path]:
-    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error."""
-    if "://" in destination:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
-            yield Path(spool)
-            _send(Path(spool), destination)
-        return
-    path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
-    with held(folder) as mark:
-        try:
-            yield folder
-            _sync(folder)
-            if os.path.lexists(path):
-                raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
-            folder.rename(path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        _sync(path.parent)
-        (path / mark.name).unlink()
+def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
+    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error.
+
+    ``is_file``: give the path of a file in it instead, which becomes ``destination``.
+    """
+    try:
+        if "://" in destination:
+            with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+                yield Path(spool)
+                _send(Path(spool), destination)
+            return
+        path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
+        with held(folder) as mark:
+            made = folder / path.name if is_file else folder
+            try:
+                yield made
+                _sync(folder)
+                if os.path.lexists(path):
+                    raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
+                made.rename(path)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            _sync(path.parent)
+            if is_file:
+                shutil.rmtree(folder)
+            else:
+                (path / mark.name).unlink()
+    except (OSError, RuntimeError) as error:
+        raise written(error) from error
 
 
 @contextlib.contextmanager
@@ -593,7 +603,7 @@ def _send(folder: Path, url: str) -> None:
         raise
 
 
-def written(error: OSError | RuntimeError) -> CheckpointError:
+def written(error: BaseException) -> CheckpointError:
     """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
@@ -602,4 +612,5 @@ def written(error: OSError | RuntimeError) -> CheckpointError:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "; make room, or choose another disk" if full else ""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    reason = f"{error.filename}: {reason}" if isinstance(error, OSError) and error.filename else reason
     return CheckpointError(f"the new checkpoint cannot be written: {reason}{hint}")

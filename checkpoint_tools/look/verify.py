@@ -315,6 +315,9 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         folder.fs.pipe_file(f"{folder.root.rstrip('/')}/{MANIFEST_FILE}", made)
     else:  # there as a whole, or not at all
         unfinished = Path(folder.path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
-        write_file(unfinished, made)
-        unfinished.rename(Path(folder.path) / MANIFEST_FILE)
+        try:
+            write_file(unfinished, made)
+            unfinished.rename(Path(folder.path) / MANIFEST_FILE)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return notes_on_checksums(checkpoint)

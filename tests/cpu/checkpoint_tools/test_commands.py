@@ -125,7 +125,7 @@ def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: p
 
 # Errors --------------------------------------------------------------------------------------------------------------
 
-ERRORS = """
+ERRORS = r"""
 inspect @nowhere                              | is not a folder
 verify @empty                                 | has no .metadata
 diff @cut @saved                              | cannot be read as the metadata of a checkpoint
@@ -163,13 +163,19 @@ split @fused @new --rules @rules --exclude x* --exclude *down* | --exclude that 
 split @fused @new --rules @rules --value tp=2             | --value that no rule uses: tp. The rules name none
 split @fused @new --rules @valued --value n=4 --value m=1 | no rule uses: m. The rules name n
 split @fused @new --rules @valued                         | give it with --value n=NUMBER
+split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot be evaluated: int too large
+split @fused @new --rules @deep                           | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
+rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
+rename @fused @new --family @odd.toml --from hf --to a    | not as docs/checkpoints.md describes it (KeyError: 'm')
+rename @fused @new --family @each.toml --from hf --to a --value n=inf   | the size 'n' is inf, not a whole number
 convert @nowhere @new                         | is not a folder
 convert @nowhere.safetensors @new             | nowhere.safetensors: No such file
 convert @uncovered @new                       | model.layers.2.weight: 1 of 4 elements are in no chunk
 convert @hostile @new                         | asks for posix.system
 convert @complex @new                         | model.a is complex128, which safetensors do not have; leave it out
 convert @named @new                           | would be named '__metadata__'
+convert @halves @new                          | would be named 'a\udc80b', which safetensors do not allow
 convert @only @new --key-prefix model.        | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
 convert @saved @new --to dcp                  | is a checkpoint of DCP already
@@ -191,6 +197,7 @@ convert @nowhere.pt @new                      | nowhere.pt: No such file
 convert @list.pt @new --dtype bf16            | between torch.save and DCP all is taken as it is
 convert @saved @new.pt --to torch --max-memory 256        | do not fit into --max-memory
 convert @object @new.pt --to torch            | has more than tensors and plain values
+convert @saved @own.pt --to torch             | own.pt.partial: File exists
 convert @saved file:///tmp/x.pt --to torch    | on this machine alone
 """
 """A command, in which ``@`` is a folder of the test's own, and what it says."""
@@ -205,6 +212,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "object": {"model": {"a": one}, "thing": saves.Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
         "objects": {"a": "text"},
+        "halves": {"model": {"a\udc80b": one}},
         "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
     }
     for name, state in states.items():
@@ -217,8 +225,10 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         ("uncovered", saved, lambda found: setattr(entry(found, uncovered), "size", torch.Size([4]))),
     ):
         saves.changed(source, name, edit)
-    for name in ("empty", "cut"):
+    for name in ("empty", "cut", "a.steps"):
         (tmp_path / name).mkdir()
+    (tmp_path / "a.steps" / ".being-written").touch()
+    shutil.copytree(fused, tmp_path / "a.steps" / "0")
     (tmp_path / "cut" / ".metadata").write_bytes((saved / ".metadata").read_bytes()[:-50])
     (shutil.copytree(fused, tmp_path / "gone") / "__0_0.distcp").unlink()
     os.truncate(shutil.copytree(fused, tmp_path / "short") / "__0_0.distcp", 100)
@@ -228,6 +238,11 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "bad": "[[rule]]\nfused = 'x'\n",
         "qkv": RULES.replace("gate_up", "qkv"),
         "valued": RULES + "sizes = ['n', 'rest']\n",
+        "deep": "a = " + "[" * 10_000,
+        "odd.toml": "[source]\nhf = ''\na = ''\n[[name]]\nhf = '{n}'\na = '{m}'\n",
+        "each.toml": "name = []\n[source]\nhf = ''\na = ''\n[[rule]]\n"
+        "of = 'a'\nfused = 'x'\nparts = ['{each}']\neach = 'n'\n",
+        "own.pt.partial": "somebody's",
         "uneven": RULES + "sizes = [5, 4]\n",
     }.items():
         (tmp_path / name).write_text(text)
@@ -237,7 +252,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     before = {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()}
     for line in ERRORS.strip().splitlines():
         command, _, message = line.partition(" | ")
-        tool.assert_one_line(tool.run(*shlex.split(command.replace("@", f"{tmp_path}/"))), message)
+        command = command.replace("@", f"{tmp_path}/").replace("MANY", "9" * 400)
+        tool.assert_one_line(tool.run(*shlex.split(command)), message)
     assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -258,6 +258,31 @@ def test_objects(tool: Limited, folder: Path, case: str) -> None:
     assert ended(tool, "diff", folder, save(folder.parent / "another", WITH_FUSED)).code in (1, 2)
 
 
+def test_elements_that_are_stored_once(tool: Limited, tmp_path: Path) -> None:
+    """As many as there are numbers: no item is made that large, and no object; one of another kind is not compared."""
+    folder = save(tmp_path / "checkpoint", {"x": torch.ones(8), "w": torch.ones(1)})
+    place = folder / "other.distcp"
+    torch.save(torch.ones(1).expand(1 << 33), place)
+
+    def edit(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["x"]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 33])
+        info = metadata.storage_data[MetadataIndex("x", (0,))]
+        info.relative_path, info.offset, info.length = place.name, 0, place.stat().st_size
+
+    edit_metadata(folder, edit)
+    assert "is smaller than the tensor in it" in ended(tool, "verify", folder, "--finite", code=1).output
+    ended(tool, "convert", folder, tmp_path / "made", code=2)
+    for name, one in {"large": torch.ones(1).expand(1 << 33), "sparse": torch.eye(2).to_sparse()}.items():
+        a, b = (save(tmp_path / f"{name}{n}", {"o": (one * 1 if n and name == "sparse" else one, n)}) for n in (0, 1))
+        assert "their bytes differ; they cannot be looked into" in ended(tool, "diff", a, b, code=1).output
+
+
+def test_a_key_of_many_words(tool: Limited, folder: Path) -> None:
+    copy = save(folder.parent / "words", {**WITH_FUSED, "a." * 20_000: torch.ones(1)})
+    ended(tool, "split", copy, folder.parent / "made", "--rules", folder.parent / "rules.toml", "--dry-run", code=0)
+
+
 DEEP_MEMBER = pickled(b"}" + text("a") + name("builtins", "set") + b"](" + b")" + b"\x85" * 1_000_000 + b"e\x85Rs")
 
 

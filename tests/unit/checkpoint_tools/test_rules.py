@@ -101,7 +101,7 @@ def test_rules_from_toml_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rule", "not a rules file"),
+        ("[[rule", "is no TOML"),
         ("a = 1", "expected \\[\\[rule\\]\\] tables"),
         ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsize = 1", "unexpected keyword argument 'size'"),
         ("[[rule]]\nfused = 'x'", "parts"),
