@@ -186,14 +186,11 @@ def _verify(
     """
     checkpoint = open_checkpoint(path)
     found = verify.check_structure(checkpoint, threads)
-    problems, notes, checked = [*found.problems], [*found.notes], ["structure", "files"]
-    if finite:
-        problems += verify.check_finite(checkpoint, found.sound, threads, progress)
-        checked.append("finite values")
-    if data:
-        problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
-        checked.append("data")
-        notes += verify.notes_on_checksums(checkpoint)
+    problems, notes = [*found.problems], [*found.notes]
+    checked = ["structure", "files", *["finite values"] * finite, *["data"] * data]
+    if data or finite:
+        problems += verify.check_items(checkpoint, found.sound, threads, data=data, finite=finite, progress=progress)
+        notes += verify.notes_on_checksums(checkpoint) if data else ()
     problems = list(dict.fromkeys(problems))
     if as_json:
         shown = [problem._asdict() for problem in problems]
@@ -324,12 +321,12 @@ def _exchange(way: Way) -> Callable[..., None]:
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
         rewrite.check_destination(source, destination)
-        request = Request(rules, numbers, excluded or (), only or (), yes)
+        request = Request(rules, numbers, excluded or (), only or (), yes, dry_run)
         planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
         if dry_run:
             to_write.show(planned, rewrite.as_table(planned))
         else:
-            to_write.write(way, rewrite.with_record(planned, way))
+            to_write.write(way, planned)
 
     return run
 

@@ -50,7 +50,7 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from .core.regions import TensorRegion, nothing_of, part_chunks, stretches, whole_of
 from .core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, some_of, table
-from .fuse.files import RECORD_FILE, Request, Split, check_known, find_exchange, read_record, record_bytes
+from .fuse.files import RECORD_FILE, Request, find_exchange, new_record
 from .fuse.plan import Exchange, Fusion
 from .fuse.rules import Way
 from .look.verify import Advance, check_whole, notes_on_checksums, seal
@@ -88,7 +88,6 @@ class Rewrite(NamedTuple):
     files: Mapping[str, Sequence[Piece]]  # file → what is written to it
     paths: Mapping[str, stored.Path]  # where values are in the nested state dict, if known
     exchange: Exchange = Exchange()  # the plan that this one follows, if any
-    asked: Request = Request((), {})  # and what it was made for
     heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
     notes: tuple[str, ...] = ()  # what people should know
     beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
@@ -120,26 +119,14 @@ def open_whole(source: str, threads: int) -> Checkpoint:
 def plan(source: Checkpoint, way: Way, request: Request) -> Rewrite:
     """Plan the split or the merge of a checkpoint."""
     exchange, asked = find_exchange(way, source, request)
-    new = plan_rewrite(source, exchange)
+    new, beside = plan_rewrite(source, exchange), {file: None for file in source.beside if file != RECORD_FILE}
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
     nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
     size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     headline = f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}"
-    return new._replace(asked=asked, notes=(*asked.notes, *source.notes), headline=headline)
-
-
-def with_record(rewrite: Rewrite, way: Way) -> Rewrite:
-    """Put the new split record beside the data in place of the old one; none if all is merged again."""
-    asked = rewrite.asked
-    check_known(rewrite.checkpoint, asked, rewrite.exchange.matched)
-    matched, splits = frozenset(rewrite.exchange.matched), read_record(rewrite.checkpoint)
-    if way == "split":
-        splits.append(Split(tuple(asked.rules), asked.values, matched))
-    else:
-        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
-    beside = {file: content for file, content in rewrite.beside.items() if file != RECORD_FILE}
-    return rewrite._replace(beside={**beside, RECORD_FILE: record_bytes(splits)} if splits else beside)
+    record = new_record(source, way, asked, exchange.matched)
+    return new._replace(beside={**beside, **record}, notes=(*asked.notes, *source.notes), headline=headline)
 
 
 def as_table(rewrite: Rewrite) -> list[str]:

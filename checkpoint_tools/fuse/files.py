@@ -73,14 +73,20 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
     return splits
 
 
-def record_bytes(splits: Sequence[Split]) -> bytes:
-    """Serialize the record."""
+def new_record(checkpoint: Checkpoint, way: Way, asked: "Request", fused: Sequence[str]) -> dict[str, bytes]:
+    """Return the file that tells of all splits when these tensors are split or merged; none if none is left."""
+    matched, splits = frozenset(fused), read_record(checkpoint)
+    if way == "split":
+        splits.append(Split(tuple(asked.rules), asked.values, matched))
+    else:
+        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
     found = []
     for split in splits:
         rules = [dataclasses.asdict(rule) for rule in split.rules]
         values = {name: v for name, v in split.values.items() if any(name in rule.value_names for rule in split.rules)}
         found.append({"rules": rules, "values": values, "fused": sorted(split.fused)})
-    return json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
+    record = json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
+    return {RECORD_FILE: record} if splits else {}
 
 
 def _crc(splits: Any) -> int:
@@ -96,6 +102,7 @@ class Request(NamedTuple):
     excluded: Sequence[str] = ()  # patterns of keys that stay
     only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
     is_sure: bool = False  # merge whatever the rules match
+    is_dry: bool = False  # only to be looked at
     # Of one that is completed by what the checkpoint contains:
     wanted: Wanted = ALL  # which matches are exchanged
     is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
@@ -155,16 +162,6 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     return request._replace(rules=rules, values=values, wanted=chosen, is_known=is_known, notes=notes)
 
 
-def check_known(checkpoint: Checkpoint, asked: Request, matched: Sequence[str]) -> None:
-    """Refuse parts of which no record says that they were ever fused."""
-    if not asked.is_known:
-        raise CheckpointError(
-            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
-            f"rules match would be: {some_of(matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
-            "PATTERN for some of it"
-        )
-
-
 # The plan -------------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +172,12 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
     check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
     _check_left(source, found, asked.excluded)
+    if not (asked.is_known or asked.is_dry):
+        raise CheckpointError(
+            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
+            f"rules match would be: {some_of(found.matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
+            "PATTERN for some of it"
+        )
     return found, asked
 
 

@@ -66,6 +66,7 @@ def unpickle(content: bytes, allowed: Mapping[str, Set[str]] | None) -> Any:
 
 class _Unpickler(pickle._Unpickler):
     allowed: Mapping[str, Set[str]] | None
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):

@@ -118,9 +118,9 @@ def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: p
     tool.shown("diff", tmp_path / "split", tmp_path / "made")
     (tmp_path / "own.toml").write_text("[source]\nhf = ''\na = ''\n[[name]]\na = '{name}'\nhf = 'new.{name}'\n")
     tool.shown("rename", fused, tmp_path / "named", "--family", tmp_path / "own.toml", "--from", "a", "--to", "hf")
-    assert totals.keys() == {"finite values", "data", "split", "values", "convert", "rename, 1 of 1"}
+    assert totals.keys() == {"data", "split", "values", "convert", "rename, 1 of 1"}
     assert all(0 < done[what] <= total for what, total in totals.items())  # what is around elements is not told of
-    assert all(done[what] == totals[what] for what in ("finite values", "data", "values"))
+    assert all(done[what] == totals[what] for what in ("data", "values"))
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
