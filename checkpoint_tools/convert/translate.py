@@ -4,7 +4,6 @@ Each step writes into a folder beside the destination, which is removed when the
 """
 
 import contextlib
-import functools
 import io
 import json
 import re
@@ -55,7 +54,6 @@ class Fuse(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-@functools.cache
 def _family(name: str) -> Mapping[str, Any]:
     """Read the data file of a family: one that comes with the tools, or a TOML file of the user's."""
     if not name.endswith(".toml"):
@@ -161,7 +159,6 @@ def translate(
     progress: Progress,
 ) -> tuple[int, list[str]]:
     """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
-    rewrite.check_destination(source, destination)
     old = rewrite.open_whole(source, threads)
     try:
         tables = _family(family)["rule"]
