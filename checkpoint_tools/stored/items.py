@@ -142,7 +142,7 @@ def plain_pickle(content: bytes) -> Any:
     try:
         return unpickle(content, None)
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
 
 
 def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: bool = False) -> Any:
@@ -222,7 +222,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
     nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
     is_view_of_bits = bool(rest and rest[0])  # conjugated or negated lazily
     steps = zip(shape, strides, contiguous_strides(tuple(shape)), strict=True)

@@ -88,7 +88,6 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
 
 
 def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
-    before = saves.contents(saved)
     planned = tool.shown("convert", saved, tmp_path / "made", "--dry-run")
     assert "model-00001-of-00001.safetensors" in planned
     assert "to be written: 7 tensors as safetensors" in planned
@@ -97,9 +96,6 @@ def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert last.startswith("made: 7 tensors as safetensors, ")
     tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
     tool.assert_same(tmp_path / "back", saved)
-    assert saves.contents(saved) == before
-    for command in ("diff back made", "diff made back", "verify made --finite"):
-        assert "note" not in tool.shown(*command.split(), cwd=tmp_path)
     assert tool.names(tmp_path) == ["back", "made"]
 
 
@@ -127,7 +123,9 @@ def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: p
 
 ERRORS = r"""
 inspect @nowhere                              | is not a folder
-verify @empty                                 | has no .metadata
+inspect file://@nowhere                       | is not a folder
+verify @rules                                 | is not a folder
+verify @empty                                 | has no .metadata. DCP writes it last: this is no checkpoint, or its save
 diff @cut @saved                              | cannot be read as the metadata of a checkpoint
 diff @saved @hostile                          | asks for posix.system
 diff @saved @gone                             | __0_0.distcp cannot be read
@@ -140,7 +138,7 @@ split @nowhere @new --rules @rules            | is not a folder
 split @short @new --rules @rules              | short is not whole: __0_0.distcp: has 100 bytes of
 split @gone @new --rules @rules               | is not whole: __0_0.distcp: is not there
 split @hostile @new --rules @rules            | asks for posix.system
-split @newer @new --rules @rules              | has version 2.0
+split @newer @new --rules @rules              | has version 2.0 of the checkpoint format, and these tools know 1.x; use
 split @integers @new --rules @rules           | is stored as torch.float32
 split @fused @empty --rules @rules            | empty exists; give a name that is not taken
 split @fused @fused --rules @rules            | fused exists
@@ -358,7 +356,6 @@ verify x --no-such-option                  | 2 | No such option
 diff x y --max-memory much                 | 2 | error: 'much' is not a size
 split x y --value tp_size=two              | 2 | --value is NAME=NUMBER
 convert x y --dtype int4                   | 2 | --dtype is fp32, bf16, fp16, fp64, not int4
-convert x y.pt --to torch --dtype bf16     | 2 | all is taken as it is
 convert x.pt y --exclude *                 | 2 | --exclude is not for files of torch.save
 rename x y                                 | 2 | Missing option
 """
