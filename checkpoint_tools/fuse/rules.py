@@ -404,14 +404,14 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 
 def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     """Evaluate a number or an expression of config values; CheckpointError, if it is no whole number."""
-    if isinstance(size, int):
-        return size
-    if len(size) > _MAX_TEMPLATE:  # which nobody needs, and Python's parser cannot take at any length
+    if (
+        isinstance(size, str) and len(size) > _MAX_TEMPLATE
+    ):  # which nobody needs, and Python's parser cannot take at any length
         raise CheckpointError(
             f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
         )
     try:
-        result = _value(ast.parse(size, mode="eval").body, values)
+        result = _value(ast.parse(size, mode="eval").body, values) if isinstance(size, str) else size
         is_whole = math.isfinite(result) and result == int(result)
     except KeyError as error:
         name, given = error.args[0], ", ".join(sorted(values)) or "none"

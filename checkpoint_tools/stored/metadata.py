@@ -64,7 +64,7 @@ def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | Non
             for file, items in found["files"].items()
         }
         sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
     content = read_content(folder)
     if (len(content), hashlib.sha256(content).hexdigest()) == sealed:

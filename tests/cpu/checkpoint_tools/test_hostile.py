@@ -3,14 +3,17 @@
 Each ends as other damage does: a line on standard error and exit code 2, or a problem in the list of verify.
 """
 
+import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import pickletools
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,6 +279,21 @@ def test_elements_that_are_stored_once(tool: Limited, tmp_path: Path) -> None:
     for name, one in {"large": torch.ones(1).expand(1 << 33), "sparse": torch.eye(2).to_sparse()}.items():
         a, b = (save(tmp_path / f"{name}{n}", {"o": (one * 1 if n and name == "sparse" else one, n)}) for n in (0, 1))
         assert "their bytes differ; they cannot be looked into" in ended(tool, "diff", a, b, code=1).output
+
+
+def test_numbers_that_are_too_large(tool: Limited, folder: Path) -> None:
+    """In a manifest and in a record whose checksums are right."""
+    body = json.dumps({"metadata": {"nbytes": 1, "sha256": ""}, "files": {"a": [[math.inf, 1, 1]]}})
+    head = {"format": "fsdp_offload checksums 2", "sha256": hashlib.sha256(body.encode()).hexdigest()}
+    (folder / ".checksums").write_text(f"{json.dumps(head)}\n{body}\n")
+    assert ".checksums is damaged" in ended(tool, "verify", folder, code=1).output
+    (folder / ".checksums").unlink()
+    rule = {"fused": "gate_up", "parts": [f"mlp.{part}.weight" for part in ("gate", "up")], "sizes": [10**4300 - 1] * 2}
+    splits = [{"rules": [rule], "values": {}, "fused": ["gate_up"]}]
+    record = {"format": "checkpoint_tools split 1", "crc32": zlib.crc32(json.dumps(splits).encode()), "splits": splits}
+    split = save(folder.parent / "split", {part: torch.ones(4, 3) for part in rule["parts"]})
+    (split / "split_record.json").write_text(json.dumps(record))
+    assert "cannot be evaluated" in ended(tool, "merge", split, folder.parent / "merged", code=2).output
 
 
 def test_a_key_of_many_words(tool: Limited, folder: Path) -> None:
