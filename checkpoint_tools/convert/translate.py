@@ -29,6 +29,7 @@ from ..stored.checkpoint import Checkpoint
 HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
 
+_MOST_PARTS = 65_536  # of one tensor, such as experts
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
 
@@ -91,7 +92,7 @@ def steps(family: str, source: str, target: str, values: Mapping[str, float]) ->
     pairs = tuple((name[source], name[target]) for name in found["name"] if other in name)
     for old, new in pairs:
         template_filled(new, dict.fromkeys(template_pattern(old).groupindex, ""))
-    middle = Rename(pairs, tuple(found.get("ignore", {}).get(source, ())))
+    middle = Rename(pairs, tuple(map(str, found.get("ignore", {}).get(source, ()))))
     return [*(Fuse("split", rules) for rules in split[::-1]), middle, *(Fuse("merge", rules) for rules in merged)]
 
 
@@ -101,6 +102,8 @@ def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> 
         fields = {name: value for name, value in table.items() if name not in ("of", "toward", "stage", "each")}
         if "each" in table:
             count = evaluated(table["each"], values, "how many parts there are")
+            if count > _MOST_PARTS:  # a config.json can say anything
+                raise CheckpointError(f"{table['each']} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
             fields["parts"] = [part.replace("{each}", str(at)) for part in fields["parts"] for at in range(count)]
         fields["fused"] = _LEAD + fields["fused"]
         fields["parts"] = [_LEAD + part for part in fields["parts"]]

@@ -419,7 +419,7 @@ def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
             f"{where}: the size {size!r} needs the config value {name!r}; give it with --value {name}=NUMBER, or "
             f"values={{{name!r}: ...}}. Given are: {given}"
         ) from None
-    except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
+    except (SyntaxError, TypeError, ValueError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
     if not is_whole:
         raise CheckpointError(f"{where}: the size {size!r} is {result}, not a whole number")

@@ -282,7 +282,7 @@ def test_elements_that_are_stored_once(tool: Limited, tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_too_large(tool: Limited, folder: Path) -> None:
-    """In a manifest and in a record whose checksums are right."""
+    """In a manifest and in a record whose checksums are right, and in a config."""
     body = json.dumps({"metadata": {"nbytes": 1, "sha256": ""}, "files": {"a": [[math.inf, 1, 1]]}})
     head = {"format": "fsdp_offload checksums 2", "sha256": hashlib.sha256(body.encode()).hexdigest()}
     (folder / ".checksums").write_text(f"{json.dumps(head)}\n{body}\n")
@@ -293,6 +293,9 @@ def test_numbers_that_are_too_large(tool: Limited, folder: Path) -> None:
     record = {"format": "checkpoint_tools split 1", "crc32": zlib.crc32(json.dumps(splits).encode()), "splits": splits}
     split = save(folder.parent / "split", {part: torch.ones(4, 3) for part in rule["parts"]})
     (split / "split_record.json").write_text(json.dumps(record))
+    (split / "config.json").write_text('{"num_experts": 1000000000000}')
+    rename = ("rename", split, folder.parent / "new", "--family", "qwen3-moe", "--from", "hf", "--to", "torchtitan")
+    assert "num_experts is 1,000,000,000,000, and a tensor" in ended(tool, *rename, code=2).output
     assert "cannot be evaluated" in ended(tool, "merge", split, folder.parent / "merged", code=2).output
 
 
