@@ -23,7 +23,7 @@ from .fuse.files import Request
 from .fuse.rules import Way, load_rules, preset, preset_names
 from .look import diff, inspect, verify
 from .stored.safetensors_folder import open_checkpoint
-from .stored.storage import is_torch_file
+from .stored.storage import TORCH_SUFFIXES, is_file_of
 
 Checkpoint = Annotated[
     str,
@@ -186,14 +186,11 @@ def _verify(
     """
     checkpoint = open_checkpoint(path)
     found = verify.check_structure(checkpoint, threads)
-    problems, notes, checked = [*found.problems], [*found.notes], ["structure", "files"]
-    if finite:
-        problems += verify.check_finite(checkpoint, found.sound, threads, progress)
-        checked.append("finite values")
-    if data:
-        problems += verify.check_items(checkpoint, found.sound, threads, data=True, progress=progress)
-        checked.append("data")
-        notes += verify.notes_on_checksums(checkpoint)
+    problems, notes = [*found.problems], [*found.notes]
+    checked = ["structure", "files", *["finite values"] * finite, *["data"] * data]
+    if data or finite:
+        problems += verify.check_items(checkpoint, found.sound, threads, data=data, finite=finite, progress=progress)
+        notes += verify.notes_on_checksums(checkpoint) if data else ()
     problems = list(dict.fromkeys(problems))
     if as_json:
         shown = [problem._asdict() for problem in problems]
@@ -263,18 +260,18 @@ def _seal(path: Checkpoint, threads: Threads = 4) -> None:
 class _Run:
     """One command that writes, from its options to its last line."""
 
-    def __init__(self, destination: str, threads: int, max_memory: str) -> None:
+    def __init__(self, source: str, destination: str, threads: int, max_memory: str) -> None:
         self._begin_s = time.monotonic()
         self.destination, self.threads, self.memory_bytes = destination, threads, parse_bytes(max_memory)
+        rewrite.check_destination(source, destination)
 
-    def show(self, new: rewrite.Rewrite, table: Iterable[str]) -> None:
-        """Print what would be written."""
-        _say_table(table)
-        _say_notes(new.notes)
-        _say(f"to be written: {new.headline}")
-
-    def write(self, what: str, new: rewrite.Rewrite) -> None:
-        """Write it, and say so."""
+    def finish(self, what: str, new: rewrite.Rewrite, table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
+        """Write it, and say so; or print what would be written."""
+        if is_dry:
+            _say_table(table_of(new))
+            _say_notes(new.notes)
+            _say(f"to be written: {new.headline}")
+            return
         with progress(what, new.nbytes) as advance:
             rewrite.write(new, self.destination, self.threads, self.memory_bytes, advance)
         self.say_written(new.headline, new.notes)
@@ -320,16 +317,12 @@ def _exchange(way: Way) -> Callable[..., None]:
         max_memory: MaxMemory = "2GiB",
         dry_run: DryRun = False,
     ) -> None:
-        to_write, numbers = _Run(destination, threads, max_memory), _numbers_of(values)
+        numbers, to_write = _numbers_of(values), _Run(source, destination, threads, max_memory)
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
-        rewrite.check_destination(source, destination)
-        request = Request(rules, numbers, excluded or (), only or (), yes)
+        request = Request(rules, numbers, excluded or (), only or (), yes, dry_run)
         planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
-        if dry_run:
-            to_write.show(planned, rewrite.as_table(planned))
-        else:
-            to_write.write(way, rewrite.with_record(planned, way))
+        to_write.finish(way, planned, rewrite.as_table, is_dry=dry_run)
 
     return run
 
@@ -383,8 +376,8 @@ def _convert(
     in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
     kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    run, shard_bytes = _Run(destination, threads, max_memory), parse_bytes(shard_size)
-    of_torch = to == "torch" or (is_torch_file(source) and not dry_run)
+    shard_bytes = parse_bytes(shard_size)
+    of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
     takes_all = dtype is None and key_prefix is None and not dry_run and to != "safetensors"
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
@@ -400,7 +393,7 @@ def _convert(
     ):
         if is_wrong:
             raise CheckpointError(text)
-    rewrite.check_destination(source, destination)
+    run = _Run(source, destination, threads, max_memory)
     if to == "torch":
         run.say_written(*torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes))
     elif of_torch:
@@ -409,10 +402,7 @@ def _convert(
         cast_to = convert.DTYPES[dtype] if dtype else None
         wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to)
         new = convert.plan(source, wanted, to=to, threads=threads)
-        if dry_run:
-            run.show(new, convert.as_table(new))
-        else:
-            run.write("convert", new)
+        run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
 
 def _rename(
@@ -436,7 +426,7 @@ def _rename(
     begins anew.
     Exit code: 0 done, 2 not done, 130 interrupted.
     """
-    run, numbers = _Run(destination, threads, max_memory), _numbers_of(values)
+    numbers, run = _numbers_of(values), _Run(source, destination, threads, max_memory)
     frameworks = from_framework, to_framework
     keys, notes = translate.translate(
         source, destination, family, frameworks, numbers, excluded or [], threads, run.memory_bytes, progress

@@ -50,7 +50,7 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from .core.regions import TensorRegion, nothing_of, part_chunks, stretches, whole_of
 from .core.text import CheckpointError, counted, dtype_name, human_bytes, human_shape, some_of, table
-from .fuse.files import RECORD_FILE, Request, Split, check_known, find_exchange, read_record, record_bytes
+from .fuse.files import RECORD_FILE, Request, find_exchange, new_record
 from .fuse.plan import Exchange, Fusion
 from .fuse.rules import Way
 from .look.verify import Advance, check_whole, notes_on_checksums, seal
@@ -88,7 +88,6 @@ class Rewrite(NamedTuple):
     files: Mapping[str, Sequence[Piece]]  # file → what is written to it
     paths: Mapping[str, stored.Path]  # where values are in the nested state dict, if known
     exchange: Exchange = Exchange()  # the plan that this one follows, if any
-    asked: Request = Request((), {})  # and what it was made for
     heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
     notes: tuple[str, ...] = ()  # what people should know
     beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
@@ -120,26 +119,14 @@ def open_whole(source: str, threads: int) -> Checkpoint:
 def plan(source: Checkpoint, way: Way, request: Request) -> Rewrite:
     """Plan the split or the merge of a checkpoint."""
     exchange, asked = find_exchange(way, source, request)
-    new = plan_rewrite(source, exchange)
+    new, beside = plan_rewrite(source, exchange), {file: None for file in source.beside if file != RECORD_FILE}
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
     nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
     size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     headline = f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}"
-    return new._replace(asked=asked, notes=(*asked.notes, *source.notes), headline=headline)
-
-
-def with_record(rewrite: Rewrite, way: Way) -> Rewrite:
-    """Put the new split record beside the data in place of the old one; none if all is merged again."""
-    asked = rewrite.asked
-    check_known(rewrite.checkpoint, asked, rewrite.exchange.matched)
-    matched, splits = frozenset(rewrite.exchange.matched), read_record(rewrite.checkpoint)
-    if way == "split":
-        splits.append(Split(tuple(asked.rules), asked.values, matched))
-    else:
-        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
-    beside = {file: content for file, content in rewrite.beside.items() if file != RECORD_FILE}
-    return rewrite._replace(beside={**beside, RECORD_FILE: record_bytes(splits)} if splits else beside)
+    record = new_record(source, way, asked, exchange.matched)
+    return new._replace(beside={**beside, **record}, notes=(*asked.notes, *source.notes), headline=headline)
 
 
 def as_table(rewrite: Rewrite) -> list[str]:
@@ -329,7 +316,10 @@ def check_destination(source: str, destination: str) -> None:
         (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),
         (has_no_parent, f"{path.parent} is not a folder; make it first, or choose another place"),
         (new.startswith(old), f"{destination} lies inside of {source}; choose a place outside of it"),
-        (old.startswith((new, f"{new[:-1]}.partial/")), f"{source} lies inside of {destination}; choose another place"),
+        (
+            old.startswith((new, *(f"{new[:-1]}.{what}/" for what in ("partial", "steps")))),
+            f"{source} lies inside of {destination}, or where that is made; choose another place",
+        ),
     ):
         if is_wrong:
             raise CheckpointError(text)
@@ -358,12 +348,9 @@ def write(
     files = checkpoint.items_by_file()
     stamps = [checkpoint.folder.stamp(file) for file in files]
     with appearing(destination) as folder:
-        try:
-            _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
-            for file, content in rewrite.beside.items():
-                write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
-        except (OSError, RuntimeError) as error:
-            raise written(error) from error
+        _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
+        for file, content in rewrite.beside.items():
+            write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         if not rewrite.heads:
             seal(folder, threads=threads)
         if [checkpoint.folder.stamp(file) for file in files] != stamps:
@@ -517,26 +504,36 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
 
 
 @contextlib.contextmanager
-def appearing(destination: str) -> Iterator[Path]:
-    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error."""
-    if "://" in destination:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
-            yield Path(spool)
-            _send(Path(spool), destination)
-        return
-    path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
-    with held(folder) as mark:
-        try:
-            yield folder
-            _sync(folder)
-            if os.path.lexists(path):
-                raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
-            folder.rename(path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        _sync(path.parent)
-        (path / mark.name).unlink()
+def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
+    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error.
+
+    ``is_file``: give the path of a file in it instead, which becomes ``destination``.
+    """
+    try:
+        if "://" in destination:
+            with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as spool:
+                yield Path(spool)
+                _send(Path(spool), destination)
+            return
+        path, folder = Path(destination), Path(f"{destination.rstrip('/')}.partial")
+        with held(folder) as mark:
+            made = folder / path.name if is_file else folder
+            try:
+                yield made
+                _sync(folder)
+                if os.path.lexists(path):
+                    raise CheckpointError(f"{path} has appeared meanwhile; move it away, and run this again")
+                made.rename(path)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            _sync(path.parent)
+            if is_file:
+                shutil.rmtree(folder)
+            else:
+                (path / mark.name).unlink()
+    except (OSError, RuntimeError) as error:
+        raise written(error) from error
 
 
 @contextlib.contextmanager
@@ -593,7 +590,7 @@ def _send(folder: Path, url: str) -> None:
         raise
 
 
-def written(error: OSError | RuntimeError) -> CheckpointError:
+def written(error: BaseException) -> CheckpointError:
     """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
@@ -602,4 +599,5 @@ def written(error: OSError | RuntimeError) -> CheckpointError:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "; make room, or choose another disk" if full else ""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    reason = f"{error.filename}: {reason}" if isinstance(error, OSError) and error.filename else reason
     return CheckpointError(f"the new checkpoint cannot be written: {reason}{hint}")

@@ -76,7 +76,7 @@ def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite,
         for key, name in names.items():
             if (dtype := checkpoint.tensors[key].dtype) not in folder.NAMES:
                 raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
-            if name in (folder.METADATA_KEY, ""):
+            if name in (folder.METADATA_KEY, "") or name.encode(errors="replace").decode() != name:  # half a letter
                 raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
         shards = in_files(keys, lambda key: new[key].nbytes, wanted.shard_bytes)
         weight_map: dict[str, str] = {}

@@ -11,21 +11,18 @@ Nothing that either contains is run: what consists of more than tensors and plai
 import os
 import re
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..core.regions import whole_of
-from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened
-from ..core.values import MAX_VALUES, has_more_values, values_in
+from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened, some_of
 from ..look.verify import WITHOUT_CHECKSUMS, check_whole, notes_on_checksums, seal
-from ..rewrite import appearing
+from ..rewrite import appearing, written
 from ..stored.checkpoint import Checkpoint
 from ..stored.items import Archive, DamagedError, ItemReader, plain_load
 from ..stored.safetensors_folder import open_checkpoint
@@ -40,36 +37,28 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, l
     try:
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
         with warnings.catch_warnings(action="ignore"):  # of protocols that torch may not know, which is an error later
-            state = plain_load(archive, source, source, mmap=True)
+            state = plain_load(archive, source, source, max_memory_bytes, mmap=True)
     except DamagedError as error:
         raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
-    _check_values(source, state, max_memory_bytes)
     with appearing(destination) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
                 save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
         except CheckpointException as error:
-            reason = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"{destination} cannot be written: {shortened(str(reason))}") from error
+            raise written(next(iter(error.failures.values()))[0]) from error
         seal(made)
     notes = [] if archive.has_crcs else [f"the data of {source} cannot be compared with checksums: {WITHOUT_CHECKSUMS}"]
+    lost = list(_empty_dicts(state))
+    notes += [f"left out, as DCP keeps no dict without values: {some_of(lost, 8)}"] * bool(lost)
     return f"{counted(len(state), 'value')} as a checkpoint of DCP", notes
 
 
-def _check_values(source: str, state: Mapping[str, Any], max_memory_bytes: int) -> None:
-    """Refuse objects that are larger than their file: lists that contain each other, an element repeated."""
-    if has_more_values(state, MAX_VALUES):
-        raise CheckpointError(f"{source} has more than {MAX_VALUES:,} values")
-    for each in values_in(state):
-        if isinstance(each, Tensor) and each.layout == torch.strided:
-            nbytes, stored_bytes = each.numel() * each.itemsize, each.untyped_storage().nbytes()
-            if nbytes > max(max_memory_bytes, stored_bytes):
-                raise CheckpointError(
-                    f"{source} has a tensor of {human_bytes(nbytes)} in {human_bytes(stored_bytes)}, which does not "
-                    "fit into --max-memory; allow that much"
-                )
+def _empty_dicts(state: Mapping[Any, Any], lead: str = "") -> Iterator[str]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _empty_dicts(value, f"{lead}{key}.") if value else (f"{lead}{key}",)
 
 
 def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> tuple[str, list[str]]:
@@ -91,17 +80,13 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
         values[key] = reader.read_region(tensor, whole_of(tensor.shape))
     values.update((key, reader.read_object(item)) for key, item in objects.items())
     nested = _nested(checkpoint, values)
-    made = Path(f"{destination}.partial")
-    try:
-        with made.open("wb") as stream:
+    with appearing(destination, is_file=True) as made, made.open("wb") as stream:
+        try:
             torch.save(nested, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        made.rename(destination)
-    except RecursionError as error:
-        raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
-    finally:
-        made.unlink(missing_ok=True)
+        except RecursionError as error:
+            raise CheckpointError(f"{checkpoint.path} has an object that is nested too deeply to be saved") from error
+        stream.flush()
+        os.fsync(stream.fileno())
     notes = [*checkpoint.notes, *notes_on_checksums(checkpoint)]
     return f"{counted(len(values), 'key')} in one file of torch.save", notes
 

@@ -4,7 +4,6 @@ Each step writes into a folder beside the destination, which is removed when the
 """
 
 import contextlib
-import functools
 import io
 import json
 import re
@@ -23,13 +22,14 @@ from ..core.text import CheckpointError, is_excluded, some_of
 from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, read_groups, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
-from ..fuse.rules import Rule, Way, rules_of, template_filled, template_pattern
+from ..fuse.rules import MAX_KEY, Rule, Way, evaluated, rules_of, tables_in, template_filled, template_pattern
 from ..look.verify import Progress
 from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
 
+_MOST_PARTS = 65_536  # of one tensor, such as experts
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
 
@@ -42,7 +42,7 @@ class Rename(NamedTuple):
     def renamed(self, key: str) -> str | None:
         """Return the new name of a key, or None if the step has none."""
         for old, new in self.pairs:
-            found = template_pattern(old).fullmatch(key)
+            found = template_pattern(old).fullmatch(key) if len(key) <= MAX_KEY else None
             if found is not None:
                 return template_filled(new, found.groupdict())
         return None
@@ -55,7 +55,6 @@ class Fuse(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-@functools.cache
 def _family(name: str) -> Mapping[str, Any]:
     """Read the data file of a family: one that comes with the tools, or a TOML file of the user's."""
     if not name.endswith(".toml"):
@@ -65,18 +64,7 @@ def _family(name: str) -> Mapping[str, Any]:
                 f"no family {name!r}; there are {', '.join(sorted(files))}, or a TOML file of your own"
             )
         return tomllib.loads(files[name].read_text())
-    try:
-        found = tomllib.loads(Path(name).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{name} is no TOML: {error}") from error
-    tables = [found.get("name"), found.get("rule", [])]
-    if not isinstance(found.get("source"), dict) or not all(
-        isinstance(table, list) and all(isinstance(each, dict) for each in table) for table in tables
-    ):
-        raise CheckpointError(
-            f"{name} has to have [source] with a line for each framework, and [[name]]; see docs/checkpoints.md"
-        )
-    return {"rule": [], **found}
+    return {"rule": [], **tables_in(name)}
 
 
 def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Rename | Fuse]:
@@ -102,7 +90,9 @@ def steps(family: str, source: str, target: str, values: Mapping[str, float]) ->
     if source == HUB:
         split, merged = merged, split
     pairs = tuple((name[source], name[target]) for name in found["name"] if other in name)
-    middle = Rename(pairs, tuple(found.get("ignore", {}).get(source, ())))
+    for old, new in pairs:
+        template_filled(new, dict.fromkeys(template_pattern(old).groupindex, ""))
+    middle = Rename(pairs, tuple(map(str, found.get("ignore", {}).get(source, ()))))
     return [*(Fuse("split", rules) for rules in split[::-1]), middle, *(Fuse("merge", rules) for rules in merged)]
 
 
@@ -111,9 +101,9 @@ def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> 
     for table in tables:
         fields = {name: value for name, value in table.items() if name not in ("of", "toward", "stage", "each")}
         if "each" in table:
-            if table["each"] not in values:
-                raise CheckpointError(f"how many parts there are is not known; give --value {table['each']}=NUMBER")
-            count = int(values[table["each"]])
+            count = evaluated(table["each"], values, "how many parts there are")
+            if count > _MOST_PARTS:  # a config.json can say anything
+                raise CheckpointError(f"{table['each']} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
             fields["parts"] = [part.replace("{each}", str(at)) for part in fields["parts"] for at in range(count)]
         fields["fused"] = _LEAD + fields["fused"]
         fields["parts"] = [_LEAD + part for part in fields["parts"]]
@@ -172,16 +162,20 @@ def translate(
     progress: Progress,
 ) -> tuple[int, list[str]]:
     """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
-    rewrite.check_destination(source, destination)
     old = rewrite.open_whole(source, threads)
-    tables = _family(family)["rule"]
-    names = {table["each"] for table in tables if "each" in table}
-    names |= {
-        name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
-    }
-    values, notes = with_told(old, names, given)
+    try:
+        tables = _family(family)["rule"]
+        names = {table["each"] for table in tables if "each" in table}
+        names |= {
+            name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
+        }
+        values, notes = with_told(old, names, given)
+        work = steps(family, *frameworks, values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{family} is not as docs/checkpoints.md describes it ({type(error).__name__}: {error})"
+        ) from error
     notes += old.notes
-    work = steps(family, *frameworks, values)
     # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
     rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
     missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())

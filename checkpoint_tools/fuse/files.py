@@ -15,7 +15,6 @@ Users need not give the values of the model's config that a checkpoint contains:
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import zlib
@@ -74,14 +73,20 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
     return splits
 
 
-def record_bytes(splits: Sequence[Split]) -> bytes:
-    """Serialize the record."""
+def new_record(checkpoint: Checkpoint, way: Way, asked: "Request", fused: Sequence[str]) -> dict[str, bytes]:
+    """Return the file that tells of all splits when these tensors are split or merged; none if none is left."""
+    matched, splits = frozenset(fused), read_record(checkpoint)
+    if way == "split":
+        splits.append(Split(tuple(asked.rules), asked.values, matched))
+    else:
+        splits = [left for split in splits if (left := split._replace(fused=split.fused - matched)).fused]
     found = []
     for split in splits:
         rules = [dataclasses.asdict(rule) for rule in split.rules]
         values = {name: v for name, v in split.values.items() if any(name in rule.value_names for rule in split.rules)}
         found.append({"rules": rules, "values": values, "fused": sorted(split.fused)})
-    return json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
+    record = json.dumps({"format": _FORMAT, "crc32": _crc(found), "splits": found}, indent=1).encode() + b"\n"
+    return {RECORD_FILE: record} if splits else {}
 
 
 def _crc(splits: Any) -> int:
@@ -97,30 +102,45 @@ class Request(NamedTuple):
     excluded: Sequence[str] = ()  # patterns of keys that stay
     only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
     is_sure: bool = False  # merge whatever the rules match
+    is_dry: bool = False  # only to be looked at
     # Of one that is completed by what the checkpoint contains:
     wanted: Wanted = ALL  # which matches are exchanged
     is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
     notes: Sequence[str] = ()
 
 
-def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
-    rules, given, fused = request.rules, request.values, None
-    splits = read_record(checkpoint) if way == "merge" else []
-    if not rules and splits:
-        rules, given, fused = splits[-1].rules, {**splits[-1].values, **given}, splits[-1].fused
+def _of_record(
+    checkpoint: Checkpoint, request: Request
+) -> tuple[Sequence[Rule], frozenset[str] | None, list[tuple[str, float]]]:
+    """Return the rules, the fused tensors that they are about, and their values, as the record of split has them."""
+    rules, splits = request.rules, read_record(checkpoint)
+    if rules:
+        splits = [] if request.is_sure else splits
+    elif splits:
+        splits = splits[-1:]
+        rules = splits[0].rules
         for rule in rules:
             if not rule.is_bounded:  # its author may be hostile
                 raise CheckpointError(
                     f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
                     "could take forever; if you trust it, give the rules that were used for split with --rules"
                 )
-    elif splits and not request.is_sure:
-        fused = frozenset[str]().union(*(split.fused for split in splits))
+    fused = frozenset[str]().union(*(split.fused for split in splits)) if splits else None
+    return rules, fused, [value for split in splits for value in split.values.items()]
+
+
+def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
+    rules, fused, recorded = _of_record(checkpoint, request) if way == "merge" else (request.rules, None, [])
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
         raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
-    known = {name for rule in rules for name in rule.value_names}
+    known, given = {name for rule in rules for name in rule.value_names}, dict(request.values)
+    recorded = [(name, value) for name, value in recorded if name in known]
+    for name, value in recorded:  # by which it was split, whatever the config of the model has
+        if given.setdefault(name, value) != value and name not in request.values:
+            raise CheckpointError(f"{RECORD_FILE} has several values of {name}; give the one with --value")
     values, notes = with_told(checkpoint, known, given)
+    notes += [f"{n} = {given[n]} as given; {RECORD_FILE} has {v}" for n, v in recorded if given[n] != v]
     idle = [name for name in values if name not in known]
     if idle:  # typing errors
         names = ", ".join(sorted(known)) or "none"
@@ -142,16 +162,6 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     return request._replace(rules=rules, values=values, wanted=chosen, is_known=is_known, notes=notes)
 
 
-def check_known(checkpoint: Checkpoint, asked: Request, matched: Sequence[str]) -> None:
-    """Refuse parts of which no record says that they were ever fused."""
-    if not asked.is_known:
-        raise CheckpointError(
-            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
-            f"rules match would be: {some_of(matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
-            "PATTERN for some of it"
-        )
-
-
 # The plan -------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +172,12 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
     check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
     _check_left(source, found, asked.excluded)
+    if not (asked.is_known or asked.is_dry):
+        raise CheckpointError(
+            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
+            f"rules match would be: {some_of(found.matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
+            "PATTERN for some of it"
+        )
     return found, asked
 
 
@@ -201,12 +217,14 @@ def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> Non
     others = source.names.others
     known = old.intersection(others)
     known |= {key.partition(".")[2] for key in known if "." in key}
+    lengths = {key.count(".") + 1 for key in known}
     for key in others:
         if key in old or key not in source.tensors or is_excluded(key, excluded):
             continue
         words = key.split(".")
-        ends = itertools.combinations(range(len(words)), 2)  # the key itself ends behind its last word
-        inside = next((name for start, stop in ends if (name := ".".join(words[start:stop])) in known), None)
+        ends = ((start, start + length) for start in range(len(words)) for length in lengths)
+        names = (".".join(words[start:stop]) for start, stop in ends if stop < len(words))
+        inside = next((name for name in names if name in known), None)
         if inside is not None:
             raise CheckpointError(
                 f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "

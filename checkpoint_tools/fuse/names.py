@@ -78,9 +78,9 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
     for key in known_keys:
         path = paths.get(key, ())
         known = path if ".".join(map(str, path)) == key else ()
-        name = _of_path(key, known)
+        name = _of_path(key, known, known)
         if name is None and len(known) < 2:  # nothing is nested there, or nobody knows
-            name = _by_kind_first(key, known, known_keys.keys()) or _of_key(key, known)
+            name = _by_kind_first(key, known, known_keys.keys()) or _of_path(key, _path_in(key), known)
         if isinstance(name, StateName):
             states.append(name)
         elif name is not None:
@@ -90,7 +90,7 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
     return Names(tuple(states), tuple(groups), tuple(others))
 
 
-def _of_path(key: str, path: Path) -> StateName | GroupName | None:
+def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
     start = ""
     for at, component in enumerate(path):
         word, dot, text = str(component).partition(".")
@@ -105,24 +105,21 @@ def _of_path(key: str, path: Path) -> StateName | GroupName | None:
                 text, rest = rest[0], rest[1:]
             fqn = text if is_alone else text.rpartition(".")[0]
             after = "".join((text.removeprefix(fqn), *(f".{part}" for part in rest)))
-            return StateName(key, start.removesuffix("."), f"{start}{word}.", fqn, after, path) if fqn else None
+            return StateName(key, start.removesuffix("."), f"{start}{word}.", fqn, after, known) if fqn else None
         start += f"{component}."
     return None
 
 
-def _of_key(key: str, path: Path) -> StateName | GroupName | None:
-    parts = key.split(".")
-    for at in range(len(parts)):
-        rest = parts[at + 1 :]
-        if parts[at] not in _BY_FQN:
-            continue
-        optimizer = ".".join(parts[:at])
-        if parts[at] == "param_groups" and (not rest or _is_number(rest[0])):
-            return _group(key, optimizer, [int(part) if _is_number(part) else part for part in rest])
-        if len(rest) > 1:
-            before = ".".join([*parts[: at + 1], ""])
-            return StateName(key, optimizer, before, ".".join(rest[:-1]), f".{rest[-1]}", path)
-    return None
+def _path_in(key: str) -> Path:
+    """Return the path that a key of state, or of a param group, seems to have: FQNs have dots, and other names none."""
+    words = key.split(".")
+    for at, word in enumerate(words):
+        lead, rest = words[: at + 1], words[at + 1 :]
+        if word == "param_groups" and (not rest or _is_number(rest[0])):
+            return (*lead, *(int(part) if _is_number(part) else part for part in rest))
+        if word in _BY_FQN and len(rest) > 1:
+            return (*lead, ".".join(rest[:-1]), rest[-1])
+    return ()
 
 
 def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:

@@ -24,7 +24,7 @@ from ..core.text import CheckpointError, check_patterns, is_excluded, short_repr
 from ..core.values import same_values, values_in
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
-from .rules import ALL, Match, Rule, Wanted, Way, find_matches, match_of
+from .rules import ALL, MAX_KEY, Match, Rule, Wanted, Way, find_matches, match_of
 
 
 class Fusion(NamedTuple):
@@ -176,7 +176,7 @@ class _Planner:
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
         self.used: set[int] = set()  # rules that match something
         self.of_model = self._roles(model)
-        self.of_state = self._roles_of_state(fqns, Owners(model))
+        self.of_state = self._roles_of_state(fqns, Owners(key for key in model if len(key) <= MAX_KEY))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
             nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))

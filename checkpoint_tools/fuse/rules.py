@@ -140,7 +140,7 @@ class Rule:
         """Locate the parts along the fused dimension, by the config values that the sizes name."""
         if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
-        groups = _evaluated(self.groups, values, where)
+        groups = evaluated(self.groups, values, where)
         if groups < 1:
             raise CheckpointError(
                 f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into"
@@ -153,7 +153,7 @@ class Rule:
                 raise CheckpointError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
             sizes = [fused_size // count] * count
         else:
-            known = [None if size == "rest" else _evaluated(size, values, where) for size in self.sizes]
+            known = [None if size == "rest" else evaluated(size, values, where) for size in self.sizes]
             rest = fused_size - sum(size for size in known if size is not None)
             sizes = [rest if size is None else size for size in known]
         if sum(sizes) != fused_size or min(sizes) < 0:
@@ -298,12 +298,16 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         ValueError: it is no such file; names the field.
         OSError: it cannot be read.
     """
+    return rules_of(tables_in(path), str(path))
+
+
+def tables_in(path: str | Path) -> Any:
+    """Read a file of TOML, or of JSON by its suffix."""
+    is_json = str(path).endswith(".json")
     try:
-        text = Path(path).read_text()
-        data = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a rules file: {error}") from None
-    return rules_of(data, str(path))
+        return (json.loads if is_json else tomllib.loads)(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no {'JSON' if is_json else 'TOML'}: {error}") from None
 
 
 def preset_names() -> tuple[str, ...]:
@@ -398,24 +402,26 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 }
 
 
-def _evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
-    if isinstance(size, int):
-        return size
-    if len(size) > _MAX_TEMPLATE:  # which nobody needs, and Python's parser cannot take at any length
+def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
+    """Evaluate a number or an expression of config values; CheckpointError, if it is no whole number."""
+    if (
+        isinstance(size, str) and len(size) > _MAX_TEMPLATE
+    ):  # which nobody needs, and Python's parser cannot take at any length
         raise CheckpointError(
             f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
         )
     try:
-        result = _value(ast.parse(size, mode="eval").body, values)
+        result = _value(ast.parse(size, mode="eval").body, values) if isinstance(size, str) else size
+        is_whole = math.isfinite(result) and result == int(result)
     except KeyError as error:
         name, given = error.args[0], ", ".join(sorted(values)) or "none"
         raise CheckpointError(
             f"{where}: the size {size!r} needs the config value {name!r}; give it with --value {name}=NUMBER, or "
             f"values={{{name!r}: ...}}. Given are: {given}"
         ) from None
-    except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
+    except (SyntaxError, TypeError, ValueError, ZeroDivisionError, OverflowError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{where}: the size {size!r} cannot be evaluated: {error}") from None
-    if not math.isfinite(result) or result != int(result):
+    if not is_whole:
         raise CheckpointError(f"{where}: the size {size!r} is {result}, not a whole number")
     return int(result)
 

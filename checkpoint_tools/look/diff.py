@@ -191,7 +191,7 @@ class _Sides:
         try:
             objects = self._readers[0].read_object(a), self._readers[1].read_object(b)
             is_same = same_values(*objects)
-        except (CheckpointError, RecursionError):
+        except (CheckpointError, RuntimeError):  # nested too deeply; tensors of other kinds, such as sparse ones
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
         detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
         return None if is_same else Difference(key, "object", detail)

@@ -3,8 +3,7 @@
 ::
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
-               ──check_finite─────▶ problems of values; all floating-point data are read, in blocks
-               ──check_items──────▶ data that are not those that were written
+               ──check_items──────▶ data that are not those that were written, or not finite; all are read
              ──seal─────────────▶ .checksums: each item, with the CRC-32 of its contents
 
 Files are looked at in parallel. ``torch.save`` has taken the CRC-32 of all contents from memory: so sealing does not
@@ -163,40 +162,47 @@ def _check_ranges(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def check_items(
-    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, *, data: bool = False, progress: Progress = UNSEEN
+    checkpoint: Checkpoint,
+    files: Sequence[str],
+    threads: int = 4,
+    *,
+    data: bool = False,
+    finite: bool = False,
+    progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
-    """Check that every item of these files is from ``torch.save``, with the right shape and dtype, and its CRC-32."""
+    """Check that every item of these files is from ``torch.save``, with the right shape and dtype.
+
+    ``data``: and with its CRC-32. ``finite``: and without infinity and NaN, in blocks of which each thread holds one.
+    """
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
-    def check(key: str, item: Stored) -> str | None:
-        advance(item.length_bytes)
+    def problem_of(key: str, item: Stored) -> str | None:
         layout = reader.check(item, data=data)
-        if layout is None or layout.dtype == checkpoint.tensors[key].dtype:
+        if not isinstance(item, StoredChunk):
             return None
-        return f"is stored as {layout.dtype} in {item.file}, and not as {checkpoint.tensors[key].dtype}"
-
-    with progress("data", sum(item.length_bytes for file in files for _, item in by_file[file])) as advance:
-        return _in_parallel(checkpoint, check, files, threads)
-
-
-def _in_parallel(
-    checkpoint: Checkpoint, check: Callable[[str, Stored], str | None], files: Sequence[str], threads: int
-) -> list[CheckpointProblem]:
-    """Check every item of these files, several files at a time; an item that cannot be read is a problem of its key."""
-    by_file = checkpoint.items_by_file()
+        dtype = checkpoint.tensors[key].dtype
+        if layout is not None and layout.dtype != dtype:
+            return f"is stored as {layout.dtype} in {item.file}, and not as {dtype}"
+        if not finite or not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype):
+            return None
+        blocks = reader.bits(item, dtype).split(_BLOCK_NUMEL)
+        bad = sum(_not_finite(typed(block.clone(), dtype)) for block in blocks)  # of copies, which are aligned
+        at = f"in its chunk at {item.offsets} in {item.file}"
+        return f"{bad:,} of {item.numel:,} values are not finite, {at}" if bad else None
 
     def check_file(file: str) -> list[CheckpointProblem]:
         problems = []
         for key, item in by_file[file]:
             try:
-                text = check(key, item)
+                text = problem_of(key, item)
             except CheckpointError as error:
                 text = str(error)
-            if text is not None:
-                problems.append(CheckpointProblem(key, text))
+            problems += [CheckpointProblem(key, text)] if text else []
+            advance(item.length_bytes)
         return problems
 
-    with ThreadPoolExecutor(max_workers=threads) as pool:
+    nbytes = sum(item.length_bytes for file in files for _, item in by_file[file])
+    with progress("data", nbytes) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
         return [problem for problems in pool.map(check_file, files) for problem in problems]
 
 
@@ -231,31 +237,6 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
         for count, why in found
         if count
     ]
-
-
-def check_finite(
-    checkpoint: Checkpoint, files: Sequence[str], threads: int = 4, progress: Progress = UNSEEN
-) -> list[CheckpointProblem]:
-    """Check that floating-point values in these files are finite and as written. Each thread holds one block."""
-    reader = ItemReader(checkpoint)
-
-    def check(key: str, item: Stored) -> str | None:
-        if not isinstance(item, StoredChunk) or not _may_be_infinite(checkpoint.tensors[key].dtype):
-            return None
-        bad, dtype = 0, checkpoint.tensors[key].dtype
-        for block in reader.bits(item, dtype).split(_BLOCK_NUMEL):
-            bad += _not_finite(typed(block.clone(), dtype))  # a copy, which is aligned
-            advance(block.nbytes)
-        at = f"in its chunk at {item.offsets} in {item.file}"
-        return f"{bad:,} of {item.numel:,} values are not finite, {at}" if bad else None
-
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if _may_be_infinite(tensor.dtype))
-    with progress("finite values", total) as advance:
-        return _in_parallel(checkpoint, check, files, threads)
-
-
-def _may_be_infinite(dtype: torch.dtype) -> bool:
-    return (dtype.is_floating_point or dtype.is_complex) and "float4" not in str(dtype)
 
 
 def _not_finite(values: Tensor) -> int:
@@ -315,6 +296,9 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         folder.fs.pipe_file(f"{folder.root.rstrip('/')}/{MANIFEST_FILE}", made)
     else:  # there as a whole, or not at all
         unfinished = Path(folder.path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
-        write_file(unfinished, made)
-        unfinished.rename(Path(folder.path) / MANIFEST_FILE)
+        try:
+            write_file(unfinished, made)
+            unfinished.rename(Path(folder.path) / MANIFEST_FILE)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return notes_on_checksums(checkpoint)

@@ -25,7 +25,7 @@ from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.regions import TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, shortened
-from ..core.values import MAX_VALUES, has_more_values
+from ..core.values import MAX_VALUES, has_more_values, values_in
 from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
@@ -142,18 +142,19 @@ def plain_pickle(content: bytes) -> Any:
     try:
         return unpickle(content, None)
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
 
 
-def plain_load(archive: Archive, file: Any, what: str, *, mmap: bool = False) -> Any:
+def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: bool = False) -> Any:
     """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process.
 
-    ``what`` has been saved is for the CheckpointError, if there is more in it than tensors and plain values.
+    ``what`` has been saved is for the CheckpointError, if there is more in it than tensors and plain values, or more
+    than in its file: lists that contain each other, an element repeated (then at most ``max_bytes``).
     """
     archive.read_all()
     plain_pickle(archive.pickled())
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a damaged file can raise anything
         text = str(error)
         if "weights_only" in text or "Weights only" in text:
@@ -161,6 +162,17 @@ def plain_load(archive: Archive, file: Any, what: str, *, mmap: bool = False) ->
                 f"{what} has more than tensors and plain values, and is not loaded: unpickling it could run anything"
             ) from error
         raise DamagedError(shortened(text.partition("\n")[0])) from error
+    if has_more_values(value, MAX_VALUES):
+        raise CheckpointError(f"{what} has more than {MAX_VALUES:,} values")
+    for each in values_in(value):
+        if isinstance(each, Tensor) and each.layout == torch.strided:
+            nbytes, stored_bytes = each.numel() * each.itemsize, each.untyped_storage().nbytes()
+            if nbytes > max(max_bytes, stored_bytes):
+                raise CheckpointError(
+                    f"{what} has a tensor of {human_bytes(nbytes)} in {human_bytes(stored_bytes)}, which does not fit "
+                    "into --max-memory; allow that much"
+                )
+    return value
 
 
 # The pickle of a tensor ----------------------------------------------------------------------------------------------
@@ -210,7 +222,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     except DamagedError:
         raise
     except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error))}") from error
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
     nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
     is_view_of_bits = bool(rest and rest[0])  # conjugated or negated lazily
     steps = zip(shape, strides, contiguous_strides(tuple(shape)), strict=True)
@@ -228,13 +240,13 @@ def _layout_in(archive: Archive) -> Layout | None:
     if record.info.file_size != tensor.storage_bytes:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
+    first = tensor.offset * tensor.dtype.itemsize
+    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:  # or expanded, to any size
+        raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
     if not tensor.is_row_major or not is_ours:
         return Layout(tensor.dtype, tensor.shape, None)
-    first = tensor.offset * tensor.dtype.itemsize
-    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:
-        raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
     return Layout(tensor.dtype, tensor.shape, record.start + first)
 
 
@@ -322,10 +334,7 @@ class ItemReader:
 
     def read_object(self, stored: StoredObject) -> Any:
         """Read an object that ``torch.load(weights_only=True)`` accepts."""
-        value = self._load(stored)
-        if has_more_values(value, MAX_VALUES):
-            raise CheckpointError(f"an object in {self._file(stored)} has more than {MAX_VALUES:,} values")
-        return value
+        return self._load(stored)
 
     def _opened(self, item: Stored, view: memoryview) -> Opened:
         known = self._checkpoint.opened.get(item.place)
@@ -383,7 +392,8 @@ class ItemReader:
     def _load(self, item: Stored) -> Any:
         view = self.view(item)
         try:
-            return plain_load(Archive(view), cast(Any, _View(view)), f"an object in {self._file(item)}")
+            what = f"an object in {self._file(item)}"
+            return plain_load(Archive(view), cast(Any, _View(view)), what, self._max_whole_bytes or 0)
         except DamagedError as error:
             raise self._damaged(item, str(error)) from error
 

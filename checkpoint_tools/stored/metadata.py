@@ -64,7 +64,7 @@ def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | Non
             for file, items in found["files"].items()
         }
         sealed = int(found["metadata"]["nbytes"]), str(found["metadata"]["sha256"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None, f"{MANIFEST_FILE} is damaged, or of a newer version; remove it to go without"
     content = read_content(folder)
     if (len(content), hashlib.sha256(content).hexdigest()) == sealed:
@@ -135,7 +135,7 @@ def read_content(folder: Folder) -> bytes:
         raise CheckpointError(_why_none(folder)) from error
 
 
-def _unpickled(folder: Folder) -> PickledObject:
+def _unpickled(folder: Folder) -> dict[str, Any]:
     content = read_content(folder)
     try:
         metadata = unpickle(content, _NAMES)
@@ -147,9 +147,9 @@ def _unpickled(folder: Folder) -> PickledObject:
     except Exception as error:  # bytes that are no pickle can raise anything
         raise _damage(folder, f"{type(error).__name__}: {shortened(str(error))}") from error
     found = _name_of(metadata)
-    if not isinstance(metadata, PickledObject) or found not in ("Metadata", "MCoreMetadata"):
+    if found not in ("Metadata", "MCoreMetadata"):
         raise _damage(folder, f"it has a {found} where Metadata are expected")
-    return metadata
+    return _attributes(metadata, found)
 
 
 def _why_none(folder: Folder) -> str:
@@ -180,7 +180,7 @@ _Place = tuple[str, int, int]
 class _Reading:
     """Reads the records, noting what does not fit."""
 
-    def __init__(self, path: str, metadata: PickledObject) -> None:
+    def __init__(self, path: str, metadata: dict[str, Any]) -> None:
         self.path = path
         self.metadata = metadata
         self.problems: list[CheckpointProblem] = []

@@ -25,7 +25,7 @@ import torch
 from ..core.text import MAX_DIMS, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 from .metadata import misnamed, open_dcp
-from .storage import Folder, open_folder, read_file
+from .storage import Folder, is_file_of, open_folder, read_file
 
 # One file -------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ _NOTE_ON_PARTS = (
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Tell whether there are safetensors, and no DCP checkpoint."""
-    if os.fspath(path).endswith(SUFFIX):
+    if is_file_of(os.fspath(path), SUFFIX):
         return True
     try:
         files = open_folder(path).files()
@@ -179,7 +179,7 @@ class _Reading:
         name = path.rpartition("/")[2]
         parent = path.removesuffix(name)
         self.path = path
-        self.single = name if name.endswith(SUFFIX) else None
+        self.single = name if is_file_of(path, SUFFIX) else None
         self.folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self.single else path)
         self.json_files: list[str] = []
         self.chunks: dict[tuple[bool, str], list[StoredChunk]] = {}  # by whether it is the model's, and its name

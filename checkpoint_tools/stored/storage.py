@@ -150,6 +150,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Suffixes of files that ``torch.save`` writes."""
 
 
-def is_torch_file(path: str) -> bool:
-    """Tell whether a path names one file of ``torch.save``."""
-    return path.endswith(TORCH_SUFFIXES) and not Path(path).is_dir()
+def is_file_of(path: str, suffixes: str | tuple[str, ...]) -> bool:
+    """Tell whether a path names one file with such a suffix, rather than a folder."""
+    return path.endswith(suffixes) and not Path(path).is_dir()

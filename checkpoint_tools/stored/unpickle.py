@@ -14,8 +14,9 @@ import torch
 
 from ..core.text import CheckpointError
 
+_PYTHONS: dict[int, Any] = pickle._Unpickler.dispatch
 _OPCODES = """
-    PROTO STOP MARK POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT
+    PROTO STOP MARK POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT FRAME
     BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE
     TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID
 """
@@ -27,10 +28,6 @@ class PickledObject:
     name = ""
     arguments: tuple[Any, ...] = ()
     state: Any = None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the object."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
 class _Opaque(PickledObject):
@@ -62,23 +59,14 @@ class ForbiddenNameError(CheckpointError):
 
 def unpickle(content: bytes, allowed: Mapping[str, Set[str]] | None) -> Any:
     """Unpickle with the allowed names of each module, or with all. Bytes that are no pickle can raise anything."""
-    unpickler = _Unpickler(content, allowed)
-    dispatch, read = unpickler.dispatch, unpickler.read
-    try:
-        while True:  # pickle's own loop reads through a buffer of frames, which takes a third of the time
-            dispatch[read(1)[0]](unpickler)
-    except pickle._Stop as stop:  # type: ignore[attr-defined]
-        return stop.value
+    unpickler = _Unpickler(io.BytesIO(content))
+    unpickler.allowed = allowed
+    return unpickler.load()
 
 
 class _Unpickler(pickle._Unpickler):
-    def __init__(self, content: bytes, allowed: Mapping[str, Set[str]] | None) -> None:
-        self.content, self.allowed, stream = content, allowed, io.BytesIO(content)
-        self.read, self.readline, self.tell = stream.read, stream.readline, stream.tell
-        self.memo: dict[int, Any] = {}
-        self.metastack: list[list[Any]] = []
-        self.stack: list[Any] = []
-        self.append = self.stack.append
+    allowed: Mapping[str, Set[str]] | None
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -116,16 +104,12 @@ class _Unpickler(pickle._Unpickler):
         target.state = state
 
     dispatch: ClassVar[dict[int, Any]] = {
-        **{
-            ord(code): pickle._Unpickler.dispatch[ord(code)] for code in map(vars(pickle).__getitem__, _OPCODES.split())
-        },
+        **{ord(code): _PYTHONS[ord(code)] for code in map(vars(pickle).__getitem__, _OPCODES.split())},
         **dict.fromkeys((ord(pickle.REDUCE), ord(pickle.NEWOBJ)), call),
         ord(pickle.BUILD): build,
-        ord(pickle.FRAME): lambda self: self.read(8),  # nothing here needs the frame
         ord(pickle.EMPTY_DICT): lambda self: self.append(_Dict()),
-        # A set becomes a list, whose values need no hashes.
-        ord(pickle.EMPTY_SET): pickle._Unpickler.dispatch[ord(pickle.EMPTY_LIST)],
-        ord(pickle.ADDITEMS): pickle._Unpickler.dispatch[ord(pickle.APPENDS)],
+        ord(pickle.EMPTY_SET): _PYTHONS[ord(pickle.EMPTY_LIST)],  # a set becomes a list, whose values need no hashes
+        ord(pickle.ADDITEMS): _PYTHONS[ord(pickle.APPENDS)],
     }
 
 

@@ -143,7 +143,7 @@ def chunks_in(metadata: Metadata, key: str) -> list[Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # Values --------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,22 @@ def test_splits_are_undone(tmp_path: Path) -> None:
             tool.assert_same(tool.made("merge", found, tmp_path / f"{name}-merged-{n}", *rules), source)
 
 
+def test_the_values_of_a_split_hold_whatever_the_config_has(tmp_path: Path) -> None:
+    """Merging by the config's put the rows in another order, and said nothing."""
+    own = rule(layout="grouped", groups="tp_size")
+    source = save(tmp_path / "source", WHOLE | {"0.gate_up.weight": torch.arange(16.0)})
+    (source / "config.json").write_text('{"tp_size": 4}')
+    split = tool.made("split", source, tmp_path / "split", own, "--value", "tp_size=2")
+    for n, rules in enumerate(([], [own], [own, "--value", "tp_size=2"])):
+        tool.assert_same(tool.made("merge", split, tmp_path / f"{n}", *rules), source)
+    told = tool.shown("merge", split, tmp_path / "4", "--value", "tp_size=4", "--dry-run")
+    assert "note: tp_size = 4 as given; split_record.json has 2\n" in told
+    once = tool.made("split", source, tmp_path / "once", own, "--value", "tp_size=2", "--only", "0.*")
+    twice = tool.made("split", once, tmp_path / "twice", own, "--value", "tp_size=4", "--only", "1.*")
+    with pytest.raises(CheckpointError, match=r"split_record.json has several values of tp_size; give the one with"):
+        tool.made("merge", twice, tmp_path / "5", own)
+
+
 def test_without_a_record_a_person_has_to_say(tmp_path: Path) -> None:
     source = save(tmp_path / "source", PARTS | {f"1{key[1:]}": value for key, value in PARTS.items()})
     text = '{"rule": [{"fused": "{p}gate_up.weight", "parts": ["{p}gate.weight", "{p}up.weight"]}]}'

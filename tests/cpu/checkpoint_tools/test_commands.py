@@ -88,7 +88,6 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
 
 
 def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
-    before = saves.contents(saved)
     planned = tool.shown("convert", saved, tmp_path / "made", "--dry-run")
     assert "model-00001-of-00001.safetensors" in planned
     assert "to be written: 7 tensors as safetensors" in planned
@@ -97,9 +96,6 @@ def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert last.startswith("made: 7 tensors as safetensors, ")
     tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
     tool.assert_same(tmp_path / "back", saved)
-    assert saves.contents(saved) == before
-    for command in ("diff back made", "diff made back", "verify made --finite"):
-        assert "note" not in tool.shown(*command.split(), cwd=tmp_path)
     assert tool.names(tmp_path) == ["back", "made"]
 
 
@@ -118,16 +114,18 @@ def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: p
     tool.shown("diff", tmp_path / "split", tmp_path / "made")
     (tmp_path / "own.toml").write_text("[source]\nhf = ''\na = ''\n[[name]]\na = '{name}'\nhf = 'new.{name}'\n")
     tool.shown("rename", fused, tmp_path / "named", "--family", tmp_path / "own.toml", "--from", "a", "--to", "hf")
-    assert totals.keys() == {"finite values", "data", "split", "values", "convert", "rename, 1 of 1"}
+    assert totals.keys() == {"data", "split", "values", "convert", "rename, 1 of 1"}
     assert all(0 < done[what] <= total for what, total in totals.items())  # what is around elements is not told of
-    assert all(done[what] == totals[what] for what in ("finite values", "data", "values"))
+    assert all(done[what] == totals[what] for what in ("data", "values"))
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
 
-ERRORS = """
+ERRORS = r"""
 inspect @nowhere                              | is not a folder
-verify @empty                                 | has no .metadata
+inspect file://@nowhere                       | is not a folder
+verify @rules                                 | is not a folder
+verify @empty                                 | has no .metadata. DCP writes it last: this is no checkpoint, or its save
 diff @cut @saved                              | cannot be read as the metadata of a checkpoint
 diff @saved @hostile                          | asks for posix.system
 diff @saved @gone                             | __0_0.distcp cannot be read
@@ -140,7 +138,7 @@ split @nowhere @new --rules @rules            | is not a folder
 split @short @new --rules @rules              | short is not whole: __0_0.distcp: has 100 bytes of
 split @gone @new --rules @rules               | is not whole: __0_0.distcp: is not there
 split @hostile @new --rules @rules            | asks for posix.system
-split @newer @new --rules @rules              | has version 2.0
+split @newer @new --rules @rules              | has version 2.0 of the checkpoint format, and these tools know 1.x; use
 split @integers @new --rules @rules           | is stored as torch.float32
 split @fused @empty --rules @rules            | empty exists; give a name that is not taken
 split @fused @fused --rules @rules            | fused exists
@@ -163,13 +161,19 @@ split @fused @new --rules @rules --exclude x* --exclude *down* | --exclude that 
 split @fused @new --rules @rules --value tp=2             | --value that no rule uses: tp. The rules name none
 split @fused @new --rules @valued --value n=4 --value m=1 | no rule uses: m. The rules name n
 split @fused @new --rules @valued                         | give it with --value n=NUMBER
+split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot be evaluated: int too large
+split @fused @new --rules @deep                           | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
+rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
+rename @fused @new --family @odd.toml --from hf --to a    | not as docs/checkpoints.md describes it (KeyError: 'm')
+rename @fused @new --family @each.toml --from hf --to a --value n=inf   | the size 'n' is inf, not a whole number
 convert @nowhere @new                         | is not a folder
 convert @nowhere.safetensors @new             | nowhere.safetensors: No such file
 convert @uncovered @new                       | model.layers.2.weight: 1 of 4 elements are in no chunk
 convert @hostile @new                         | asks for posix.system
 convert @complex @new                         | model.a is complex128, which safetensors do not have; leave it out
 convert @named @new                           | would be named '__metadata__'
+convert @halves @new                          | would be named 'a\udc80b', which safetensors do not allow
 convert @only @new --key-prefix model.        | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
 convert @saved @new --to dcp                  | is a checkpoint of DCP already
@@ -191,6 +195,7 @@ convert @nowhere.pt @new                      | nowhere.pt: No such file
 convert @list.pt @new --dtype bf16            | between torch.save and DCP all is taken as it is
 convert @saved @new.pt --to torch --max-memory 256        | do not fit into --max-memory
 convert @object @new.pt --to torch            | has more than tensors and plain values
+convert @saved @own.pt --to torch             | own.pt.partial: File exists
 convert @saved file:///tmp/x.pt --to torch    | on this machine alone
 """
 """A command, in which ``@`` is a folder of the test's own, and what it says."""
@@ -205,6 +210,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "object": {"model": {"a": one}, "thing": saves.Opaque(), "trap": trap},
         "named": {"model": {"__metadata__": one}},
         "objects": {"a": "text"},
+        "halves": {"model": {"a\udc80b": one}},
         "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
     }
     for name, state in states.items():
@@ -217,8 +223,10 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         ("uncovered", saved, lambda found: setattr(entry(found, uncovered), "size", torch.Size([4]))),
     ):
         saves.changed(source, name, edit)
-    for name in ("empty", "cut"):
+    for name in ("empty", "cut", "a.steps"):
         (tmp_path / name).mkdir()
+    (tmp_path / "a.steps" / ".being-written").touch()
+    shutil.copytree(fused, tmp_path / "a.steps" / "0")
     (tmp_path / "cut" / ".metadata").write_bytes((saved / ".metadata").read_bytes()[:-50])
     (shutil.copytree(fused, tmp_path / "gone") / "__0_0.distcp").unlink()
     os.truncate(shutil.copytree(fused, tmp_path / "short") / "__0_0.distcp", 100)
@@ -228,6 +236,11 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "bad": "[[rule]]\nfused = 'x'\n",
         "qkv": RULES.replace("gate_up", "qkv"),
         "valued": RULES + "sizes = ['n', 'rest']\n",
+        "deep": "a = " + "[" * 10_000,
+        "odd.toml": "[source]\nhf = ''\na = ''\n[[name]]\nhf = '{n}'\na = '{m}'\n",
+        "each.toml": "name = []\n[source]\nhf = ''\na = ''\n[[rule]]\n"
+        "of = 'a'\nfused = 'x'\nparts = ['{each}']\neach = 'n'\n",
+        "own.pt.partial": "somebody's",
         "uneven": RULES + "sizes = [5, 4]\n",
     }.items():
         (tmp_path / name).write_text(text)
@@ -237,7 +250,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     before = {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()}
     for line in ERRORS.strip().splitlines():
         command, _, message = line.partition(" | ")
-        tool.assert_one_line(tool.run(*shlex.split(command.replace("@", f"{tmp_path}/"))), message)
+        command = command.replace("@", f"{tmp_path}/").replace("MANY", "9" * 400)
+        tool.assert_one_line(tool.run(*shlex.split(command)), message)
     assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -342,7 +356,6 @@ verify x --no-such-option                  | 2 | No such option
 diff x y --max-memory much                 | 2 | error: 'much' is not a size
 split x y --value tp_size=two              | 2 | --value is NAME=NUMBER
 convert x y --dtype int4                   | 2 | --dtype is fp32, bf16, fp16, fp64, not int4
-convert x y.pt --to torch --dtype bf16     | 2 | all is taken as it is
 convert x.pt y --exclude *                 | 2 | --exclude is not for files of torch.save
 rename x y                                 | 2 | Missing option
 """

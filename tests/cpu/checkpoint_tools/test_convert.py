@@ -152,9 +152,9 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]
 @pytest.mark.parametrize("without", [False, True])
 def test_a_file_of_torch_save_there_and_back(tmp_path: Path, without: bool) -> None:
     with without_checksums() if without else contextlib.nullcontext():
-        torch.save(NESTED, tmp_path / "model.pt")
+        torch.save(NESTED | ({"sgd": {"state": {}}, "empty": {}} if without else {}), tmp_path / "model.pt")
     there = tool.shown("convert", tmp_path / "model.pt", tmp_path / "dcp")
-    assert "7 values as a checkpoint of DCP" in there
+    assert f"{9 if without else 7} values as a checkpoint of DCP" in there
     note = "model.pt cannot be compared with checksums: torch.serialization.set_crc32_options(False)"
     assert (note in there) == without
     tool.shown("convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "torch")
@@ -162,6 +162,7 @@ def test_a_file_of_torch_save_there_and_back(tmp_path: Path, without: bool) -> N
     assert before.keys() == after.keys()
     assert all(same_bits(after[path], value) for path, value in before.items())
     assert tool.names(tmp_path) == ["back.pt", "dcp", "model.pt"]
+    assert ("note: left out, as DCP keeps no dict without values: sgd.state, empty\n" in there) == without
     assert (tmp_path / "dcp" / ".checksums").exists()
     tool.shown("convert", tmp_path / "dcp", tmp_path / "some.pt", "--to", "torch", "--exclude", "model.*")
     assert torch.load(tmp_path / "some.pt").keys() == NESTED.keys() - {"model"}

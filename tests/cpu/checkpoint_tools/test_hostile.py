@@ -3,14 +3,17 @@
 Each ends as other damage does: a line on standard error and exit code 2, or a problem in the list of verify.
 """
 
+import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import pickletools
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -256,6 +259,49 @@ def test_objects(tool: Limited, folder: Path, case: str) -> None:
         assert [ran.code for ran in runs] == [0, 0, 1, 0, 2, 2, 2, 2, 2]
         assert "is compressed or encrypted, and torch.save does neither" in runs[2].output
     assert ended(tool, "diff", folder, save(folder.parent / "another", WITH_FUSED)).code in (1, 2)
+
+
+def test_elements_that_are_stored_once(tool: Limited, tmp_path: Path) -> None:
+    """As many as there are numbers: no item is made that large, and no object; one of another kind is not compared."""
+    folder = save(tmp_path / "checkpoint", {"x": torch.ones(8), "w": torch.ones(1)})
+    place = folder / "other.distcp"
+    torch.save(torch.ones(1).expand(1 << 33), place)
+
+    def edit(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["x"]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 33])
+        info = metadata.storage_data[MetadataIndex("x", (0,))]
+        info.relative_path, info.offset, info.length = place.name, 0, place.stat().st_size
+
+    edit_metadata(folder, edit)
+    assert "is smaller than the tensor in it" in ended(tool, "verify", folder, "--finite", code=1).output
+    ended(tool, "convert", folder, tmp_path / "made", code=2)
+    for name, one in {"large": torch.ones(1).expand(1 << 33), "sparse": torch.eye(2).to_sparse()}.items():
+        a, b = (save(tmp_path / f"{name}{n}", {"o": (one * 1 if n and name == "sparse" else one, n)}) for n in (0, 1))
+        assert "their bytes differ; they cannot be looked into" in ended(tool, "diff", a, b, code=1).output
+
+
+def test_numbers_that_are_too_large(tool: Limited, folder: Path) -> None:
+    """In a manifest and in a record whose checksums are right, and in a config."""
+    body = json.dumps({"metadata": {"nbytes": 1, "sha256": ""}, "files": {"a": [[math.inf, 1, 1]]}})
+    head = {"format": "fsdp_offload checksums 2", "sha256": hashlib.sha256(body.encode()).hexdigest()}
+    (folder / ".checksums").write_text(f"{json.dumps(head)}\n{body}\n")
+    assert ".checksums is damaged" in ended(tool, "verify", folder, code=1).output
+    (folder / ".checksums").unlink()
+    rule = {"fused": "gate_up", "parts": [f"mlp.{part}.weight" for part in ("gate", "up")], "sizes": [10**4300 - 1] * 2}
+    splits = [{"rules": [rule], "values": {}, "fused": ["gate_up"]}]
+    record = {"format": "checkpoint_tools split 1", "crc32": zlib.crc32(json.dumps(splits).encode()), "splits": splits}
+    split = save(folder.parent / "split", {part: torch.ones(4, 3) for part in rule["parts"]})
+    (split / "split_record.json").write_text(json.dumps(record))
+    (split / "config.json").write_text('{"num_experts": 1000000000000}')
+    rename = ("rename", split, folder.parent / "new", "--family", "qwen3-moe", "--from", "hf", "--to", "torchtitan")
+    assert "num_experts is 1,000,000,000,000, and a tensor" in ended(tool, *rename, code=2).output
+    assert "cannot be evaluated" in ended(tool, "merge", split, folder.parent / "merged", code=2).output
+
+
+def test_a_key_of_many_words(tool: Limited, folder: Path) -> None:
+    copy = save(folder.parent / "words", {**WITH_FUSED, "a." * 20_000: torch.ones(1)})
+    ended(tool, "split", copy, folder.parent / "made", "--rules", folder.parent / "rules.toml", "--dry-run", code=0)
 
 
 DEEP_MEMBER = pickled(b"}" + text("a") + name("builtins", "set") + b"](" + b")" + b"\x85" * 1_000_000 + b"e\x85Rs")

@@ -297,23 +297,6 @@ def test_masters_are_split_unless_they_repeat_the_parameter(param_dtype: torch.d
     assert ("master_param" in parts["state"][GATE]) == is_kept
 
 
-def test_stacked_weights_of_torchtitan() -> None:
-    """As its ``overrides/fused_swiglu.py`` has them, whose forward takes ``w13.unbind(-2)`` for gate and up."""
-    dense, experts = "feed_forward.", "routed_experts.inner_experts."
-    model = {f"{dense}w13": torch.randn(7, 2, 5), f"{experts}w13": torch.randn(3, 7, 2, 5)}
-    state = {key: {"exp_avg": weight * 2} for key, weight in model.items()}
-    optim = flattened({"state": state, "param_groups": [{"params": [*model], "lr": 1.0}]})
-    parts, part_optim = split_state_dict(model, optim, preset("torchtitan-w13"))
-    separate = [f"{dense}w1.weight", f"{dense}w3.weight", f"{experts}w1_EFD", f"{experts}w3_EFD"]
-    assert list(parts) == separate
-    assert part_optim.keys() == {
-        name for key in separate for name in (f"state.{key}.exp_avg", f"param_groups.{key}.lr")
-    }
-    for key, half in zip(separate, (half for weight in model.values() for half in weight.unbind(-2)), strict=True):
-        assert torch.equal(parts[key], half)
-        assert torch.equal(part_optim[f"state.{key}.exp_avg"], half * 2)
-
-
 def test_what_cannot_be_split_or_does_not_belong_together() -> None:
     whole = torch.randn(12, 3)
     model, optim = states(whole)

@@ -137,20 +137,6 @@ def test_versions(copy: Path) -> None:
     for version in (None, "1.7.2"):
         folder = changed(copy, f"of {version}", lambda metadata, v=version: setattr(metadata, "version", v))
         assert as_json("inspect", folder)["version"] == version
-    newer = changed(copy, "newer", lambda metadata: setattr(metadata, "version", "2.0.0"))
-    assert_one_line(run("inspect", newer), "version 2.0.0", "newer tools")
-
-
-# Not there, or something else ----------------------------------------------------------------------------------------
-
-
-def test_what_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert_one_line(run("verify", tmp_path / "file"), "is not a folder")
-    assert_one_line(run("verify", f"file://{tmp_path}/nowhere"), "is not a folder")
-    assert_one_line(run("verify", tmp_path), "has no .metadata", "its save did not end")
-    (tmp_path / "__0.metadata").write_bytes(b"")
-    assert_one_line(run("verify", tmp_path), "use_collectives=False")
 
 
 def test_metadata_that_are_cut_short_or_something_else(saved: Path, tmp_path: Path) -> None:

@@ -77,8 +77,14 @@ def test_keys_of_torchtitan(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 2, 3)
     model = {"layers.0.ff.w1.weight": whole[:, 0], "layers.0.ff.w3.weight": whole[:, 1]}
     state = {**model, "optimizer": {"state.layers.0.ff.w13.exp_avg": whole, "param_groups.layers.0.ff.w13.lr": 0.5}}
-    source = save(tmp_path / "parts", state)
+    experts = {"layers.1.routed_experts.inner_experts.w13": torch.arange(48.0).view(2, 4, 2, 3)}
+    source = save(tmp_path / "parts", state | experts)
     values = values_of(made("split", source, tmp_path / "new", *preset("torchtitan-w13")))
+    for key, stack in experts.items():  # whose forward takes w13.unbind(-2) for gate and up
+        for name, half in zip(("w1_EFD", "w3_EFD"), stack.unbind(-2), strict=True):
+            assert same_bits(values[key.replace("w13", name)], half)
+            live, _ = split_state_dict(experts, None, preset("torchtitan-w13"))
+            assert same_bits(live[key.replace("w13", name)], half)
     assert same_bits(values["optimizer.state.layers.0.ff.w3.weight.exp_avg"], whole[:, 1].contiguous())
     assert values["optimizer.param_groups.layers.0.ff.w1.weight.lr"] == 0.5
 

@@ -311,6 +311,10 @@ def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     assert as_json("verify", url)["notes"] == []
 
 
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copies["without"]
 
@@ -323,6 +327,10 @@ def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypa
             run(*command), "was written through an extension of DCP", "load it with DCP, and save it without"
         )
     assert_one_line(run("seal", folder.parent), "has no .metadata")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        assert_one_line(run("seal", folder), "No space left on device")
+    assert names(folder) == [METADATA, "__0_0.distcp"]
     assert shown("seal", folder).startswith(f"{folder}: sealed (")
     assert names(folder) == [MANIFEST, METADATA, "__0_0.distcp"]
     assert_one_line(run("seal", folder), "is sealed: verify compares it with .checksums")

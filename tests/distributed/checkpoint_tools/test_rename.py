@@ -145,7 +145,7 @@ qwen3 hf megatron --exclude extra.*    | give --value head_dim=NUMBER --value nu
     own, listed = tmp_path / "own.toml", "[[name]]\nhf = 'layers.{n}.weight'\nours = 'blocks.{n}.w'\n"
     source = save(tmp_path / "own", {"layers.0.weight": torch.ones(2), "layers.1.weight": torch.zeros(3)})
     command = ("rename", source, tmp_path / "renamed", "--from", "hf", "--to", "ours", "--family", own)
-    for text, message in (("[", "is no TOML"), ("name = 1", "has to have [source]")):
+    for text, message in (("[", "is no TOML"), ("name = 1", "not as docs/checkpoints.md describes it")):
         own.write_text(text)
         assert_one_line(run(*command), message)
     own.write_text(f"[source]\nhf = ''\nours = ''\n{listed}")

@@ -59,7 +59,13 @@ def test_sizes_and_the_config_values_that_they_name() -> None:
         # What Python cannot parse or hold, in a file that somebody else has written.
         *(
             ({"sizes": (text, "rest")}, 8, "the size")
-            for text in ("(" * 200 + "1" + ")" * 200, "-" * 20_000 + "1", "1" + "0" * 400 + ".0 * 2", "10**1000")
+            for text in (
+                "(" * 200 + "1" + ")" * 200,
+                "-" * 20_000 + "1",
+                "1" + "0" * 400 + ".0 * 2",
+                "10**1000",
+                "\ud800",
+            )
         ),
     ],
 )
@@ -101,7 +107,7 @@ def test_rules_from_toml_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rule", "not a rules file"),
+        ("[[rule", "is no TOML"),
         ("a = 1", "expected \\[\\[rule\\]\\] tables"),
         ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsize = 1", "unexpected keyword argument 'size'"),
         ("[[rule]]\nfused = 'x'", "parts"),
