@@ -34,6 +34,7 @@ class FusedAdam(Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
     ) -> None:
         rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
         super().__init__(params, {"lr": rate, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -43,6 +44,7 @@ class FusedAdam(Optimizer):
         self.exp_avg_dtype = exp_avg_dtype
         self.exp_avg_sq_dtype = exp_avg_sq_dtype
         self.use_decoupled_grad = use_decoupled_grad
+        self.set_grad_none = set_grad_none
         self.store_param_remainders = store_param_remainders and master_weight_dtype is torch.float32
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype,
@@ -54,7 +56,10 @@ class FusedAdam(Optimizer):
         if capturable:
             self._step_supports_amp_scaling = True
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.set_grad_none is False and not self.use_decoupled_grad:
+            super().zero_grad(set_to_none=False)
+            return
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if self.use_decoupled_grad:
                 param.decoupled_grad = None

@@ -159,7 +159,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment.has_loaded_inside_step = False
         given = inspect.signature(self._plain_class.zero_grad).bind(self, *args, **kwargs)
         given.apply_defaults()
-        clears = given.arguments.get("set_to_none")  # None: the class has its own way
+        clears = given.arguments.get("set_to_none")
+        if clears is None:
+            clears = attachment.engine.conventions.clears_gradients
         if not clears:
             attachment.engine.wait_updated()
         zeroed = [] if clears is None or clears else params_of(self)

@@ -37,6 +37,7 @@ class Conventions:
     weights_win = False  # its step itself lets weights that somebody wrote win over its masters
     attributes_by_param: frozenset[str] = frozenset()  # names of attributes that are dicts with parameters as keys
     group_counters: Mapping[str, object] = {}  # what param groups get in the first step, as it is before that
+    clears_gradients: bool | None = None  # what zero_grad() does, where its signature does not say: set them to None?
     instead_of_host_fraction = ""  # what to use where the CPU is to update a share, as this cannot
 
     def gradient(self, param: Tensor) -> Tensor | None:

@@ -95,6 +95,7 @@ class FusedAdamConventions(Conventions):
         self._dtypes: dict[str, torch.dtype] = dict(optimizer.name_to_dtype_map)
         self.group_by_group = self._capturable
         self.reads_param_grad = not self._decoupled
+        self.clears_gradients = getattr(optimizer, "set_grad_none", None) is not False
         self.group_counters = {"step": torch.zeros(1, dtype=torch.int) if self._capturable else 0}
 
     def gradient(self, param: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import load as checked_load
+from fsdp_offload.engine.engine import Engine
 from tests.fused_adam import BF16, FP16, FP32, MASTERS, FusedPair, check_options, name_of, options
 from tests.fused_adam_reference import FusedAdam
 from tests.policies import with_share
@@ -39,6 +40,19 @@ def test_attached_late(policy: OffloadPolicy, master: str) -> None:
     pair = FusedPair(FusedAdam, policy=policy, late=2, **MASTERS[master], exp_avg_dtype=BF16)
     pair.assert_same()
     pair.step(3)
+
+
+@pytest.mark.parametrize(("set_grad_none", "waits"), [(None, 0), (True, 0), (False, 1)])
+def test_zero_grad_waits_for_updates_where_it_zeroes(
+    monkeypatch: pytest.MonkeyPatch, set_grad_none: bool | None, waits: int
+) -> None:
+    pair = FusedPair(FusedAdam, set_grad_none=set_grad_none).step(1)
+    waited: list[object] = []
+    monkeypatch.setattr(Engine, "wait_updated", lambda engine: waited.append(engine))
+    pair.offloaded.optimizer.zero_grad()
+    assert len(waited) == waits
+    pair.plain.optimizer.zero_grad()
+    pair.step(2)
 
 
 def test_state_of_parameters_without_gradient() -> None:
