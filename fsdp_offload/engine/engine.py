@@ -882,4 +882,4 @@ def inside(wrapper: object) -> Optimizer | None:
     """The optimizer that ``wrapper`` holds under one of the usual names."""
     attributes = getattr(wrapper, "__dict__", {})
     held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
-    return next((optimizer for optimizer in held if isinstance(optimizer, Optimizer)), None)
+    return next((one for one in held if isinstance(one, Optimizer) and one is not wrapper), None)
