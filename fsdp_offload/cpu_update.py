@@ -172,7 +172,6 @@ class HostJob:
         self._down = down.mark()
 
     def update(self, worker: "HostWorker", slot: Slot) -> None:
-        """Wait for them, and update."""
         with self._failing():
             if self._down is not None:
                 self._down.synchronize()
@@ -204,7 +203,6 @@ class HostJob:
         self._updated = True
 
     def finish(self, worker: "HostWorker", slot: Slot) -> None:
-        """Issue the copies up."""
         with self._failing():
             if self._updated:
                 self._issue_uploads()
@@ -280,7 +278,6 @@ _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.Weak
 
 
 def host_worker(device: torch.device) -> HostWorker:
-    """The worker of ``device``, made for its first user."""
     worker = _workers.get(device)
     if worker is None or worker.creator_pid != os.getpid():  # a forked child has neither its threads nor its memory
         worker = _workers[device] = HostWorker(device)
@@ -369,7 +366,6 @@ class HostUpdates:
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
     def missing_bytes(self, nbytes: Iterable[Sequence[int]]) -> int:
-        """Count the bytes of host memory that :meth:`reserve` would take."""
         return _SLOTS * max(0, max(map(_slot_bytes, nbytes), default=0) - self._worker.slot_bytes)
 
     def reserve(self, nbytes: Iterable[Sequence[int]]) -> None:

@@ -37,7 +37,6 @@ class Timeline:
         self._at = 0
 
     def note(self, use: Use) -> None:
-        """Say that ``use`` has come."""
         self._noted.append(use)
         found = self._index.get(use, ())
         later = bisect.bisect_left(found, self._at)
@@ -220,7 +219,6 @@ class Cache:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def take_all(self) -> None:
-        """Allocate all blocks that are allowed."""
         for pool in self.pools:
             while pool.made < pool.count:
                 self._take(pool)

@@ -59,7 +59,6 @@ class Reductions:
 
     @property
     def have_begun(self) -> bool:
-        """Return whether there has been a reduction since the last step."""
         return bool(self._counts)
 
     def expect_one(self) -> None:
@@ -67,7 +66,6 @@ class Reductions:
         self._least = 1
 
     def count(self, group: int) -> None:
-        """Note one reduction of the gradients of ``group``."""
         self._counts[group] += 1
 
     def is_final(self, group: int) -> bool:
@@ -83,7 +81,6 @@ class Reductions:
         return not self._before or self._expected(group) > 0
 
     def next_is_final(self, group: int) -> bool:
-        """Return whether one more reduction is expected of ``group``."""
         return self._counts.get(group, 0) + 1 == self._expected(group)
 
     def end(self, *, stepped: bool = True) -> None:
@@ -187,7 +184,6 @@ class Core:
             self.prefetch()
 
     def buckets_of(self, number: int) -> Sequence[Bucket]:
-        """Buckets that have parameters of a group."""
         return self._of_group.get(number, ())
 
     def followers(self, bucket: Bucket) -> Sequence[Bucket]:
@@ -195,7 +191,6 @@ class Core:
         return self._followers.get(bucket.number, ())
 
     def has_updated(self, number: int) -> bool:
-        """Return whether this step has updated parameters of a group already."""
         return any(number in bucket.groups for bucket in self.done)
 
     def uses(self, number: int) -> None:
@@ -307,7 +302,6 @@ class Core:
         return self.timeline.repeats
 
     def choose_kept(self) -> None:
-        """Choose which items stay on the device, given the blocks that are allowed now."""
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
 
@@ -388,7 +382,6 @@ class Core:
         self.cache.moved.updates += 1
 
     def _is_updated(self, weights: Item) -> bool:
-        """Return whether this step has updated all buckets that have some of these parameters."""
         return all(one in self.done for one in self._of_weights[weights])
 
     def prefetch(self) -> None:
@@ -545,6 +538,5 @@ class WayBack:
         self.end()
 
     def end(self) -> None:
-        """Nothing of this step is to be taken back any more."""
         self._before, self._stored = {}, {}
         self.core.guess = None

@@ -63,11 +63,9 @@ class Homes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena."""
         return self.end_of(len(self.ends))
 
     def count_within(self, nbytes: int) -> int:
-        """How many of the first shards lie within ``nbytes``."""
         return bisect.bisect_right(self.ends, nbytes)
 
     def end_of(self, count: int) -> int:
@@ -108,7 +106,6 @@ def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[
 
 
 def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range, ...]]:
-    """Fill one bucket after the other."""
     total_bytes = sum(aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
     # A little state is two buckets rather than one: with one, nothing overlaps.
     bucket_bytes = min(most_bytes, max(aligned(total_bytes // 2), _SMALL_BUCKET_BYTES))

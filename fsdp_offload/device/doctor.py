@@ -21,7 +21,6 @@ _COPIED_BYTES = 1 << 30
 
 
 def main(version: str) -> None:
-    """Print the facts, of which ``version`` is the first."""
     sys.stdout.write(f"{'fsdp_offload':24} {version}\n")
     for name, value in facts():
         sys.stdout.write(f"{name:24} {value}\n")

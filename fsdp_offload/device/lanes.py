@@ -89,11 +89,9 @@ class EventMark(Mark):
         self.event = event
 
     def resolved(self) -> "EventMark":
-        """Return itself."""
         return self
 
     def synchronize(self) -> None:
-        """Block the host until the event has passed."""
         self.event.synchronize()
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
@@ -109,7 +107,6 @@ class StreamMark(EventMark):
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that is current on ``device``."""
     return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
 
 
@@ -357,5 +354,4 @@ class DeviceLink:
 
 @functools.cache
 def device_link(device: torch.device) -> DeviceLink:
-    """Return the link of ``device``, the same every time."""
     return DeviceLink(device)

@@ -184,7 +184,6 @@ class Engine:
             logger.info("no room for all blocks yet; they are taken when they are needed")
 
     def staging_bytes(self) -> int:
-        """Device memory that is taken for what is offloaded."""
         return self.core.cache.nbytes
 
     # A step -----------------------------------------------------------------------------------------------------------
@@ -556,7 +555,6 @@ class Engine:
         return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
 
     def _groups_as_before(self, optimizer: Optimizer) -> bool:
-        """Return whether parameters of groups, and hyperparameters that decide on state, are those of the last plan."""
         return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
 
     # May this be done now? --------------------------------------------------------------------------------------------
@@ -718,7 +716,6 @@ class Engine:
         self.failure = ""
 
     def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
-        """As :meth:`Conventions.as_saved`."""
         homes = self.plan.shards[param].homes if param in self.plan.shards else {}
         return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
 
@@ -823,7 +820,6 @@ def _param_ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
-    """Name the entries of param groups that differ, with their values."""
     groups = optimizer.param_groups
     return ", ".join(
         f"param_groups[{number}][{name!r}] = {groups[number][name]!r}"
@@ -864,7 +860,6 @@ _REFUSALS = {
 
 
 def engine_of(optimizer: object) -> Engine | None:
-    """The engine of an offloaded optimizer; ``None`` for anything else."""
     attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
     engine: Engine | None = None if attachment is None else attachment.engine
     return engine

@@ -363,7 +363,6 @@ class Guesses:
                     references.append(TensorWeakRef(tensor))
 
     def unwatch(self) -> None:
-        """Let everybody touch gradients and parameters again."""
         _unwatch(self._watched)
         _unwatch(self._written)
 
@@ -375,7 +374,6 @@ class Guesses:
             self._decide_now()
 
     def writes(self, tensors: Sequence[Tensor]) -> None:
-        """As :class:`Watcher`."""
         if not self.announced:
             self._touched = True
             return
@@ -396,7 +394,6 @@ def _unwatch(references: list[TensorWeakRef]) -> None:
 
 
 def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
-    """List the parameters whose gradient is another one, or another version of it, than was noted."""
     return [param for param, (grad, seen, _) in used.items() if param.grad is not grad or version_of(grad) != seen]
 
 
@@ -465,7 +462,6 @@ class OldParameters:
                 yield flat[piece.start : piece.stop].view(torch.uint8)
 
     def pairs_of(self, bucket: Bucket) -> Sequence[Copy]:
-        """Their host bytes and their device bytes."""
         addresses = [local_shard(param).data_ptr() for param in bucket.params]
         known, pairs = self._pairs.get(bucket.number, ([], []))
         if known != addresses:

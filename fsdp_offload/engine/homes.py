@@ -114,7 +114,6 @@ class PlannedBucket(Generic[AnyHoused]):
         return [self.arena.shards[piece.shard] for piece in self.bucket.ranges]
 
     def changed(self) -> list[AnyHoused]:
-        """Those of them that updates may change."""
         return list(filter(self.changes, self.covers()))
 
     def copies(
@@ -181,7 +180,6 @@ class Plan:
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def host_shards(self) -> Iterator[StateShard]:
-        """Those that the host updates."""
         return (shard for shard in self.shards.values() if shard.on_host)
 
     def __getitem__(self, number: int) -> PlannedBucket[StateShard]:
@@ -300,11 +298,9 @@ class Plan:
 
     @property
     def spare_bytes(self) -> int:
-        """Count the bytes of second homes."""
         return sum(region.nbytes for arena in self._all_arenas for region in arena.regions[1:])
 
     def missing_spare_bytes(self) -> int:
-        """Host memory that :meth:`take_spare_homes` would take."""
         return sum(arena.missing_bytes for arena in self._all_arenas if arena.moves)
 
     def take_spare_homes(self) -> None:
@@ -319,7 +315,6 @@ class Plan:
 
     @property
     def bucket_count(self) -> int:
-        """How many there are, whether they move or not."""
         return len(self._buckets)
 
     def check_host_memory(self, nbytes: int) -> None:
@@ -397,7 +392,6 @@ class Lending:
     """
 
     def __init__(self, plan: Plan, gradient: Callable[[Tensor], Tensor | None]) -> None:
-        """Take what finds the gradient of a parameter."""
         self._plan, self._gradient = plan, gradient
         self.moving: dict[Housed, None] = {}
         self.guessing = False
@@ -500,7 +494,6 @@ class Lending:
         self.moving = {}
 
     def commit_guesses(self) -> None:
-        """Updates of this step will not be taken back."""
         self.guessing = False
         self._move_parameters()
 

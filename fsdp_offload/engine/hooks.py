@@ -56,7 +56,6 @@ class ModelHooks:
             self._left_behind.is_half_updated = True
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for undo in self._undo:
             undo()
         self._undo = []

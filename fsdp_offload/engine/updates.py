@@ -75,7 +75,6 @@ class BucketUpdates:
         self.without_state, self.used = [], {}
 
     def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
-        """The step has ended when these were ``done``."""
         if self.states is not None and self.lending.moving:
             self.lending.commit(self.states, {bucket.number for bucket in done})
             for bucket in buckets:
@@ -109,7 +108,6 @@ class BucketUpdates:
         return ranges
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
-        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
         assert self.host is not None and self.states is not None
         moving = self.lending.turn(self._plan[bucket.number])
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one

@@ -34,21 +34,17 @@ class Part(Housed):
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        """As :attr:`Housed.leaf_layouts`."""
         local = local_shard(self.sharded.param)
         return [LeafLayout(tuple(local.shape), local.stride(), local.dtype)]
 
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
-        """As :meth:`Housed.home_over`."""
         return Home({}, {}, leaves[0])
 
     def move(self, _: EntryOf) -> None:
-        """As :meth:`Housed.move`."""
         self.side = 1 - self.side
         self.live_at_home()
 
     def live_at_home(self) -> None:
-        """Let the parameter live in its home."""
         home = self.home
         assert home.weights is not None
         home.stand_in = self.sharded.live_at(home.weights, home.stand_in)
@@ -65,7 +61,6 @@ class Weights:
     """
 
     def __init__(self, lending: Lending) -> None:
-        """Take what moves them to their spare homes."""
         self._lending = lending
         self.groups: dict[int, Sequence[ShardedParameter]] = {}
         self.items: dict[int, Item] = {}
@@ -121,7 +116,6 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters."""
         return sum(local_shard(param).nbytes for param in self.parts)
 
     def place(self, param: Tensor, start: int, stop: int) -> Tensor | None:

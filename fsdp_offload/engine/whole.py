@@ -383,7 +383,6 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
 
 
 def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) -> bool:
-    """Return whether a value is laid out as its home is."""
     planned, value, home = shard.layout.values[name], state[name], shard.homes[name]
     if not isinstance(value, Tensor) or value is home or id(value) in stay or has_inner_tensors(value):
         return False  # what wrappers know beside their tensors is part of the layout
@@ -404,7 +403,6 @@ def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors inside, as far as they have memory."""
     return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
 
 

@@ -27,7 +27,6 @@ LOCAL: Any = DTensor._local_tensor
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether ``tensor`` is sharded or replicated over a device mesh."""
     return isinstance(tensor, DTensor)
 
 
@@ -42,7 +41,6 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:
-    """Return whether the local shard of ``tensor`` is of a type that is made of other tensors."""
     return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
 
 
@@ -80,7 +78,6 @@ class _GatheredByBits(DTensor):
     """A DTensor of a dtype that is not carried: collectives move its bits as bfloat16, and do not look at them."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As DTensor's."""
         local, spec = local_shard(self).detach(), _spec_for(self, torch.bfloat16)
         bits = DTensor(local.view(torch.bfloat16), spec, requires_grad=False)
         found = bits.redistribute(*args, **kwargs)

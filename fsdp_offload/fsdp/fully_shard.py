@@ -47,7 +47,6 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
-    """Return whether any module was sharded with ``offload_policy=CPUOffloadPolicy()``."""
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(model))
 
 
@@ -73,7 +72,6 @@ def gathered_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def drop_gathered_gradients(model: nn.Module) -> None:
-    """Set all of :func:`gathered_gradients` to ``None``."""
     for holder, name in _gradient_holders(model):
         setattr(holder, name, None)
 
@@ -258,7 +256,6 @@ class LeftBehind:
     """Keeps, for hooks on a model, what they need when the optimizer that they were for is gone."""
 
     def __init__(self, model: "weakref.ref[nn.Module]", wait: Callable[[], None] | None) -> None:
-        """Take a function that waits for updates on the CPU, which may still run."""
         self._model, self._wait = model, wait
         self.is_half_updated = False  # a backward had updated parameters, and there was no step()
 

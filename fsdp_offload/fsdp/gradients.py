@@ -99,7 +99,6 @@ def watch(tensor: Tensor, watcher: Watcher) -> None:
 
 
 def unwatch(tensor: Tensor) -> None:
-    """Undo :func:`watch`; nothing where it is not watched."""
     vars(tensor).pop(_WATCHER, None)
     _WATCH.take_off([tensor])
 
@@ -174,7 +173,6 @@ class SpentGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
-        """Make one like a parameter, whose gradient it may then be."""
         made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         return made
 
@@ -196,7 +194,6 @@ class SpentGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse."""
         raise RuntimeError(USED_UP)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -341,7 +341,6 @@ class ParkedParameters(Parking):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken for them."""
         return 0 if self.region is None else self.region.nbytes
 
     def offload(self) -> None:
@@ -374,7 +373,6 @@ class ParkedParameters(Parking):
             self._where = _Where.HERE
 
     def bring_back(self) -> None:
-        """Have them on the device, wherever they are."""
         self.reload()
         self.settle()
 

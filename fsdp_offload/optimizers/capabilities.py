@@ -55,7 +55,6 @@ class Conventions:
         return None
 
     def begin(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> LogicalStep:
-        """Prepare one logical step."""
         return LogicalStep(kwargs, [{} for _ in optimizer.param_groups])
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +136,6 @@ class Row:
 
 @cache
 def rows() -> dict[str, Row]:
-    """All rows, by the names of their classes."""
     table = tomllib.loads((resources.files(__package__) / "table.toml").read_text(encoding="utf-8"))
     return {
         name: Row(library, part["versions"], name, notes["verdict"], notes)

@@ -140,12 +140,10 @@ class DividedStep:
 
     @property
     def changes_tensors(self) -> bool:
-        """Return whether a tensor is among what this step changes of entries and attributes."""
         return bool(tensors_in([*self._changes.values()]))
 
     @property
     def changed_entries(self) -> dict[str, Any]:
-        """Return the entries of param groups that this step changes, by name."""
         return {name: value for (number, name), value in self._changes.items() if number is not None}
 
     def commit(self, optimizer: Optimizer) -> None:
@@ -162,7 +160,6 @@ class DividedStep:
 
 
 def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Hyperparameters of each param group."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 

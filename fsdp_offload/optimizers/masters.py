@@ -369,7 +369,6 @@ def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mappi
 
 
 def _fits(kind: MasterKind, part: MasterRange) -> bool:
-    """Return whether the kernel takes these tensors."""
     return (
         all(one.device.type == "cuda" and one.is_contiguous() and type(one) is Tensor for one in part)
         and all(one.dtype is torch.float32 for one in (part.exp_avg, part.exp_avg_sq, part.step))

@@ -103,7 +103,6 @@ class FusedAdamConventions(Conventions):
         return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
 
     def hand_gradient(self, param: Any, grad: Tensor | None) -> None:
-        """Likewise."""
         if self._decoupled:
             param.decoupled_grad = grad
         else:

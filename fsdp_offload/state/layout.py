@@ -22,7 +22,6 @@ class LeafLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -128,7 +127,6 @@ def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayou
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """List the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

@@ -42,20 +42,17 @@ class Home:
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
 
     def all_leaves(self) -> Iterator[Tensor]:
-        """The dense tensors over it."""
         if self.weights is not None:
             yield self.weights
         for leaves in self.leaves.values():
             yield from leaves
 
     def is_read(self) -> bool:
-        """Return whether anybody still reads it."""
         if self.readers:
             self.readers = [reader for reader in self.readers if reader.is_reading()]
         return bool(self.readers)
 
     def wait_unread(self) -> None:
-        """Block until nobody reads it any more."""
         for reader in self.readers:
             reader.wait()
         self.readers = []
@@ -70,12 +67,10 @@ class Housed(ABC):
 
     @property
     def home(self) -> Home:
-        """The side on which it is now."""
         return self.sides[self.side]
 
     @property
     def spare(self) -> Home | None:
-        """The other one."""
         return self.sides[1 - self.side] if len(self.sides) > 1 else None
 
     @property
@@ -109,12 +104,10 @@ class StateShard(Housed):
 
     @property
     def local_numel(self) -> int:
-        """Elements of the parameter on this rank."""
         return local_shard(self.param).numel()
 
     @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        """As :attr:`Housed.leaf_layouts`."""
         return [leaf for value in self.layout.values.values() for leaf in value.leaves]
 
     @property
@@ -137,13 +130,11 @@ class StateShard(Housed):
         return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
 
     def home_over(self, leaves: Sequence[Tensor]) -> Home:
-        """As :meth:`Housed.home_over`."""
         remaining = iter(leaves)
         by_name = {name: [next(remaining) for _ in value.leaves] for name, value in self.layout.values.items()}
         return Home(by_name, {name: self._value_over(name, of_value) for name, of_value in by_name.items()})
 
     def move(self, entry_of: EntryOf) -> None:
-        """As :meth:`Housed.move`."""
         state, old = entry_of(self.param), self.homes
         self.side = 1 - self.side
         state.update((name, home) for name, home in self.homes.items() if state.get(name) is old[name])

@@ -45,13 +45,11 @@ class OwnCounters(StateStore):
         self.states, self._shards = states, shards
 
     def get(self, param: Tensor) -> UserState:
-        """Return the state of ``param``; an empty one that is not kept if there is none."""
         if param not in self._states:
             self.copy([param])
         return super().get(param)
 
     def of(self, param: Tensor) -> UserState:
-        """Return the state of ``param``, made if there is none."""
         return self.get(param) or super().of(param)
 
     def copy(self, params: Iterable[Tensor]) -> None:
@@ -136,7 +134,6 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     @property
     def has_offered(self) -> bool:
-        """Return whether something was handed out."""
         return bool(self._offered)
 
     def was_offered(self, value: object) -> bool:
@@ -149,7 +146,6 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return template is not None and _versions(template) == versions
 
     def is_all_untouched(self) -> bool:
-        """Return whether something was handed out, and nobody has written any of it since."""
         return self.has_offered and all(self.is_untouched(value) for value, _ in self._offered.values())
 
     __getitem__ = _waiting(defaultdict.__getitem__)
