@@ -1,7 +1,7 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -131,18 +131,13 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
         return values
     if values is not None and not isinstance(values, Mapping):
         raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {type(values).__name__}.")
-    given = dict(values or {})
-    refuse_unknown(given, [field.name for field in fields(OffloadPolicy)])
-    return OffloadPolicy(**given)
-
-
-def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
-    """Raise a ValueError if one of ``names`` is not ``known``; it has the nearest name that is."""
-    for name in names:
+    given, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
+    for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1)
             meant = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
+    return OffloadPolicy(**given)
 
 
 def listed(names: Iterable[str]) -> str:

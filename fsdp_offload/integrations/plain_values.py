@@ -4,14 +4,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
-from ..policy import OffloadPolicy, refuse_unknown
+from ..policy import OffloadPolicy, as_policy
 from ..state.layout import params_of
 
 _PREFIX = "FSDP_OFFLOAD_"
@@ -30,17 +29,16 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
     """
     if isinstance(values, OffloadPolicy):
         return values
-    names = {_PREFIX + field.name.upper(): field.name for field in fields(OffloadPolicy)}
-    said = {name: text for name, text in os.environ.items() if name.startswith(_PREFIX) and text}
-    said = {name: text for name, text in said.items() if not name.startswith(_OF_TESTS)}
-    refuse_unknown(said, names)
+    said = {
+        name.removeprefix(_PREFIX).lower(): text
+        for name, text in os.environ.items()
+        if name.startswith(_PREFIX) and not name.startswith(_OF_TESTS) and text
+    }
     asked = dict(values or {})
-    refuse_unknown(asked, [*names.values()])
-    given = {names[variable]: text for variable, text in said.items()} | asked
     try:
-        return OffloadPolicy(**{name: _value(name, value) for name, value in given.items()})
+        return as_policy({name: _value(name, value) for name, value in (said | asked).items()})
     except (TypeError, ValueError) as error:
-        used = ", ".join(variable for variable in said if names[variable] not in asked)
+        used = ", ".join(_PREFIX + name.upper() for name in said if name not in asked)
         raise type(error)(f"{error} (from the environment: {used})" if used else str(error)) from None
 
 
@@ -52,7 +50,7 @@ def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy
 
 def _value(name: str, value: Any) -> Any:
     """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
-    default = getattr(OffloadPolicy, name)
+    default = getattr(OffloadPolicy, name, None)
     if isinstance(value, str):
         value = value.strip().lower()
         with suppress(ValueError):
