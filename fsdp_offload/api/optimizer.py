@@ -115,18 +115,15 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             # Lets the class convert what old checkpoints hold.
             type(self).__setstate__(self, {"state": states, "param_groups": self.param_groups})
 
-        # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
-        last = self.register_load_state_dict_pre_hook(check)
-        first = self.register_load_state_dict_post_hook(install, prepend=True)
-        try:
+        with (
+            self.register_load_state_dict_pre_hook(check),  # behind the user's, which may rewrite what is loaded
+            self.register_load_state_dict_post_hook(install, prepend=True),  # before those that look at the result
+        ):
             (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).load_state_dict(self, state_dict)
             if not installed:  # the class loads in a way of its own, without hooks
                 others: dict[Any, Any] = self.state
                 loaded = {key: dict(state) for key, state in others.items() if isinstance(key, Tensor)}
                 install(self)
-        finally:
-            last.remove()
-            first.remove()
         engine.core.reductions.end(stepped=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

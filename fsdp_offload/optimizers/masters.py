@@ -192,14 +192,11 @@ class WithMasters(Optimizer):
             for param, tensors in loaded.items():
                 _take_over(self, param, tensors)
 
-        # Behind the user's hooks, which may rewrite what is loaded, and before those that look at the result.
-        last = self.register_load_state_dict_pre_hook(take)
-        first = self.register_load_state_dict_post_hook(put, prepend=True)
-        try:
+        with (
+            self.register_load_state_dict_pre_hook(take),  # behind the user's, which may rewrite what is loaded
+            self.register_load_state_dict_post_hook(put, prepend=True),  # before those that look at the result
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return _remade, (self.plain_class, self.master_kind), self.__getstate__()
