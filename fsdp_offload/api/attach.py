@@ -22,7 +22,7 @@ from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..optimizers.transformer_engine import keep_unread_masters
-from ..policy import OffloadPolicy, as_policy
+from ..policy import OffloadPolicy, as_policy, listed
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
 from . import checks
@@ -334,5 +334,5 @@ def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
     if kind == "remainder" and fp16:
         raise ValueError(
             "add_masters: 'remainder' is for bf16, whose 16 bits are the upper ones of fp32; "
-            f"{len(fp16)} parameters are fp16 ({', '.join(fp16[:4])}). Use 'fp32'."
+            f"{len(fp16)} parameters are fp16 ({listed(fp16)}). Use 'fp32'."
         )

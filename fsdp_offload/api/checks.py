@@ -28,7 +28,7 @@ from ..fsdp.homed import is_homed
 from ..model.sleep import is_asleep
 from ..optimizers import Capabilities
 from ..optimizers.masters import WithMasters
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, listed
 from ..state.layout import leaves_of, params_of
 from .wrapped import Attachment, attached, attachment_of, offloaded
 
@@ -133,7 +133,7 @@ def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[
         yield _HOST_OFFLOADED
     of_model = parameter_names(model)
     foreign = {param: name for param, name in names.items() if param not in of_model}
-    shown, these = ", ".join([*foreign.values()][:4]), f"{len(foreign)} of the {len(names)}"
+    shown, these = listed(foreign.values()), f"{len(foreign)} of the {len(names)}"
     if not all(isinstance(param, nn.Parameter) for param in foreign):
         yield (
             f"{these} tensors of the optimizer are not parameters of the model but copies or parts of them ({shown}). "
@@ -339,6 +339,6 @@ def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) ->
     if foreign:
         raise RuntimeError(
             f"{len(foreign)} of the optimizer's parameters have no gradient and are no longer the model's "
-            f"({', '.join(foreign[:4])}): they were exchanged when the model was sharded, after offload_optimizer(), "
+            f"({listed(foreign)}): they were exchanged when the model was sharded, after offload_optimizer(), "
             f"or by load_state_dict(assign=True). Attach afterwards: {RIGHT_ORDER}. Nothing has been changed."
         )

@@ -241,7 +241,7 @@ def notes_of(engine: Engine) -> Iterator[str]:
     items, sizes = [*state, *weights], [item.nbytes for item in state]
     whole = engine.layouts.capabilities.moves_whole
     if whole:
-        verdict = getattr(row_of(engine.cls), "verdict", None)
+        verdict = row_of(engine.cls).get("verdict")
         why, remedy = _WHOLE.get(verdict, ("was tried in pieces, which no test of this package repeats,", _TRUST))
         yield f"{name} {why} and moves as a whole: all of its state is on the device during step().{remedy}"
     is_unknown = whole and shards and not any(shard.existed for shard in shards)

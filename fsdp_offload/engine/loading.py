@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..fsdp.dtensor import is_dtensor, placements_of
 from ..optimizers.masters import MASTER, can_rebuild
+from ..policy import listed
 from ..state.layout import StateLayout, ValueLayout, forms_of, in_dtypes_of
 from ..state.store import UserState
 from .engine import Engine
@@ -37,9 +38,9 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
     whole = engine.layouts.capabilities.moves_whole
     known = set(saved_ids)
-    unknown = [key for key in state_dict["state"] if key not in known and not (whole and isinstance(key, str))]
+    unknown = [repr(key) for key in state_dict["state"] if key not in known and not (whole and isinstance(key, str))]
     if unknown:
-        raise ValueError(f"load_state_dict: state for {unknown[:4]}, which none of its param groups lists.")
+        raise ValueError(f"load_state_dict: state for {listed(unknown)}, which none of its param groups lists.")
     param_of: dict[Any, Tensor] = {}
     loaded: dict[Tensor, UserState] = {}
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):

@@ -1,7 +1,7 @@
 """Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,18 +37,14 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
     return None
 
 
-def foreach_supports(params: Iterable[Tensor]) -> bool:
-    """Return whether ``torch.optim`` would, of itself, run foreach on parameters of these types, below our guards."""
-    return all(unguarded_class(param) in _MODULE._foreach_supported_types for param in params)
-
-
 def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
     """For each group what keeps torch from choosing foreach for a shadow of plain tensors where it would not else."""
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        supported = not undecided or foreach_supports(param for param in group["params"] if param.grad is not None)
-        pinned.append({} if supported else {"foreach": False})
+        types = (unguarded_class(param) for param in group["params"] if param.grad is not None)  # as torch chooses
+        refuses = undecided and not all(one in _MODULE._foreach_supported_types for one in types)
+        pinned.append({"foreach": False} if refuses else {})
     return pinned
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..fsdp.dtensor import local_shard
 from ..fsdp.fully_shard import give_memory, sharding_groups
+from ..policy import listed
 
 
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
@@ -50,14 +51,14 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
     ]
     if outside or (modules and not sharded):
         raise ValueError(
-            f"materialize_on_host: fully_shard gathers none of {outside[:4] or 'the parameters'}. Shard the model "
+            f"materialize_on_host: fully_shard gathers none of {listed(outside) or 'the parameters'}. Shard the model "
             "first, its root as well: fully_shard(model)."
         )
     silent = [names[module] for module in modules if not hasattr(module, "reset_parameters")]
     if initialize is None and silent:
         raise ValueError(
             f"materialize_on_host: {len(silent)} modules have parameters or buffers of their own and no "
-            f"reset_parameters() ({', '.join(silent[:4])}). Pass initialize=, which fills a module's own tensors, or "
+            f"reset_parameters() ({listed(silent)}). Pass initialize=, which fills a module's own tensors, or "
             "initialize=lambda module: None if a checkpoint is loaded next."
         )
     fill: Any = initialize or methodcaller("reset_parameters")

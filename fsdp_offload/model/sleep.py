@@ -36,6 +36,7 @@ from ..fsdp.fully_shard import (
 )
 from ..fsdp.gradients import has_no_memory
 from ..fsdp.guard import Guard
+from ..policy import listed
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,7 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
     if len(devices := {str(storage.device) for _, storage in movable.values()}) > 1:
         raise ValueError(f"offload_model: this model is on several devices: {', '.join(sorted(devices))}.")
     if left:
-        shown = "; ".join([f"{name}: {why}" for name, why in left.items()][:4])
+        shown = listed(f"{name}: {why}" for name, why in left.items())
         _warn_once(f"offload_model leaves {len(left)} tensors where they are ({shown})")
     return [storage for _, storage in movable.values()]
 

@@ -123,35 +123,25 @@ _FLOATS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the table says of one class."""
-
-    library: str  # that defines it, and the name of its part of the table
-    versions: str  # in which that was seen
-    name: str  # ``module:Class``
-    verdict: str  # ``"elementwise"``, ``"parameters"``, ``"refused"`` or ``"mixed"``
-    notes: Mapping[str, Any]  # what else its row says
-
-
 @cache
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, dict[str, Any]]:
+    """The rows by ``module:Class``, with the ``library`` that defines it and the ``versions`` that were seen."""
     table = tomllib.loads((resources.files(__package__) / "table.toml").read_text(encoding="utf-8"))
     return {
-        name: Row(library, part["versions"], name, notes["verdict"], notes)
+        name: {"library": library, "versions": part["versions"]}
+        | ({"verdict": entry} if isinstance(entry, str) else entry)
         for library, part in table.items()
         for name, entry in part["classes"].items()
-        for notes in [{"verdict": entry} if isinstance(entry, str) else entry]
     }
 
 
-def row_of(cls: type[Optimizer]) -> Row | None:
-    """The row of exactly this class: the one that its module has under that name, and no other of the same name."""
-    for row in rows().values():
-        module, _, name = row.name.partition(":")
+def row_of(cls: type[Optimizer]) -> dict[str, Any]:
+    """The row of exactly this class: the one that its module has under that name; empty if there is none."""
+    for place, row in rows().items():
+        module, _, name = place.partition(":")
         if name == cls.__qualname__ and getattr(sys.modules.get(module), name, None) is cls:
             return row
-    return None
+    return {}
 
 
 def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilities:
@@ -164,26 +154,27 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
         ValueError: the row of a class that is trusted says that it mixes parameters.
     """
     row = row_of(cls)
-    if row is None or row.library != "torch" or row.verdict == "mixed":
+    verdict = row.get("verdict")
+    if row.get("library") != "torch" or verdict == "mixed":
         if not trust:
             return Capabilities(known=False, moves_whole=True)
-        if row is not None and row.verdict == "mixed":
+        if verdict == "mixed":
             raise ValueError(
                 f"trust_separable=True: what the step of {cls.__name__} writes to a parameter depends on others, says "
-                f"optimizers/table.toml of {row.library} {row.versions}. So it cannot be divided. Leave it out."
+                f"optimizers/table.toml of {row['library']} {row['versions']}. So it cannot be divided. Leave it out."
             )
-        of_elements = row is None or row.verdict == "elementwise"
+        of_elements = verdict in (None, "elementwise")
         cuttable = _cuttable(()) if of_elements else frozenset()
         return Capabilities(known=False, elementwise=of_elements, cuttable=cuttable)
-    elementwise = row.verdict == "elementwise"
+    elementwise = verdict == "elementwise"
     return Capabilities(
         elementwise=elementwise,
-        state_like_param=row.notes.get("state-like-param", elementwise),
+        state_like_param=row.get("state-like-param", elementwise),
         takes_masters=elementwise,
-        cuttable=_cuttable(row.notes.get("fused", ())) if elementwise else frozenset(),
-        wrong_if_fused=frozenset(getattr(torch, dtype) for dtype in row.notes.get("wrong-if-fused", ())),
-        refusal=row.notes.get("reason", ""),
-        refuses_dtensor=row.notes.get("refuses-dtensor", ""),
+        cuttable=_cuttable(row.get("fused", ())) if elementwise else frozenset(),
+        wrong_if_fused=frozenset(getattr(torch, dtype) for dtype in row.get("wrong-if-fused", ())),
+        refusal=row.get("reason", ""),
+        refuses_dtensor=row.get("refuses-dtensor", ""),
     )
 
 

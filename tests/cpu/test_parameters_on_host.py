@@ -23,7 +23,7 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
-from fsdp_offload.fsdp.optim import foreach_supports
+from fsdp_offload.fsdp.optim import pinned_implementations
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
 from tests.overlapping import (
@@ -336,4 +336,5 @@ def test_the_implementation_is_the_one_that_torch_takes_without_offload(
     monkeypatch.setattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", types)
     loop = Loop(mesh, lambda params: torch.optim.AdamW(params, lr=1e-2), on_host({}))
     assert type(next(loop.model.parameters())) is not DTensor, "the parameter has a class of its own on the host"
-    assert foreach_supports(loop.model.parameters()) is knows_dtensors
+    loop.backward(0)
+    assert pinned_implementations(loop.optimizer) == [{} if knows_dtensors else {"foreach": False}]

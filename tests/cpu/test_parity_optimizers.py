@@ -154,7 +154,7 @@ def test_every_class_of_torch_has_an_answer() -> None:
         if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
     }
     assert {cls.__name__ for cls in classes} <= set(optim.__all__)
-    assert not [cls.__name__ for cls in classes if row_of(cls) is None]
+    assert not [cls.__name__ for cls in classes if not row_of(cls)]
     assert [cls for cls in classes if capabilities_of(cls).moves_whole] == [optim.LBFGS]
     refused = {cls for cls in classes if capabilities_of(cls).refusal}
     assert refused == set(REFUSED)
