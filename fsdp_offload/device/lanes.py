@@ -318,12 +318,10 @@ class DeviceLink:
         return max(0, reachable - taken_bytes - most // 20)
 
     def empty_cache(self) -> None:
-        """Give the memory back that the allocator holds and nobody uses."""
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
-        """Block the host until the device has done everything that was issued to it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 

@@ -292,7 +292,6 @@ class Plan:
 
     @property
     def regions(self) -> list[Region]:
-        """List all host memory that is held."""
         homes = [region for arena in self._all_arenas for region in arena.regions]
         return [region for region in (*homes, *self.others) if region.nbytes]
 

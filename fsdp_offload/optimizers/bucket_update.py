@@ -46,7 +46,6 @@ class BoundRange:
         return self.param is not self.shard.param
 
     def part_of(self, grad: Tensor | None) -> Tensor | None:
-        """Return the part of the parameter's gradient that the optimizer gets."""
         if grad is None or not self.shard.on_locals:
             return grad
         local = local_shard(grad)
