@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
-"""Target and source, of the same shape and dtype. Flat ones, both contiguous, may be copied in pieces."""
+"""Target and source, of the same shape and dtype; flat ones may be copied in pieces."""
 
 PIECE_BYTES = 8 << 20
 """To the device. Smaller pieces cost bandwidth, larger ones hold up small copies of others for longer: on an H100,

@@ -132,7 +132,7 @@ def with_values(values: dict[str, Any], saved: dict[str, Any]) -> None:
 
 SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     *((partial(with_values, values), message) for values, message in IN_STATE),
-    (lambda saved: saved["state"].update({99: saved["state"][0]}), r"for \[99\], which none of its param groups lists"),
+    (lambda saved: saved["state"].update({99: saved["state"][0]}), r"for 99, which none of its param groups lists"),
     (lambda saved: saved["param_groups"].pop(), r"param groups of \[4, 6\] parameters, the state dict \[4\]"),
     (
         lambda saved: saved["param_groups"][1]["params"].append(99),
