@@ -112,6 +112,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 states.clear()
                 states.update(before_load)
                 raise
+            states.unwaited.move_last(beside)
             # Lets the class convert what old checkpoints hold.
             type(self).__setstate__(self, {"state": states, "param_groups": self.param_groups})
 

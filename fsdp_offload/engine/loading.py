@@ -38,7 +38,8 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
     whole = engine.layouts.capabilities.moves_whole
     known = set(saved_ids)
-    unknown = [repr(key) for key in state_dict["state"] if key not in known and not (whole and isinstance(key, str))]
+    may_add = whole or not known.isdisjoint(state_dict["state"])  # users add entries of their own, by names
+    unknown = [repr(key) for key in state_dict["state"] if key not in known and not (may_add and isinstance(key, str))]
     if unknown:
         raise ValueError(f"load_state_dict: state for {listed(unknown)}, which none of its param groups lists.")
     param_of: dict[Any, Tensor] = {}

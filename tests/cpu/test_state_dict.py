@@ -133,6 +133,7 @@ def with_values(values: dict[str, Any], saved: dict[str, Any]) -> None:
 SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     *((partial(with_values, values), message) for values, message in IN_STATE),
     (lambda saved: saved["state"].update({99: saved["state"][0]}), r"for 99, which none of its param groups lists"),
+    (lambda saved: saved.update(state={"up.weight": saved["state"][0]}), r"for 'up.weight', which none of its"),
     (lambda saved: saved["param_groups"].pop(), r"param groups of \[4, 6\] parameters, the state dict \[4\]"),
     (
         lambda saved: saved["param_groups"][1]["params"].append(99),
@@ -155,6 +156,16 @@ def test_what_does_not_fit_is_named_and_nothing_has_changed(
     assert_same(run.optimizer.state_dict(), before)
     assert is_home(run)
     assert_same_runs(run.train(1), Run(offload=False).train(0, 1))
+
+
+def test_an_entry_of_the_users_beside_the_parameters_comes_back() -> None:
+    run = Run().train(0)
+    run.optimizer.state["mine"] = {"steps": 7}
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    fresh = Run()
+    fresh.optimizer.load_state_dict(saved)
+    assert_same(fresh.optimizer.state_dict()["state"], saved["state"])
+    fresh.train(1)
 
 
 class Counting(torch.optim.SGD):
