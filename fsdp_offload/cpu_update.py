@@ -80,14 +80,15 @@ class HostStep:
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
         self._pinned = [capabilities.host_options(group, dtypes[number]) for number, group in enumerate(groups)]
-        if self._values.get("grad_scale") is not None and any(one.get("fused") is False for one in self._pinned):
+        self.gradient_divisor, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
+        scale = self.gradient_divisor
+        if scale is not None and any(one.get("fused") is False for one in self._pinned):
             raise RuntimeError(
                 f"OffloadPolicy(host_fraction=...): a GradScaler needs a fused {cls.__name__}, and the CPU's is "
                 "wrong in the dtype of the parameters. Use host_fraction=0. Nothing has been changed."
             )
         # As in a fused kernel, the user's gradients are divided by the scale, or by one where it skips the step.
-        self.gradient_divisor, found_inf = self._values.get("grad_scale"), self._values.get("found_inf")
-        if (scale := self.gradient_divisor) is not None and found_inf is not None:
+        if scale is not None and found_inf is not None:
             self.gradient_divisor = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
         self.failed = False  # an update has, so that later ones are left out
 

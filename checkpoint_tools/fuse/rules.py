@@ -404,9 +404,8 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 
 def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
     """Evaluate a number or an expression of config values; CheckpointError, if it is no whole number."""
-    if (
-        isinstance(size, str) and len(size) > _MAX_TEMPLATE
-    ):  # which nobody needs, and Python's parser cannot take at any length
+    # Nobody needs a longer one, and Python's parser cannot take any length.
+    if isinstance(size, str) and len(size) > _MAX_TEMPLATE:
         raise CheckpointError(
             f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
         )

@@ -245,17 +245,18 @@ class Loan:
         """Block until it no longer does; a RuntimeError if nobody begins to read."""
         give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
-            if self.thread is not None and time.monotonic() > give_up:
+            if time.monotonic() > give_up:
+                if self.thread is None:
+                    raise RuntimeError(
+                        f"an asynchronous save was staged, and for {_BEGIN_SECONDS} s no thread has begun to write it. "
+                        "Let go of the future of an async_save that failed, and of what ArenaStager.stage() has "
+                        "returned."
+                    )
                 give_up = math.inf
                 logger.warning(
                     "training has waited for %d s for the writer of an asynchronous save. If it has failed, let go of "
                     "its future, whose exception holds what it was given.",
                     _BEGIN_SECONDS,
-                )
-            if self.thread is None and time.monotonic() > give_up:
-                raise RuntimeError(
-                    f"an asynchronous save was staged, and for {_BEGIN_SECONDS} s no thread has begun to write it. Let "
-                    "go of the future of an async_save that failed, and of what ArenaStager.stage() has returned."
                 )
             if self.thread is None or self.thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)

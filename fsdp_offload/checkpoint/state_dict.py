@@ -180,15 +180,12 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
     carries = is_dtensor(param) and needs_chunks(param)
     saved = {}
     for name, value in state.items():
-        if isinstance(value, Tensor):
-            if name == MASTER and value.dtype == param.dtype:
-                continue
-            if copies:
-                value = _copied(value)
-            if carries and value.shape == param.shape:
-                value = with_chunks(param, local_shard(value), chunks_of(param))
-        elif copies:
+        if name == MASTER and isinstance(value, Tensor) and value.dtype == param.dtype:
+            continue
+        if copies:
             value = _copied(value)
+        if carries and isinstance(value, Tensor) and value.shape == param.shape:
+            value = with_chunks(param, local_shard(value), chunks_of(param))
         saved[name] = value
     return saved
 

@@ -60,10 +60,12 @@ def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         parameters = list(parameters)
         offloaded = known()
-        own = set() if offloaded is None or not is_offloaded(offloaded) else set(params_of(offloaded))
+        if offloaded is None or not is_offloaded(offloaded):
+            return theirs(parameters, max_norm, norm_type)
+        own = set(params_of(offloaded))
         meshes = {getattr(param, "device_mesh", None) for param in own}
         others = own.symmetric_difference(parameters)  # frozen ones, too
-        if offloaded is None or not own or any(one.grad is not None for one in others) or len(meshes) > 1:
+        if any(one.grad is not None for one in others) or len(meshes) > 1:
             return theirs(parameters, max_norm, norm_type)
         accelerator.unscale_gradients()
         return clip_in_order([offloaded], parameters, max_norm, norm_type)

@@ -96,8 +96,8 @@ class Parking:
             try:
                 for place in self._places:
                     place.storage.resize_(place.nbytes)
-                # What the current stream gets may still be in use by what was issued to it before; so may the region,
-                # by the copies that came before.
+                # Work issued to the current stream before may still use the memory that it gets now, and earlier
+                # copies may still use the region.
                 lanes.load.wait(lanes.compute.mark())
                 lanes.load.copy([(own, host) for host, own in self._pieces()])
             except BaseException:  # most likely, somebody else still has the memory

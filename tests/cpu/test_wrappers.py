@@ -13,6 +13,7 @@ import fsdp_offload
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_report, remove_offload
 from fsdp_offload.checkpoint import get_optimizer_state_dict
 from fsdp_offload.optimizers.divided_step import ENGINE_ATTRIBUTE
+from tests.cpu.test_megatron_chain import ChainedOptimizer
 from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, params_of
 
 
@@ -173,15 +174,6 @@ def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
     fsdp_offload.offload_optimizer(optimizer, exist_ok=True, model=model)
 
 
-class Chain:
-    """As Megatron's."""
-
-    def __init__(self, *optimizers: optim.Optimizer) -> None:
-        self.chained_optimizers = list(optimizers)
-
-    def zero_grad(self) -> None: ...
-
-
 class Container(optim.Optimizer):
     """As torchtitan's: by its class one of torch's, and a list of those that train."""
 
@@ -237,7 +229,8 @@ def test_a_container_stands_for_all_that_it_has(monkeypatch: pytest.MonkeyPatch)
 def test_a_chain_of_which_one_is_refused_stays_as_it_was() -> None:
     mine, plain = adamw(), adamw().plain.optimizer
     mine.attach()
-    chain = Chain(mine.offloaded.optimizer, plain, optim.SparseAdam([torch.nn.Parameter(torch.ones(4))]))
+    sparse = optim.SparseAdam([torch.nn.Parameter(torch.ones(4))])
+    chain = ChainedOptimizer([mine.offloaded.optimizer, plain, sparse])
     with pytest.raises(ValueError, match="sparse gradients"):
         attach(chain, exist_ok=True)
     with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
