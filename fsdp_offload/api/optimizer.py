@@ -103,7 +103,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             beside = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
-            states.update(beside)
             installed = True
             try:
                 engine.install(self, states.unwaited, loaded)
@@ -112,7 +111,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 states.clear()
                 states.update(before_load)
                 raise
-            states.unwaited.move_last(beside)
+            states.update(beside)
             # Lets the class convert what old checkpoints hold.
             type(self).__setstate__(self, {"state": states, "param_groups": self.param_groups})
 

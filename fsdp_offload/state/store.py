@@ -30,8 +30,8 @@ class StateStore:
         """The state of ``param``, made if there is none."""
         return defaultdict.__getitem__(self._states, param)
 
-    def move_last(self, params: Iterable[Any]) -> None:
-        """Put the entries of ``params``, or of users' own keys, that exist behind all others, in this order."""
+    def move_last(self, params: Iterable[Tensor]) -> None:
+        """Put the entries of ``params`` that exist behind all others, in this order."""
         for param in params:
             if param in self._states:
                 dict.__setitem__(self._states, param, dict.pop(self._states, param))
