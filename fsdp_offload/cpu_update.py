@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .device.arena import Region, aligned
-from .device.lanes import PIECE_BYTES, EventMark, Lane, Lanes, Mark, device_link, pieces_of, recorded
+from .device.lanes import EventMark, Lane, Lanes, Mark, device_link, recorded
 from .fsdp.dtensor import local_shard
 from .optimizers import Capabilities
 from .optimizers.bucket_update import BoundRange, update_bucket
@@ -162,7 +162,7 @@ class HostJob:
         for bound, grad in zip(self.ranges, grads, strict=True):
             bound.gradient = grad
         # One piece: nobody else's small copies go down here.
-        down.copy_all(on_host, [*self.grads, *self.params])
+        down.copy([*zip(on_host, (*self.grads, *self.params), strict=True)])
         if (divisor := self.step.gradient_divisor) is not None:
             with down.running():
                 for grad in self.grads:
@@ -219,9 +219,8 @@ class HostJob:
         # Ours are dense. What has to be rearranged on its way is copied in one piece.
         flat = [(_bytes(param), _bytes(own)) for param, own in pairs if param.stride() == own.stride()]
         others = [(param, own) for param, own in pairs if param.stride() != own.stride()]
-        up, copies = self.lanes.up, [*pieces_of(flat, PIECE_BYTES), *others]
-        up.copy_all([target for target, _ in copies], [source for _, source in copies])
-        self.uploaded = up.mark()
+        self.lanes.up.copy([*flat, *others])
+        self.uploaded = self.lanes.up.mark()
 
 
 def _submit(pool: ThreadPoolExecutor, stage: Callable[["HostWorker", Slot], None], *args: Any) -> None:

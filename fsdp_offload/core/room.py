@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..device.lanes import Lane, Mark, StreamMark, current_stream
+from ..device.lanes import EventMark, Lane, current_stream, mark_on
 from .items import Pool
 
 TOLERATED = 0.01
@@ -55,10 +55,10 @@ class Reading(NamedTuple):
 class _Iteration:
     """Marks of one iteration: two, two for each wait, and two for one load and one store."""
 
-    begin: StreamMark
-    end: StreamMark | None = None
-    waits: list[tuple[StreamMark, StreamMark, bool]] = field(default_factory=list)
-    copies: dict[str, tuple[int, Mark, Mark]] = field(default_factory=dict)
+    begin: EventMark
+    end: EventMark | None = None
+    waits: list[tuple[EventMark, EventMark, bool]] = field(default_factory=list)
+    copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
 
     def read(self) -> Reading:
@@ -75,7 +75,7 @@ class _Iteration:
             return None
         nbytes, begin, end = self.copies[lane]
         end.synchronize()
-        return nbytes / max(1e-6, end.elapsed_ms_since(begin)) / 1e6
+        return float(nbytes / max(1e-6, end.elapsed_ms_since(begin)) / 1e6)
 
 
 class Stopwatch:
@@ -90,10 +90,8 @@ class Stopwatch:
         self._ended: deque[_Iteration] = deque(maxlen=2)
         self._largest_bytes: dict[str, int] = {}
 
-    def _mark(self) -> StreamMark:
-        mark = StreamMark(self._device)
-        current_stream(self._device).record_event(mark.event)
-        return mark
+    def _mark(self) -> EventMark:
+        return mark_on(current_stream(self._device), self._device)
 
     @contextmanager
     def waiting(self, *, in_step: bool = False) -> Iterator[None]:

@@ -13,16 +13,15 @@ The serial lanes run the same actions one by one on the current stream and wait 
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
-"""Target and source, both contiguous and of the same ``uint8`` shape ``(nbytes,)``."""
+"""Target and source, of the same shape and dtype; flat ones may be copied in pieces."""
 
 PIECE_BYTES = 8 << 20
 """To the device. Smaller pieces cost bandwidth, larger ones hold up small copies of others for longer: on an H100,
@@ -44,10 +43,13 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
-    """Cut copies, laid end to end, at multiples of ``piece_bytes``: they fill as few turns as possible."""
+    """Cut flat copies, laid end to end, at multiples of ``piece_bytes``: they fill as few turns as possible."""
     pieces: list[Copy] = []
     begin = 0
     for target, source in (pair for pair in copies if pair[0].numel()):
+        if target.dim() != 1:  # it is rearranged on its way
+            pieces.append((target, source))
+            continue
         end = begin + target.numel()
         cuts = [begin, *range(begin // piece_bytes * piece_bytes + piece_bytes, end, piece_bytes), end]
         sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
@@ -57,7 +59,7 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
 
 
 class Mark:
-    """A point in a lane that others wait for."""
+    """A point in a lane that others wait for; of this very class, one that has been passed already."""
 
     def resolved(self) -> "EventMark | None":
         """Return what streams can wait for; ``None``: it has been passed. The CPU's blocks until that is known."""
@@ -66,24 +68,9 @@ class Mark:
     def synchronize(self) -> None:
         """Block the host until the lane has passed this point."""
 
-    def elapsed_ms_since(self, earlier: Any) -> float:
-        """Milliseconds between two marks of the same lane that have both been passed."""
-        raise NotImplementedError
-
-
-class HostMark(Mark):
-    """A point that has been passed already: serial lanes wait before they mark."""
-
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_ms_since(self, earlier: "HostMark") -> float:
-        """Milliseconds on the host's clock."""
-        return (self.seconds - earlier.seconds) * 1e3
-
 
 class EventMark(Mark):
-    """An event of a stream: torch's, or somebody else's."""
+    """An event of a stream: ours, or somebody else's."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -95,19 +82,19 @@ class EventMark(Mark):
         self.event.synchronize()
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
-        """Milliseconds on the device."""
+        """Milliseconds on the device between two events of ours that have both passed."""
         return earlier.event.elapsed_time(self.event)
-
-
-class StreamMark(EventMark):
-    """An event of ours."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.Event(device, enable_timing=True))
 
 
 def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
+
+
+def mark_on(stream: torch.Stream, device: torch.device) -> EventMark:
+    """Mark the current end of ``stream``, on ``device``, with its time."""
+    event = torch.Event(device, enable_timing=True)
+    stream.record_event(event)
+    return EventMark(event)
 
 
 class Lane:
@@ -147,7 +134,7 @@ class Lane:
                     self._wait(known)
 
     def _wait(self, mark: EventMark) -> None:
-        if isinstance(mark, StreamMark):
+        if type(mark.event) is torch.Event:
             self._now.wait_event(mark.event)
         else:
             # Not wait_event: torch.Stream's does nothing, without a word, for a torch.cuda.Event (2.11).
@@ -159,14 +146,9 @@ class Lane:
 
         ``alone``: others make no small copies meanwhile, which large pieces would hold up.
         """
-        with self._in_use:
-            self.copy_all([target for target, _ in copies], [source for _, source in copies])
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy each source into its target, of the same shape and dtype, in one call; other threads run meanwhile."""
-        if targets:
-            with self.running():
-                torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        if copies:
+            with self._in_use, self.running():  # one call: other threads of the interpreter run meanwhile
+                torch._foreach_copy_([one for one, _ in copies], [one for _, one in copies], non_blocking=True)
 
     def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
@@ -179,9 +161,7 @@ class Lane:
     def mark(self) -> Mark:
         """Return the current end of this lane."""
         with self._in_use:
-            mark = StreamMark(self._device)
-            self._now.record_event(mark.event)
-        return mark
+            return mark_on(self._now, self._device)
 
 
 class TurnsLane(Lane):
@@ -200,18 +180,15 @@ class TurnsLane(Lane):
 
     def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
         """In pieces, as many of them in a turn as make up a turn."""
-        super().copy(pieces_of(copies, STORED_PIECE_BYTES if alone else self._turn_bytes))
-
-    def copy_all(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Issue copies, none larger than a turn, as many of them in a turn as make up a turn."""
-        begin = 0
-        for end, target in enumerate(targets):
-            if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
-                super().copy_all(targets[begin:end], sources[begin:end])
-                self._take_turns()
-                begin = end
-            self._piece_bytes += target.nbytes
-        super().copy_all(targets[begin:], sources[begin:])
+        pieces, begin = pieces_of(copies, STORED_PIECE_BYTES if alone else self._turn_bytes), 0
+        with self._in_use:
+            for end, (target, _) in enumerate(pieces):
+                if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
+                    super().copy(pieces[begin:end])
+                    self._take_turns()
+                    begin = end
+                self._piece_bytes += target.nbytes
+            super().copy(pieces[begin:])
 
     def _take_turns(self) -> None:
         assert self._stream is not None
@@ -229,10 +206,9 @@ class SerialLane(Lane):
         mark.synchronize()
 
     def mark(self) -> Mark:
-        """Wait for the device, then note the time."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        return HostMark()
+        return Mark()
 
 
 class HostFlag:

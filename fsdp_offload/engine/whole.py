@@ -250,8 +250,7 @@ class _Visit:
             engine.lending.turn(engine.plan[number])
         changed = any(states.get(shard.param).get(name) is not value for (shard, name), value in self._lent.items())
         stay = staying(self._optimizer, states, engine.plan.shards) if changed else frozenset()
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for (shard, name), lent in self._lent.items():
             state = states.get(shard.param)
             value, leaves = state.get(name), leaves_of(state.get(name))
@@ -264,12 +263,11 @@ class _Visit:
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
             home = shard.sides[engine.lending.side_of(shard)]
             home.wait_unread()  # R4: a checkpoint's writer may still be reading this home
-            targets += home.leaves[name]
-            sources += leaves
+            copies += zip(home.leaves[name], leaves, strict=True)
             state[name] = shard.homes[name]
-        engine.core.lanes.compute.copy_all(targets, sources)
-        moved.stores += len(sources)
-        moved.stored_bytes += sum(source.nbytes for source in sources)
+        engine.core.lanes.compute.copy(copies)
+        moved.stores += len(copies)
+        moved.stored_bytes += sum(source.nbytes for _, source in copies)
 
     def _give_back(self) -> None:
         """Give back the memory that only a step needs, in the order of the compute stream."""

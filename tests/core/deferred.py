@@ -31,9 +31,6 @@ class Action:
         self.world.finish(self)
         merge(self.world.host, self.clock)
 
-    def elapsed_ms_since(self, earlier: object) -> float:
-        return 0.0
-
 
 class World:
     """What all lanes share: actions that have not run, and who read and wrote what when."""

@@ -100,7 +100,7 @@ class Turns(TurnsLane):
 
 
 def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small copies of others need not wait for long: uploads, loads and stores, and what is cut beforehand."""
+    """So that small copies of others need not wait for long: loads and stores, and what is not flat, in one piece."""
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
 
     def copies(*sizes: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -109,8 +109,9 @@ def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     targets, sources = copies(60, 30, 20, 100, 5, 95, 1)
     uploads = Turns(100)
-    uploads.copy_all(targets[:4], sources[:4])
-    uploads.copy_all(targets[4:], sources[4:])
+    pairs = [(target[None], source[None]) for target, source in zip(targets, sources, strict=True)]
+    uploads.copy(pairs[:4])
+    uploads.copy(pairs[4:])
     assert uploads.turns == [90, 20, 100, 100]
     assert all(map(torch.equal, targets, sources))
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, reload_before, remove_offload
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
 from tests.cpu import test_state_edits as edits
@@ -349,18 +350,18 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
 def test_threads_take_turns_on_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = offloaded()
     take_step(optimizer)
-    lane, held = type(engine_of(optimizer).core.lanes.load), []
-    copy = lane.copy_all
+    lanes, held, foreach_copy = engine_of(optimizer).core.lanes, [], torch._foreach_copy_
 
-    def noting(self: Any, *pairs: Any) -> None:
-        in_use = self._in_use
-        is_held = lambda: not (in_use.acquire(blocking=False) and not in_use.release())  # noqa: E731
-        thread = threading.Thread(target=lambda: held.append(is_held()))
+    def is_held(lane: Lane) -> bool:
+        return not (lane._in_use.acquire(blocking=False) and not lane._in_use.release())
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        thread = threading.Thread(target=lambda: held.append(is_held(lanes.load) or is_held(lanes.store)))
         thread.start()
         thread.join()
-        copy(self, *pairs)
+        foreach_copy(*args, **kwargs)
 
-    monkeypatch.setattr(lane, "copy_all", noting)
+    monkeypatch.setattr(torch, "_foreach_copy_", noting)
     go_through(optimizer, PHASES)
     take_step(optimizer)
     assert held

@@ -1,5 +1,6 @@
 """``offload_report()``: numbers that add up, and a table that a person reads."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from fsdp_offload import OffloadPolicy, OffloadReport, add_masters, offload_opti
 from fsdp_offload.api.report import IterationRecord, KeptRecord, MemoryRecord, StepRecord, _bytes
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.room import Stopwatch
-from fsdp_offload.device.lanes import HostMark
+from fsdp_offload.device.lanes import Mark, SerialLane
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.overlapping import POLICIES, Loop, adamw
 
@@ -170,6 +171,16 @@ def test_state_that_was_put_on_the_device_by_hand_is_counted() -> None:
 # Iterations ----------------------------------------------------------------------------------------------------------
 
 
+class HostMark(Mark):
+    """A mark by the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_ms_since(self, earlier: "HostMark") -> float:
+        return (self.seconds - earlier.seconds) * 1e3
+
+
 @pytest.fixture
 def timed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
     """A loop with times that the device would measure, by the host's clock."""
@@ -182,6 +193,7 @@ def timed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lo
         return loop
 
     monkeypatch.setattr(Stopwatch, "_mark", lambda *_: HostMark())
+    monkeypatch.setattr(SerialLane, "mark", lambda *_: HostMark())
     return timed_by_host
 
 
