@@ -258,20 +258,15 @@ class HostWorker:
         if slot_bytes <= self.slot_bytes and (self._pinned or not pin):
             return
         slot_bytes, pin = max(slot_bytes, self.slot_bytes), pin or self._pinned
-        taken: list[Slot] = []
+        slots: list[Slot] = []
         try:
-            while self.slot_bytes and len(taken) < _SLOTS:
-                taken.append(self.slots.get())
-        except BaseException:  # an interrupt
-            for slot in taken:
+            while self.slot_bytes and len(slots) < _SLOTS:
+                slots.append(self.slots.get())
+            made = [Slot(Region(slot_bytes, device=self.device, pin=pin)) for _ in range(_SLOTS)]
+            slots, self.slot_bytes, self._pinned = made, slot_bytes, pin
+        finally:  # after an error, or an interrupt, jobs under way need those that there were
+            for slot in slots:
                 self.slots.put(slot)
-            raise
-        taken.clear()  # there may not be room for both
-        self.slot_bytes = 0
-        regions = [Region(slot_bytes, device=self.device, pin=pin) for _ in range(_SLOTS)]
-        self.slot_bytes, self._pinned = slot_bytes, pin
-        for region in regions:
-            self.slots.put(Slot(region))
 
 
 _workers: "weakref.WeakValueDictionary[torch.device, HostWorker]" = weakref.WeakValueDictionary()

@@ -197,7 +197,7 @@ class Engine:
         core, guesses, updates = self.core, self.guesses, self._updates
         self.check_usable("step()", mid_step=True)
         self._make_zeroed_gradients(self.plan.shards)
-        guesses.unwatch()
+        guesses.look()
         core.away = False
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or guesses.written()):
@@ -222,6 +222,7 @@ class Engine:
         ended, guesses.ended = guesses.ended, set()
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         if not core.begun:
+            guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
             updates.start(optimizer, states, kwargs)
             core.begun = True
         updates.leave_out(ended)
@@ -747,6 +748,7 @@ class Engine:
         Parameters follow.
         """
         self.settle()
+        self.guesses.forget()
         self.core.cache.release()
         self.lending.wait()
         # Tensors that the user has exchanged since the last step count.
@@ -756,6 +758,8 @@ class Engine:
             for name in shard.homes.keys() & state.keys():
                 state[name] = shard.on_device(name, self.device)
         self._make_zeroed_gradients(self.plan.shards)
+        for param in filter(is_freed, self.plan.shards):
+            param.grad = None  # fully_shard would add to the stand-in
         self._counters_as_made(states)
         self.weights.return_to_device(self.device)
         self.plan.of_parameters = None
@@ -845,6 +849,8 @@ _REFUSALS = {
     "second backward": "a second backward before step(){}: parameters have been updated with the gradients of the "
     "first one. The number of backwards before each step must not change (it was learnt in the first steps; one is "
     "expected where not all gradients fit on the device); use overlap='forward', or one step for each backward",
+    "frozen pass": "a backward through weights that have been updated{}: another pass, which needs no gradients of "
+    "them (requires_grad_(False) in its forward, as in losses of GANs and of actors). Use overlap='forward'",
     "recomputation": "activation checkpointing of a block that runs twice before one backward{}: it is computed again "
     "with parameters that have been updated since. Use overlap='forward', use_reentrant=False, or one backward for "
     "each forward",

@@ -161,7 +161,7 @@ class Guesses:
     def _may_use(self, param: Tensor) -> bool:
         if (grad := param.grad) is None:
             return len(self._plan.shards[param].buckets) == 1  # else bytes would stay behind when neighbours move
-        return grad not in self._shared and is_watched(grad) and param not in self._without_state
+        return grad not in self._shared and is_watched(grad, self) and param not in self._without_state
 
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
@@ -170,6 +170,7 @@ class Guesses:
             return
         for bucket in core.buckets_of(number):
             if bucket.number in self._old.buckets:
+                self.watch((), self._on_device(bucket.params))
                 self.way_back.keep(bucket)
 
     def settle(self) -> None:
@@ -300,11 +301,11 @@ class Guesses:
     def watch_used(self, params: Iterable[Tensor]) -> None:
         """Watch gradients with which the backward has updated ``params``."""
         with_grad = {param: grad for param in params if (grad := param.grad) is not None}
-        if self.made:
-            self.watch((), [param for param in params if param not in self._plan.streamed])
-        else:
-            self.watch(with_grad.values())
+        self.watch(() if self.made else with_grad.values(), self._on_device(params))
         self.used |= {param: (grad, version_of(grad), version_of(param)) for param, grad in with_grad.items()}
+
+    def _on_device(self, params: Iterable[Tensor]) -> list[Tensor]:
+        return [param for param in params if param not in self._plan.streamed]
 
     def spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""
@@ -321,6 +322,11 @@ class Guesses:
         """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
         self.unwatch()
         self.used, self.freed, self._touched = {}, {}, False
+
+    def look(self) -> None:
+        """``step()`` is called: note what the loop has done since the backward, and watch no more."""
+        self.unwatch()
+        self._touched = self._touched or bool(self.written())
 
     def written(self) -> list[Tensor]:
         """List parameters that somebody else has written since their update, as their versions tell."""
@@ -358,7 +364,7 @@ class Guesses:
         """Watch gradients that updates may use, and parameters that they have ``written``."""
         for tensors, references in ((gradients, self._watched), (written, self._written)):
             for tensor in tensors:
-                if not is_watched(tensor):
+                if not is_watched(tensor, self):
                     watch(tensor, self)
                     references.append(TensorWeakRef(tensor))
 
@@ -368,12 +374,16 @@ class Guesses:
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
+        if self._tell_by_version(tensors):
+            return
         if any(tensor.requires_grad for tensor in tensors):
             self.take_back()
         else:
             self._decide_now()
 
     def writes(self, tensors: Sequence[Tensor]) -> None:
+        if self._tell_by_version(tensors):
+            return
         if not self.announced:
             self._touched = True
             return
@@ -382,8 +392,13 @@ class Guesses:
 
     def shares(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
-        self._shared.update((tensor, None) for tensor in tensors)
-        self.writes(tensors)
+        if not self._tell_by_version(tensors):
+            self._shared.update((tensor, None) for tensor in tensors)
+            self.writes(tensors)
+
+    def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
+        """Parameters may be looked at, and written, until an update that is a guess has written them."""
+        return all(tensor.requires_grad and not (self.made and tensor in self.used) for tensor in tensors)
 
 
 def _unwatch(references: list[TensorWeakRef]) -> None:

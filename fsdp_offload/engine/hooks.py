@@ -81,12 +81,11 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        if not in_backward:
-            engine.before_gather(number)
-            if engine.core.has_updated(number):
-                if runs_in_backward():
-                    engine.refuse("recomputation")
-                engine.core.is_seen = True
+        engine.before_gather(number)
+        if engine.core.has_updated(number):
+            if runs_in_backward():
+                engine.refuse("frozen pass" if in_backward else "recomputation")
+            engine.core.is_seen = True
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             engine.guesses.keep_ahead(number)

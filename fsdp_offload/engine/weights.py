@@ -155,10 +155,15 @@ class Weights:
         return local is self.parts[one.param].home.weights or not local.numel()
 
     def return_to_device(self, device: torch.device) -> None:
-        """Let all of them live on the device again, out of their homes, which are up to date."""
-        for part in self.parts.values():
-            if self._is_ours(part.sharded):
+        """Let all of them live on the device again, out of their homes, which are up to date; after an error, none."""
+        ours = [part for part in self.parts.values() if self._is_ours(part.sharded)]
+        try:
+            for part in ours:
                 part.sharded.live_on(device)
+        except BaseException:  # most likely, there is no room
+            for part in ours:
+                part.live_at_home()
+            raise
         self.groups, self.arena = {}, None
         self.items.clear()
         self.parts.clear()

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -47,6 +49,19 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
     return vars(tensor).get(STAND_IN, tensor)._version, local_shard(tensor)._version
+
+
+def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func``; writes through ``.data``, and by ``_foreach_`` on DTensors, count a version, as torch's do not."""
+    name = getattr(func, "__name__", "")
+    if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        func = Tensor.detach
+    result = func(*args, **kwargs)
+    if func == Tensor.detach and is_dtensor(result):
+        result._local_tensor = local_shard(args[0]).detach()  # else it has a counter of its own
+    if name.startswith("_foreach_") and name.endswith("_"):
+        increment_version([local_shard(each) for each in args[0] if is_dtensor(each)])
+    return result
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:

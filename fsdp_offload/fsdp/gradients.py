@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
-from .dtensor import LOCAL, local_shard
+from .dtensor import LOCAL, call_counted, local_shard
 from .guard import Guard
 
 
@@ -57,14 +57,14 @@ class _Watch(Guard):
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Tell the watchers of all tensors that ``func`` is given, then run it."""
-        found = list(dict.fromkeys(filter(is_watched, tree_leaves((args, kwargs)))))
+        found = list(dict.fromkeys(filter(_WATCH.guards, tree_leaves((args, kwargs)))))
         name = getattr(func, "__name__", "")
         if name in _READS and "out" not in kwargs:
             _tell("reads", found)
         else:
             _tell("writes" if _is_in_place(name) else "shares", found)
         with bare(found):
-            return func(*args, **kwargs)
+            return call_counted(func, args, kwargs)
 
     def on_method(self, tensor: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As :meth:`on_use`. ``full_tensor`` only looks, unless this rank has everything."""
@@ -94,7 +94,7 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 def watch(tensor: Tensor, watcher: Watcher) -> None:
     """Tell ``watcher``, which is not kept alive, what is done with ``tensor`` from now on."""
     _WATCH.put_on([tensor])
-    if is_watched(tensor):  # else its class has slots, or is written in C; its versions are all that there is
+    if _WATCH.guards(tensor):  # else its class has slots, or is written in C; its versions are all that there is
         vars(tensor)[_WATCHER] = weakref.ref(watcher)
 
 
@@ -103,13 +103,15 @@ def unwatch(tensor: Tensor) -> None:
     _WATCH.take_off([tensor])
 
 
-is_watched: Callable[[object], bool] = _WATCH.guards
+def is_watched(tensor: Tensor, watcher: Watcher) -> bool:
+    """Return whether ``watcher`` is told, and not one that is gone."""
+    return _WATCHER in vars(tensor) and vars(tensor)[_WATCHER]() is watcher
 
 
 @contextmanager
 def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Within it, tensors have the class that they had, and nobody is told."""
-    watched = [tensor for tensor in tensors if is_watched(tensor)]
+    watched = list(filter(_WATCH.guards, tensors))
     _WATCH.take_off(watched)
     try:
         yield

@@ -18,10 +18,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from .dtensor import STAND_IN, local_shard, over_local
+from .dtensor import STAND_IN, call_counted, local_shard, over_local
 from .guard import Guard
 
 _WAIT = "_fsdp_offload_wait"
@@ -37,8 +36,6 @@ class _Homed(Guard):
         name = getattr(func, "__name__", "")
         if name in ("__set__", "__delete__"):
             self.refuse(f"setting tensor.{getattr(func.__self__, '__name__', '?')}")
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            func = Tensor.detach  # the same, and writes into it are counted
         stand_ins: dict[Tensor, Tensor] = {}
 
         def stand_in(value: Any) -> Any:
@@ -49,14 +46,7 @@ class _Homed(Guard):
             return stand_ins[value]
 
         args, kwargs = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
-        result = func(*args, **kwargs)
-        if func == Tensor.detach:
-            (param,) = stand_ins
-            result._local_tensor = local_shard(param).detach()  # which counts writes with the parameter's
-        if name.startswith("_foreach_") and name.endswith("_"):
-            for param, other in stand_ins.items():
-                if any(other is one for one in args[0]):
-                    increment_version(local_shard(param))  # DTensors do not
+        result = call_counted(func, args, kwargs)
         return next((param for param, other in stand_ins.items() if result is other), result)
 
     def on_method(self, tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -292,24 +292,6 @@ def test_parameters_go_down_in_the_last_forward(
     assert found == [all_bytes]
 
 
-@EVERYWHERE
-def test_weights_written_after_the_forward_come_back(mesh: DeviceMesh, parameters: bool) -> None:
-    """What has gone down in the forward is not what the update finds."""
-    plain, loop = pair(mesh, clipping(parameters=parameters))
-    for at in range(9):
-        for each in (plain, loop):
-            loss = each.model(each.batch(at))
-            if at == 6 and not parameters:
-                with torch.no_grad():
-                    for param in each.params[::3]:
-                        param.mul_(1.5)
-            loss.backward()
-            clip(each, ALWAYS if at == 6 else NEVER)
-            each.step()
-        assert same(plain, loop), at
-    assert guesses_of(loop).taken_back == 1
-
-
 # Saves ----------------------------------------------------------------------------------------------------------------
 
 

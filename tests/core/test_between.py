@@ -1,0 +1,202 @@
+"""With updates in the backward: what loops do between forward, backward and ``step()`` has the bits of plain training,
+or an error."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
+from fsdp_offload.engine import updates
+from fsdp_offload.fsdp.homed import ShardedParameter
+from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
+from tests.overlapping import Loop, Net, adamw, attach, pair, same
+
+small_net = partial(Net, width=16, layers=2)
+EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
+
+
+def _by_itself(params: list[Any]) -> None:
+    for param in params[::3]:
+        param.mul_(0.9)
+
+
+def _by_data(params: list[Any]) -> None:
+    for param in params:
+        param.data.mul_(0.9)
+
+
+def _by_local(params: list[Any]) -> None:
+    for param in params:
+        param.to_local().mul_(0.9)
+
+
+WRITES: list[Callable[[list[Any]], Any]] = [
+    *(_by_itself, _by_data, _by_local),
+    lambda params: torch._foreach_mul_(params, 0.9),
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_weights_written_after_the_forward(
+    mesh: DeviceMesh, parameters: bool, write: Callable[[list[Tensor]], object]
+) -> None:
+    """The step is taken back, to parameters that the forward has not seen."""
+    loops = pair(mesh, clipping(parameters=parameters, bucket_bytes=8192), net=small_net)
+    for at in range(8):
+        for loop in loops:
+            with torch.enable_grad():
+                loss = loop.model(loop.batch(at))
+            if at == 6:
+                write(loop.params)
+            loss.backward()
+            (clip_grad_norm_ if loop is loops[1] else _clip_plain)(loop.optimizer, ALWAYS if at == 6 else NEVER)
+            loop.step()
+        assert same(*loops), at
+    assert guesses_of(loops[1]).taken_back == 1
+
+
+def _clip_plain(optimizer: Optimizer, max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("always", [False, True])
+@torch.no_grad()
+def test_weights_written_before_the_step(
+    mesh: DeviceMesh, parameters: bool, write: Callable[[list[Tensor]], object], always: bool
+) -> None:
+    """A loop that does so from the first step on is learnt; one that begins late is told."""
+    loops = pair(mesh, clipping(parameters=parameters, bucket_bytes=8192), net=small_net)
+    for at in range(7):
+        for loop in loops:
+            with torch.enable_grad():
+                loop.backward(at)
+            if always or at == 5:
+                write(loop.params)
+            if loop is loops[1] and at == 5 and not always:
+                with pytest.raises(RuntimeError, match="has been written since then"):
+                    loop.step()
+                return
+            loop.step()
+        assert same(*loops), at
+
+
+def test_a_removal_before_the_step_lets_go_of_gradients(mesh: DeviceMesh) -> None:
+    """They persist, and the next attachment has to see that torch clips them."""
+    policy = clipping(bucket_bytes=8192)
+    loops = pair(mesh, policy, net=small_net)
+    for at in range(6):
+        for loop in loops:
+            loop.backward(at)
+            if loop is loops[1] and at == 0:
+                remove_offload(loop.optimizer)
+            nn.utils.clip_grad_norm_(loop.params, 1e-2)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=False)
+            if loop is loops[1] and at == 0:
+                offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
+        assert same(*loops), at
+
+
+def test_a_removal_leaves_no_stand_ins(mesh: DeviceMesh) -> None:
+    loops = pair(mesh, clipping(parameters=True, bucket_bytes=8192), net=small_net)
+    for at in range(6):
+        for loop in loops:
+            loop.backward(at)
+            loop.optimizer.step()
+            if loop is loops[1] and at == 3:
+                remove_offload(loop.optimizer)
+            loop.optimizer.zero_grad(set_to_none=at <= 2)
+        assert same(*loops), at
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_a_removal_that_has_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    loops = pair(mesh, clipping(parameters=True, overlap=overlap, bucket_bytes=8192), net=small_net)
+    real, calls = ShardedParameter.live_on, []
+
+    def live_on(one: ShardedParameter, device: torch.device) -> None:
+        calls.append(one)
+        if len(calls) > 8:
+            raise torch.OutOfMemoryError
+        real(one, device)
+
+    for at in range(6):
+        if at == 3:
+            monkeypatch.setattr(ShardedParameter, "live_on", live_on)
+            with pytest.raises(torch.OutOfMemoryError):
+                remove_offload(loops[1].optimizer)
+            monkeypatch.undo()
+        for loop in loops:
+            loop.backward(at)
+            loop.step()
+        assert same(*loops), at
+
+
+def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hyperparameters changed, so all updates waited for ``step()``: nothing can take them back."""
+    loop = Loop(mesh, adamw, clipping(bucket_bytes=2048), net=small_net)
+    for at in range(4):
+        clipped_step(loop, at, NEVER)
+    loop.optimizer.param_groups[0]["weight_decay"] = 0.0
+    loop.backward(4)
+    clip_grad_norm_(loop.optimizer, NEVER)
+    real, left = updates.update_bucket, [None] * 5
+
+    def update_bucket(*args: Any) -> None:
+        if not left:
+            raise torch.OutOfMemoryError
+        left.pop()
+        real(*args)
+
+    monkeypatch.setattr(updates, "update_bucket", update_bucket)
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"an earlier step\(\) stopped with OutOfMemoryError.* 5 of "):
+        loop.optimizer.step()
+
+
+class ActorAndCritic(nn.Module):
+    """The actor's loss goes through the critic, whose weights are frozen in this pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.critic.requires_grad_(requires_grad=False)
+        of_actor = self.critic(self.actor(x)).mean()
+        self.critic.requires_grad_(requires_grad=True)
+        return of_actor + self.critic(x).square().mean()
+
+
+@EVERYWHERE
+def test_a_pass_with_frozen_weights(mesh: DeviceMesh, parameters: bool) -> None:
+    """Its backward needs the old weights, which the other pass has updated."""
+    torch.manual_seed(0)
+    model = ActorAndCritic()
+    for layer in (*model.actor, *model.critic):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(list(model.parameters()))
+    attach(optimizer, model=model, policy=clipping(parameters=parameters, bucket_bytes=1024))
+
+    def train() -> None:
+        for _ in range(4):
+            model(torch.ones(2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match="another pass, which needs no gradients of them"):
+        train()
