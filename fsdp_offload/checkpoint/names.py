@@ -48,7 +48,9 @@ class SavedByFqn(NamedTuple):
         by_bare: dict[str, str | None] = {}
         for name in same:
             by_bare[bare_name(name)] = None if bare_name(name) in by_bare else name  # of two, neither
-        own = {fqn: fqn if fqn in same else by_bare.get(bare_name(fqn)) or fqn for fqn in (*self.state, *self.entries)}
+        given = {*self.state, *self.entries}
+        renamed = {fqn: by_bare.get(bare_name(fqn)) for fqn in given - same}
+        own = {fqn: fqn for fqn in given} | {fqn: name for fqn, name in renamed.items() if name and name not in given}
         return SavedByFqn(*({own[fqn]: values for fqn, values in part.items()} for part in self))
 
 
@@ -90,10 +92,18 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
             f"get_optimizer_state_dict gives them; got {strange[:5]}."
         )
     found = SavedByFqn({}, {})
-    for key, value in state_dict.items():
-        part, prefix = (found.state, _FLAT_STATE) if key.startswith(_FLAT_STATE) else (found.entries, _FLAT_GROUPS)
-        fqn, _, name = key.removeprefix(prefix).rpartition(".")  # names have no dots, FQNs have
-        part.setdefault(fqn, {})[name] = value
+    for key in filter(lambda key: key.startswith(_FLAT_GROUPS), state_dict):
+        fqn, _, name = key.removeprefix(_FLAT_GROUPS).rpartition(".")
+        found.entries.setdefault(fqn, {})[name] = state_dict[key]
+    for key in filter(lambda key: key.startswith(_FLAT_STATE), state_dict):
+        words = key.removeprefix(_FLAT_STATE).split(".")
+        # The longest FQN that a group lists: what follows it are names in dicts in dicts.
+        ends = (end for end in range(len(words) - 1, 0, -1) if ".".join(words[:end]) in found.entries)
+        end = next(ends, len(words) - 1)
+        values: dict[str, Any] = found.state.setdefault(".".join(words[:end]), {})
+        for name in words[end:-1]:
+            values = values.setdefault(name, {})
+        values[words[-1]] = state_dict[key]
     return found
 
 

@@ -220,9 +220,12 @@ def with_parameter_chunks(
             no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
     """
     check_experts(state_dict.items(), experts)
-    params = {bare_name(name): param for param, name in parameter_names(model).items()}
+    exact = {name: param for param, name in parameter_names(model).items()}
+    params = {bare_name(name): param for name, param in exact.items()} | exact
     return {
-        key if experts is None else experts.global_name(key): _carrying(key, value, params.get(bare_name(key)))
+        key if experts is None else experts.global_name(key): _carrying(
+            key, value, params.get(key, params.get(bare_name(key)))
+        )
         for key, value in state_dict.items()
     }
 

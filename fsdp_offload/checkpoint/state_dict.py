@@ -297,9 +297,10 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
         # Our planner has noted on values without elements on this rank what the other ranks see.
         filled = {name: not states.is_untouched(value) for name, value in given.items() if address_of(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
-        if fqn in saved.entries and filled and not any(filled.values()):
+        is_given = fqn in saved.entries or fqn in saved.state  # without strict, groups may be left out
+        if is_given and filled and not any(filled.values()):
             untouched.append(fqn)
-        elif fqn in saved.entries:
+        elif is_given:
             lacking = [] if state else [name for name in filled if not filled[name]]
             required = [name for name in lacking if name != MASTER]
             if required:

@@ -55,7 +55,8 @@ def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """Call ``func``; writes through ``.data``, and by ``_foreach_`` on DTensors, count a version, as torch's do not."""
     name = getattr(func, "__name__", "")
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-        func = Tensor.detach
+        with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
+            return call_counted(Tensor.detach, args, {})
     result = func(*args, **kwargs)
     if func == Tensor.detach and is_dtensor(result):
         result._local_tensor = local_shard(args[0]).detach()  # else it has a counter of its own

@@ -29,6 +29,7 @@ from fsdp_offload.checkpoint import (
 )
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
+from fsdp_offload.checkpoint.names import SavedByFqn, by_fqn, flattened
 from fsdp_offload.fsdp.dtensor import local_shard, over_local, over_part
 from tests.parity import attach
 from tests.state_dicts import (
@@ -492,6 +493,33 @@ def test_missing_and_unknown_parameters_are_an_error_or_stay_as_they_are() -> No
     assert is_home(run)
     run.set(unknown, strict=False)
     assert_same(run.get()["state"], saver.get()["state"])
+
+
+@EVERY_FORM
+def test_state_without_its_groups(form: dict[str, Any]) -> None:
+    """The hyperparameters stay, and all state is loaded."""
+    saver, run = Run().train(0, 1), Run(seed=1).train(5)
+    part = {
+        key: [] if key == "param_groups" else value for key, value in saver.get(**form).items() if "groups." not in key
+    }
+    run.set(part, strict=False)
+    assert_same(run.get()["state"], saver.get()["state"])
+
+
+def test_names_in_dicts_of_state_have_dots_in_the_flattened_form() -> None:
+    nested = {
+        "state": {"a": {"x": 1}, "a.b": {"pre": {"l": 2, "r": {"s": 3}}, "y": 4}},
+        "param_groups": [{"params": ["a", "a.b"]}],
+    }
+    nested["param_groups"][0]["lr"] = 5  # type: ignore[index]
+    assert by_fqn(flattened(nested)) == by_fqn(nested)
+
+
+def test_two_saved_names_are_two_parameters() -> None:
+    """A name that the state dict has itself is nobody else's with ``module.`` in front."""
+    saved = SavedByFqn({"module.w": {"x": 1}, "w": {"x": 2}}, {})
+    assert saved.with_names_of(["w"]).state == saved.state
+    assert SavedByFqn({"module.w": {"x": 1}}, {}).with_names_of(["w"]).state == {"w": {"x": 1}}
 
 
 def compiled(module: nn.Module) -> nn.Module:
