@@ -360,12 +360,13 @@ class HostUpdates:
         # Hooks on a model have it, and so wait for the last step of an optimizer that is gone.
         self.wait_without_owner = partial(_wait_without_owner, self._jobs, self._errors)
 
-    def missing_bytes(self, nbytes: Iterable[Sequence[int]]) -> int:
-        return _SLOTS * max(0, max(map(_slot_bytes, nbytes), default=0) - self._worker.slot_bytes)
+    def missing_bytes(self, slot_bytes: int) -> int:
+        return _SLOTS * max(0, slot_bytes - self._worker.slot_bytes)
 
-    def reserve(self, nbytes: Iterable[Sequence[int]]) -> None:
-        """Take the memory through which buckets pass; for each, the bytes of its gradients and of its parameters."""
-        self._worker.reserve(max(map(_slot_bytes, nbytes)), pin=self._policy.pins(self._link.device.type))
+    def reserve(self, slot_bytes: int) -> None:
+        """Take the memory through which buckets pass: gradients and parameters of the largest."""
+        # A slot is needed for empty shards as well.
+        self._worker.reserve(max(1, slot_bytes), pin=self._policy.pins(self._link.device.type))
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
@@ -393,16 +394,19 @@ class HostUpdates:
         active: list[BoundRange] = []
         moves: list[tuple[Tensor, Tensor]] = []
         grads: list[Tensor] = []
+        is_copied = False
         for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
             values = now = shard.values_at(shard.side, bound.start, bound.stop)
             if shard in moving:
                 values = shard.values_at(1 - shard.side, bound.start, bound.stop)
                 moves += [(values[name], now[name]) for name in now if state.get(name) is not None]
-            grad = bound.part_of(gradient(shard.param)) if shard.group >= 0 else None
-            if grad is None:
+            whole = gradient(shard.param) if shard.group >= 0 else None
+            grad = bound.part_of(whole)
+            if whole is None or grad is None:
                 continue
             grads.append(grad)
+            is_copied |= not local_shard(whole).is_contiguous()
             active.append(replace(bound, values=values))
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
@@ -418,7 +422,10 @@ class HostUpdates:
             entries = OwnCounters(users, shards)
             with torch.no_grad():
                 entries.copy(shards)
-            self.reserve([[one.nbytes for one in (*grads, *params)]])  # gradients may be wider than parameters
+            self.reserve(
+                sum(aligned(one.nbytes) for one in (*grads, *params))
+            )  # gradients may be wider than parameters
+            copied = self._lanes.compute.mark() if is_copied else None  # R3
             job = HostJob(
                 number=number,
                 ranges=active,
@@ -428,7 +435,7 @@ class HostUpdates:
                 step=self._step,
                 states=entries.alone(),
                 lanes=self._lanes,
-                after=(*after, None if before is None else before.uploaded),
+                after=(*after, copied, None if before is None else before.uploaded),
                 errors=self._errors,
             )
             self._jobs[number], self._entries[number] = job, entries
@@ -510,10 +517,6 @@ class HostUpdates:
             "host_update_ms": sum(job.update_seconds for job in jobs) * 1e3,
             "host_waited_ms": self._waited_seconds * 1e3,
         }
-
-
-def _slot_bytes(nbytes: Iterable[int]) -> int:
-    return sum(map(aligned, nbytes)) or 1  # a slot is needed for empty shards as well
 
 
 def _wait_without_owner(jobs: dict[int, HostJob], errors: list[tuple[str, BaseException]]) -> None:

@@ -87,7 +87,16 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
             groups.append(name)
         else:
             others.append(key)
-    return Names(tuple(states), tuple(groups), tuple(others))
+    listed = {(name.optimizer, name.fqn) for name in states if name.before.endswith("param_groups.")}
+    return Names(tuple(_of_listed(name, listed) for name in states), tuple(groups), tuple(others))
+
+
+def _of_listed(name: StateName, listed: Set[tuple[str, str]]) -> StateName:
+    """State of the longest FQN that flattened param groups list: a value may be a dict, and its name have dots then."""
+    fqn = "" if name.kind else name.fqn
+    while fqn and (name.optimizer, fqn) not in listed:
+        fqn = fqn.rpartition(".")[0]
+    return name._replace(fqn=fqn, after=f"{name.fqn.removeprefix(fqn)}{name.after}") if fqn else name
 
 
 def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:

@@ -230,6 +230,13 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     if attachment.is_new:
         refuse_exchanged(attachment, params_of(self))
         attachment.is_new = False
+    states = states_of(self)
+    if not states and states.has_offered and not states.is_all_untouched():
+        warnings.warn(
+            "a checkpoint was loaded into what get_optimizer_state_dict(for_load=True) gave, and "
+            "set_optimizer_state_dict() has not taken it: this step makes new state.",
+            stacklevel=3,
+        )
     if isinstance(engine, WholeEngine):
         with engine.step_whole(self, lambda: states_of(self).unwaited) as between, no_global_step_hooks(self):
             seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))

@@ -83,7 +83,7 @@ class Engine:
         self.plan.streamed = self.weights.parts.keys()
         self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, self.weights, host)
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
-        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, device, self.pinned, names)
+        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
@@ -239,12 +239,14 @@ class Engine:
         except BaseException as error:
             self._note_failure(error, wanted)
             raise
+        updates.finish()
+        try:
+            repeats = core.end()
+        finally:  # whatever interrupts it, all updates have been issued
+            guesses.step_ended(scaler_decides(optimizer, kwargs))
         if core.cache.restore_room() or new:
             self._take_blocks()
-        updates.finish()
-        repeats = core.end()
         self._measure(repeats and not new and core.cache.nbytes == made)
-        guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._tell_lost_writes()
         return bool(wanted)
 
@@ -846,11 +848,10 @@ _DECOUPLED = (
 )
 
 _REFUSALS = {
-    "second backward": "a second backward before step(){}: parameters have been updated with the gradients of the "
-    "first one. The number of backwards before each step must not change (it was learnt in the first steps; one is "
-    "expected where not all gradients fit on the device); use overlap='forward', or one step for each backward",
-    "frozen pass": "a backward through weights that have been updated{}: another pass, which needs no gradients of "
-    "them (requires_grad_(False) in its forward, as in losses of GANs and of actors). Use overlap='forward'",
+    "second backward": "a second backward before step(){}, or a second pass in it (as of a loss through weights it "
+    "does not train): parameters have been updated with the gradients of the first one. The number of backwards before "
+    "each step must not change (it was learnt in the first steps; one is expected where not all gradients fit on the "
+    "device); use overlap='forward', or one step for each backward",
     "recomputation": "activation checkpointing of a block that runs twice before one backward{}: it is computed again "
     "with parameters that have been updated since. Use overlap='forward', use_reentrant=False, or one backward for "
     "each forward",

@@ -28,7 +28,7 @@ from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of
 from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.shard import StateShard
-from ..state.store import OwnCounters, StateStore
+from ..state.store import OwnCounters, StateStore, is_exchanged
 from .homes import Plan
 from .updates import BucketUpdates
 
@@ -59,17 +59,10 @@ class Guesses:
     """
 
     def __init__(
-        self,
-        core: Core,
-        plan: Plan,
-        updates: BucketUpdates,
-        capabilities: Capabilities,
-        device: torch.device,
-        pin: bool,
-        names: Mapping[Tensor, str],
+        self, core: Core, plan: Plan, updates: BucketUpdates, capabilities: Capabilities, names: Mapping[Tensor, str]
     ) -> None:
         self._core, self._plan, self._updates, self._names = core, plan, updates, names
-        self._old = OldParameters(plan, device, pin=pin)
+        self._old = OldParameters(plan)
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
@@ -82,7 +75,7 @@ class Guesses:
         self._is_on = True
         self._history: deque[bool] = deque(maxlen=REMEMBERED)
         self._changed = self._learns_later = False
-        self._flags = HostFlag(device), HostFlag(device)  # of this step, and of the one before
+        self._flags = HostFlag(core.cache.device), HostFlag(core.cache.device)  # of this step, and of the one before
         self._all_one: Tensor | None = None  # the factors of this step
         self._put_off: list[tuple[list[Tensor], Scale]] = []
         self._watched: list[TensorWeakRef] = []  # gradients
@@ -351,12 +344,14 @@ class Guesses:
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
 
     def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
-        """Return whether somebody has put other tensors in the place of homes."""
-        return any(
-            states.get(param).get(name, home) is not home
-            for param in params
-            for name, home in self._plan.shards[param].homes.items()
-        )
+        """Return whether somebody has put other tensors in the place of homes, or deleted the state with them."""
+        for param in params:
+            shard, state = self._plan.shards[param], states.get(param)
+            # Of guesses, some have no gradient and no state, and a deletion takes them back; the CPU makes state later.
+            is_gone = not state and bool(shard.homes) and not (self.made or shard.on_host)
+            if is_gone or is_exchanged(shard, state):
+                return True
+        return False
 
     # What is done with gradients and parameters (:class:`Watcher`) --------------------------------------------------
 
@@ -419,8 +414,8 @@ class OldParameters:
         buckets: numbers of those whose updates can be taken back.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, *, pin: bool) -> None:
-        self._plan, self._device, self._pin = plan, device, pin
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self.buckets: frozenset[int] = frozenset()
         self._generation = -1  # of the plan, for which there is memory
         self._region: Region | None = None
@@ -446,7 +441,7 @@ class OldParameters:
         needed_bytes = plan.missing_spare_bytes() + nbytes
         try:
             plan.check_host_memory(needed_bytes)
-            region = Region(nbytes, device=self._device, pin=self._pin)
+            region = plan.region(nbytes)
             plan.take_spare_homes()
         except (MemoryError, RuntimeError) as error:
             return f"to take a step back needs {needed_bytes} bytes of host memory ({error})"

@@ -59,7 +59,7 @@ class Arena(Generic[AnyHoused]):
         self._with_spare = homes.count_within(spare_bytes)
         nbytes = homes.nbytes, homes.end_of(self._with_spare)
         self.begins = [0, 0]
-        self.regions = [take(n, [at for at in homes.breaks if at < n]) for n in nbytes]
+        self.regions = [take(n, homes.breaks) for n in nbytes]
         self._settle(self.regions[0], 0, 0, len(shards))
         self._settle(self.regions[1], 0, 0, self._with_spare)
 
@@ -204,15 +204,10 @@ class Plan:
             group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
             # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
-            is_clear = param.dim() > 0 or self._layouts.capabilities.moves_whole
-            described = bool(state) and is_clear
-            layout = (
-                self._layouts.of_existing(param, state)
-                if described
-                else self._layouts.learn(optimizer, param, group, name)
-            )
-            if state and not described:
-                layout = in_dtypes_of(layout, state)
+            if state and (param.dim() > 0 or self._layouts.capabilities.moves_whole):
+                layout = self._layouts.of_existing(param, state)
+            else:
+                layout = in_dtypes_of(self._layouts.learn(optimizer, param, group, name), state)
             shards.append(StateShard(param, name, elementwise, False, layout, group_of[param]))
         if not self._buckets:
             sizes = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
@@ -261,20 +256,20 @@ class Plan:
         streamed = [shard for shard in shards if not shard.on_host]
         # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients and parameters pass.
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self.bucket_bytes)
-        passing = [2 * _parameter_nbytes(bucket, cpu_shards) for bucket in cpu_buckets]
+        passing_bytes = max((_passing_nbytes(bucket, cpu_shards) for bucket in cpu_buckets), default=0)
         buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self.bucket_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes
         spare_bytes = homes.end_of(homes.count_within(left_bytes))
         cpu_spare_bytes = cpu_homes.end_of(cpu_homes.count_within(left_bytes - spare_bytes))
         needed_bytes = homes.nbytes + spare_bytes + cpu_homes.nbytes + cpu_spare_bytes
         if self._host is not None:
-            needed_bytes += self._host.missing_bytes(passing)
+            needed_bytes += self._host.missing_bytes(passing_bytes)
         self.check_host_memory(needed_bytes)
         # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
-        if self._host is not None and passing:
-            self._host.reserve(passing)
-        arena = Arena(streamed, homes, spare_bytes, self._region)
-        cpu_arena = Arena(cpu_shards, cpu_homes, cpu_spare_bytes, self._region, moves=False)
+        if self._host is not None and cpu_buckets:
+            self._host.reserve(passing_bytes)
+        arena = Arena(streamed, homes, spare_bytes, self.region)
+        cpu_arena = Arena(cpu_shards, cpu_homes, cpu_spare_bytes, self.region, moves=False)
         self.arenas += [cpu_arena, arena]
         for packed, its in (*((one, cpu_arena) for one in cpu_buckets), *((one, arena) for one in buckets)):
             planned = PlannedBucket(packed, its)
@@ -310,7 +305,7 @@ class Plan:
         """
         for arena in self._all_arenas:
             if arena.moves:
-                arena.take_spare(self._region)
+                arena.take_spare(self.region)
 
     @property
     def bucket_count(self) -> int:
@@ -328,9 +323,10 @@ class Plan:
             RuntimeError: the driver refuses to lock it.
         """
         self.check_host_memory(nbytes)
-        return self._region(nbytes, breaks)
+        return self.region(nbytes, breaks)
 
-    def _region(self, nbytes: int, breaks: Sequence[int]) -> Region:
+    def region(self, nbytes: int, breaks: Sequence[int] = ()) -> Region:
+        """As :meth:`take_region`, where it is known that there is as much."""
         within = [at for at in breaks if at < nbytes]
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
@@ -349,9 +345,9 @@ class Plan:
                 values = shard.values_at(shard.side, piece.start, piece.stop)
             else:
                 # Optimizers of others may look at storages; those of torch that work on local tensors do not.
-                leaf = _view_leaf if self._layouts.capabilities.known and shard.on_locals else _slot_leaf
-                take = partial(leaf, block if block is not None else self._no_bytes, offsets)
-                values = slot_values(shard, piece.start, piece.stop, take)
+                apart = not (self._layouts.capabilities.known and shard.on_locals)
+                memory = block if block is not None else self._no_bytes
+                values = slot_values(shard, piece.start, piece.stop, memory, offsets, apart=apart)
             weights = weights_at(shard.param, piece.start, piece.stop)
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound
@@ -519,28 +515,10 @@ def _largest_nbytes(shard: StateShard) -> int:
     return sum(map(aligned, sizes))
 
 
-def _parameter_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> list[int]:
-    """Bytes of the parameters of a bucket, and of their gradients, if these have the same dtype."""
-    return [(piece.stop - piece.start) * shards[piece.shard].param.element_size() for piece in bucket.ranges]
-
-
-def _slot_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
-    return _own_storage(block, places[leaf], nbytes)
-
-
-def _view_leaf(block: Tensor, places: Sequence[int], leaf: int, nbytes: int) -> Tensor:
-    return block[places[leaf] : places[leaf] + nbytes]
-
-
-def _own_storage(block: Tensor, offset: int, nbytes: int) -> Tensor:
-    """Bytes of ``block`` as a tensor with a storage of its own, at storage offset 0.
-
-    So optimizers see separate tensors as they do without offload: torch.compile refuses to update several views of one
-    storage through a tensor subclass, and a DTensor mirrors its local tensor's storage offset.
-    """
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device=block.device)
-    return torch.utils.dlpack.from_dlpack(block[offset : offset + nbytes])
+def _passing_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> int:
+    """Bytes through which the parameters of a bucket pass, and their gradients, if these have the same dtype."""
+    numels = ((piece.stop - piece.start, shards[piece.shard].param) for piece in bucket.ranges)
+    return 2 * sum(aligned(numel * param.element_size()) for numel, param in numels)
 
 
 def versions_of(homes: Iterable[Home]) -> list[tuple[int, ...]]:

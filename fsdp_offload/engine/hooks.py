@@ -84,7 +84,7 @@ class ModelHooks:
         engine.before_gather(number)
         if engine.core.has_updated(number):
             if runs_in_backward():
-                engine.refuse("frozen pass" if in_backward else "recomputation")
+                engine.refuse("second backward" if in_backward else "recomputation")
             engine.core.is_seen = True
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():

@@ -118,11 +118,8 @@ class BucketUpdates:
         assert self.shared is not None and self.states is not None
         ranges = self._to_update(bucket)
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
-        for one in ranges:
-            grad = self._conventions.gradient(one.shard.param)
-            one.gradient = one.part_of(grad)
-            if grad is not None:
-                read.append(grad)
+        grads = [self._conventions.gradient(one.shard.param) for one in ranges]
+        read += [grad for grad in grads if grad is not None]
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, states = self.shared, self.states
         conventions = self._conventions
@@ -131,6 +128,8 @@ class BucketUpdates:
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
+            for one, grad in zip(ranges, grads, strict=True):
+                one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
                 update_bucket(shared, ranges, states)
             self.writes_gradients |= versions != [version_of(grad) for grad in read]

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from ..core.items import Item
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from ..optimizers.divided_step import entries_of, instance_attributes
+from ..optimizers.masters import same_bits
 from ..policy import listed
 from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, is_exchanged
+from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
 
 
@@ -300,7 +301,7 @@ class _Visit:
         pairs = [pair for item in self._streamed for pair in item.copies()]
         for (shard, name), value in self._lent.items():
             pairs += zip(shard.home.leaves[name], leaves_of(value), strict=True)
-        return any(not torch.equal(_bytes(home), _bytes(copy).to(home.device)) for home, copy in pairs)
+        return not all(same_bits(home, copy.to(home.device)) for home, copy in pairs)
 
     def _written(self, states: StateStore) -> list[object]:
         """Changes with what the step writes or exchanges."""
@@ -334,7 +335,7 @@ def param_under(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> Tensor |
     """Return a parameter over whose memory one of the tensors lies, if there is one."""
     begins = [leaf.data_ptr() for tensor in tensors for leaf in _dense(tensor) if leaf.numel()]
     for param in params if begins else ():
-        begin, end = _span(local_shard(param))
+        begin, end = span_of(local_shard(param))
         if any(begin <= other < end for other in begins):
             return param
     return None
@@ -358,7 +359,7 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
     def note(owner: int, tensors: Iterable[Tensor]) -> None:
         for leaf in (leaf for tensor in tensors for leaf in _dense(tensor)):
             if leaf.numel():
-                owners[leaf.untyped_storage().data_ptr()].append((*_span(leaf), owner))
+                owners[leaf.untyped_storage().data_ptr()].append((*span_of(leaf), owner))
 
     found = set()
     params = dict.fromkeys([*params_of(optimizer), *more])
@@ -402,17 +403,6 @@ def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _dense(tensor: Tensor) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
-
-
-def _bytes(leaf: Tensor) -> Tensor:
-    return leaf.reshape(-1).view(torch.uint8)
-
-
-def _span(leaf: Tensor) -> tuple[int, int]:
-    """The addresses between which the elements of a tensor lie."""
-    last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    begin = leaf.data_ptr()
-    return begin, begin + (last + 1) * leaf.element_size()
 
 
 class _Copies:

@@ -7,10 +7,11 @@ commits it.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
@@ -70,15 +71,22 @@ def bind_range(
     return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
 
 
-def slot_values(shard: StateShard, start: int, stop: int, take: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
-    """State tensors over the slot of the elements ``[start, stop)`` of ``shard``.
+def slot_values(
+    shard: StateShard, start: int, stop: int, memory: Tensor, offsets: Sequence[int], *, apart: bool
+) -> dict[str, Tensor]:
+    """State tensors of the elements ``[start, stop)`` of ``shard`` over a slot, flat bytes, with leaves at ``offsets``.
 
-    ``take(leaf, nbytes)`` is a flat ``uint8`` tensor over the first ``nbytes`` bytes of that leaf's place.
+    ``apart``: each has a storage of its own, at storage offset 0. So optimizers see separate tensors as they do without
+    offload: torch.compile refuses to update several views of one storage through a tensor subclass, and a DTensor
+    mirrors its local tensor's storage offset.
     """
     whole, leaves = stop - start == shard.local_numel, []
-    for number, layout in enumerate(shard.leaf_layouts):
+    for offset, layout in zip(offsets, shard.leaf_layouts, strict=True):
         nbytes = layout.nbytes if whole else (stop - start) * layout.dtype.itemsize
-        typed = take(number, nbytes).view(layout.dtype)
+        flat = memory[offset : offset + nbytes]
+        if apart:
+            flat = torch.utils.dlpack.from_dlpack(flat) if nbytes else torch.empty_like(flat)
+        typed = flat.view(layout.dtype)
         leaves.append(typed.as_strided(layout.shape, layout.stride) if whole else typed)
     if shard.on_locals:
         return dict(zip(shard.layout.values, leaves, strict=True))

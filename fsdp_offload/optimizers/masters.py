@@ -393,7 +393,7 @@ def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torc
             _eager(step, kind, other)
             for part in (one, other):
                 part.step.add_(1)
-        same = all(map(_same_bits, one, other))
+        same = all(map(same_bits, one, other))
         reason = f"this torch's AdamW rounds differently ({step})"
     except Exception as error:  # noqa: BLE001  # whatever Triton lacks here, the eager code does not need it
         same, reason = False, f"{type(error).__name__}: {error}"
@@ -432,7 +432,7 @@ def _eager(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
     close_master(kind, master, part.weights, part.kept)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 

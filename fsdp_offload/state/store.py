@@ -223,12 +223,12 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
                 f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. Put a tensor of "
                 "that shape and dtype there, or delete the entry. Nothing has been changed."
             )
-    overwritten = sorted(_span(leaf) for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name])
+    overwritten = sorted(span_of(leaf) for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name])
     copies: list[tuple[Tensor, Tensor]] = []
     for shard, _, name, value in exchanged:
         for source, target in zip(leaves_of(value), leaves_of(shard.homes[name]), strict=True):
             if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
-                begin, end = _span(source)
+                begin, end = span_of(source)
                 last = bisect.bisect_left(overwritten, (end, 0)) - 1  # spans of homes do not overlap
                 copies.append((source.clone() if last >= 0 and begin < overwritten[last][1] else source, target))
     for source, target in copies:
@@ -237,7 +237,7 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         state[name] = shard.homes[name]
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span_of(tensor: Tensor) -> tuple[int, int]:
     """The first address of the memory of ``tensor``, and the one behind the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (at := tensor.data_ptr()), at + (reach + 1) * tensor.itemsize if tensor.numel() else at

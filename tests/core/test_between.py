@@ -4,6 +4,7 @@ or an error."""
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.engine import updates
+from fsdp_offload.engine.engine import Engine
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
 from tests.overlapping import Loop, Net, adamw, attach, pair, same
@@ -167,6 +169,39 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
         loop.optimizer.step()
 
 
+@pytest.mark.parametrize("overlap", ["step", "iteration"])
+def test_an_interrupt_behind_the_last_update(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    """The step has been made, and training goes on from it."""
+    loops = pair(mesh, clipping(overlap=overlap, bucket_bytes=8192), net=small_net)
+    for at in range(8):
+        for loop in loops:
+            loop.backward(at)
+            if loop is loops[1] and at > 3:
+                monkeypatch.setattr(Engine, "_measure", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    loop.optimizer.step()
+                monkeypatch.undo()
+            else:
+                loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        assert same(*loops), at
+
+
+def _delete(state: Any, params: list[Tensor]) -> None:
+    del state[params[0]]
+
+
+@pytest.mark.parametrize("take", [lambda state, _: state.clear(), _delete], ids=["all", "one"])
+def test_state_deleted_before_the_step(mesh: DeviceMesh, take: Callable[[Any, list[Tensor]], None]) -> None:
+    """The backward has used it."""
+    loop = Loop(mesh, adamw, clipping(bucket_bytes=8192), net=small_net)
+    loop.train(5)
+    loop.backward(5)
+    take(loop.optimizer.state, loop.params)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+        loop.optimizer.step()
+
+
 class ActorAndCritic(nn.Module):
     """The actor's loss goes through the critic, whose weights are frozen in this pass."""
 
@@ -198,5 +233,5 @@ def test_a_pass_with_frozen_weights(mesh: DeviceMesh, parameters: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(RuntimeError, match="another pass, which needs no gradients of them"):
+    with pytest.raises(RuntimeError, match="or a second pass in it"):
         train()
