@@ -20,6 +20,7 @@ are, with whatever wraps the model in front:
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,7 +51,8 @@ class SavedByFqn(NamedTuple):
             by_bare[bare_name(name)] = None if bare_name(name) in by_bare else name  # of two, neither
         given = {*self.state, *self.entries}
         renamed = {fqn: by_bare.get(bare_name(fqn)) for fqn in given - same}
-        own = {fqn: fqn for fqn in given} | {fqn: name for fqn, name in renamed.items() if name and name not in given}
+        taken = Counter([*given, *renamed.values()])  # nor one for two
+        own = {fqn: fqn for fqn in given} | {fqn: name for fqn, name in renamed.items() if name and taken[name] == 1}
         return SavedByFqn(*({own[fqn]: values for fqn, values in part.items()} for part in self))
 
 

@@ -528,8 +528,9 @@ def test_names_in_dicts_of_state_have_dots_in_the_flattened_form() -> None:
 
 def test_two_saved_names_are_two_parameters() -> None:
     """A name that the state dict has itself is nobody else's with ``module.`` in front."""
-    saved = SavedByFqn({"module.w": {"x": 1}, "w": {"x": 2}}, {})
-    assert saved.with_names_of(["w"]).state == saved.state
+    for other in ("w", "module.module.w"):
+        saved = SavedByFqn({"module.w": {"x": 1}, other: {"x": 2}}, {})
+        assert saved.with_names_of(["w"]).state == saved.state
     assert SavedByFqn({"module.w": {"x": 1}}, {}).with_names_of(["w"]).state == {"w": {"x": 1}}
 
 
