@@ -213,11 +213,15 @@ class Engine:
             )
             updated = self._shards_with_grad(optimizer, states)
             self._take_plan(states)
-            guesses.settle()  # last, since it waits for the norm
         except BaseException:
             guesses.take_back()
             if not core.begun:
                 updates.finish()
+            raise
+        try:
+            guesses.settle()  # last, since it waits for the norm
+        except BaseException as error:
+            self._note_failure(error, core.buckets)
             raise
         ended, guesses.ended = guesses.ended, set()
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
@@ -236,6 +240,8 @@ class Engine:
                 self.host.wait_created()
             new = [param for param in without if states.get(param)]
             self._take_results(optimizer, new, states)
+            if core.cache.restore_room() or new:
+                self._take_blocks()
         except BaseException as error:
             self._note_failure(error, wanted)
             raise
@@ -244,8 +250,6 @@ class Engine:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
-        if core.cache.restore_room() or new:
-            self._take_blocks()
         self._measure(repeats and not new and core.cache.nbytes == made)
         self._tell_lost_writes()
         return bool(wanted)

@@ -175,6 +175,7 @@ class Guesses:
             return
         core, own = self._core, self._own
         assert own is not None
+        self.way_back.end()  # first: what an interrupt leaves of the rest can be taken back no more
         lane = core.lanes.update
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.run(own.commit)
@@ -183,7 +184,6 @@ class Guesses:
         self._updates.lending.commit_guesses()
         self.committed += 1
         self._put_off, self._own = [], None
-        self.way_back.end()
 
     def take_back(self) -> None:
         """Undo what this step has updated: parameters, state and counters are those from before the backward."""
@@ -347,9 +347,9 @@ class Guesses:
         """Return whether somebody has put other tensors in the place of homes, or deleted the state with them."""
         for param in params:
             shard, state = self._plan.shards[param], states.get(param)
-            # Of guesses, some have no gradient and no state, and a deletion takes them back; the CPU makes state later.
-            is_gone = not state and bool(shard.homes) and not (self.made or shard.on_host)
-            if is_gone or is_exchanged(shard, state):
+            # In a bucket of guesses some have no state, and a deletion takes them back; the CPU fills an entry later.
+            is_gone = not state and not (shard.on_host and states.has(param))
+            if is_exchanged(shard, state) or (is_gone and shard.homes and not self.made):
                 return True
         return False
 

@@ -26,6 +26,9 @@ class StateStore:
         """The state of ``param``; an empty one that is not kept if there is none."""
         return dict.get(self._states, param) or {}
 
+    def has(self, param: Tensor) -> bool:
+        return param in self._states
+
     def of(self, param: Tensor) -> UserState:
         """The state of ``param``, made if there is none."""
         return defaultdict.__getitem__(self._states, param)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.engine import updates
 from fsdp_offload.engine.engine import Engine
+from fsdp_offload.engine.homes import Lending
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
 from tests.overlapping import Loop, Net, adamw, attach, pair, same
@@ -185,6 +186,21 @@ def test_an_interrupt_behind_the_last_update(mesh: DeviceMesh, monkeypatch: pyte
                 loop.optimizer.step()
             loop.optimizer.zero_grad()
         assert same(*loops), at
+
+
+def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them are, which nothing takes back."""
+    loop = Loop(mesh, adamw, clipping(bucket_bytes=8192), net=small_net)
+    for at in range(4):
+        clipped_step(loop, at, NEVER)
+    loop.backward(4)
+    clip_grad_norm_(loop.optimizer, NEVER)
+    monkeypatch.setattr(Lending, "commit_guesses", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        loop.optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"an earlier step\(\) stopped with KeyboardInterrupt"):
+        loop.optimizer.step()
 
 
 def _delete(state: Any, params: list[Tensor]) -> None:
