@@ -236,7 +236,7 @@ class ActorAndCritic(nn.Module):
 def test_a_pass_with_frozen_weights(mesh: DeviceMesh, parameters: bool) -> None:
     """Its backward needs the old weights, which the other pass has updated."""
     torch.manual_seed(0)
-    model = ActorAndCritic()
+    model = ActorAndCritic().to(mesh.device_type)
     for layer in (*model.actor, *model.critic):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -245,7 +245,7 @@ def test_a_pass_with_frozen_weights(mesh: DeviceMesh, parameters: bool) -> None:
 
     def train() -> None:
         for _ in range(4):
-            model(torch.ones(2, 8)).backward()
+            model(torch.ones(2, 8, device=mesh.device_type)).backward()
             optimizer.step()
             optimizer.zero_grad()
 

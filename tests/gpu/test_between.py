@@ -1,0 +1,3 @@
+"""On a device: what loops do between forward, backward and ``step()``."""
+
+from tests.core.test_between import *  # noqa: F403
