@@ -390,8 +390,8 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
             continue
         inside, nbytes = [], 0
         with contextlib.suppress(OSError):  # links that lead nowhere, or in a circle
-            inside = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
-            nbytes = sum(map(folder.size_bytes, inside))
+            found = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
+            inside, nbytes = found, sum(map(folder.size_bytes, found))
         has_data = any(_DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
         # A folder goes as a whole, or not at all.
         if inside and not has_data and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:

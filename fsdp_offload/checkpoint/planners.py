@@ -318,6 +318,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
     """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
+    consolidates = False  # that writer, which then writes zeros for tensors without dimensions
     waits_for_stores = False  # nobody has staged the state dict, as for an asynchronous save, which plans in a thread
 
     def create_local_plan(self) -> SavePlan:
@@ -334,6 +335,12 @@ class SavePlanner(default_planner.DefaultSavePlanner):
             raise ValueError(
                 "nothing has been written: HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would "
                 f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
+            )
+        scalars = [key for key, value in self.state_dict.items() if isinstance(value, Tensor) and not value.dim()]
+        if self.consolidates and scalars:
+            raise ValueError(
+                "nothing has been written: consolidated by HuggingFaceStorageWriter, tensors without dimensions are 0: "
+                f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
         leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
         for one in list(offloaded) if self.waits_for_stores else ():
@@ -373,6 +380,7 @@ def save(
     planner = SavePlanner()
     planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
+    planner.consolidates = bool(getattr(storage_writer, "enable_consolidation", False))
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
     saved = state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     return cast(Metadata, saved)

@@ -343,9 +343,11 @@ class Core:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
         gradients, job = self.updates.job(bucket)
         self.torn = bucket
-        with recorded(f"fsdp_offload U {state.name}"):
-            lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
-        self.updated = mark = lane.mark()
+        try:
+            with recorded(f"fsdp_offload U {state.name}"):
+                lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
+        finally:  # an update that fails has issued a part
+            self.updated = mark = lane.mark()
         if self.mode.lane == "update":
             # Gradients of a group share one buffer of the reduce-scatter stream, freed with its last reference.
             # Compute waits for the update in the next gather; reductions wait for compute.
@@ -519,6 +521,7 @@ class WayBack:
         """Undo all updates of this step, for what follows on the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients that the user may write from now on
+        lanes.load.wait(core.updated)  # R1: one that failed has marked no item, and places and parameters are loaded
         core.cache.forget(self._before)
         for item, (home, _) in self._before.items():
             item.home = home

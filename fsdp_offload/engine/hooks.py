@@ -128,6 +128,7 @@ class ModelHooks:
             else:
                 engine.refuse("second backward")
         refuse_freed(self._groups[number].params)
+        engine.core.uses(number)  # R1: it may add to gradients that an update reads, and no gather has waited for that
 
     def _reduced(self, number: int, event: object) -> None:
         optimizer, engine = self._optimizer(), self._engine

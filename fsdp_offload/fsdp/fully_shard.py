@@ -99,10 +99,21 @@ def abandon_backward(model: nn.Module | None) -> None:
         state: Any = module._get_fsdp_state()
         if not state._is_root:
             continue
-        if hasattr(module, "reset_iter_state"):  # since 2.13: also waits for gathers, and shards all parameters again
+        if hasattr(module, "reset_iter_state"):  # since 2.13
             module.reset_iter_state()
-        else:
-            state._state_ctx.post_backward_final_callback_queued = False
+            continue
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        for group in _param_groups(model):  # else the next forward uses what is gathered now
+            if (gather := group._all_gather_result) is not None:
+                if gather.all_gather_event is not None:
+                    torch.accelerator.current_stream().wait_event(gather.all_gather_event)
+                if gather.all_gather_work is not None:
+                    gather.all_gather_work.wait()
+            group._all_gather_result = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
 
 
 def runs_in_backward() -> bool:

@@ -61,7 +61,7 @@ def test_any_size(kind: Any, numel: int) -> None:
     for _ in range(3):
         masters.update_master(USUAL, kind, parts[0])
         masters._eager(USUAL, kind, parts[1])
-    assert all(map(masters._same_bits, *parts))
+    assert all(map(masters.same_bits, *parts))
 
 
 def twins_of(kind: str, **options: Any) -> Twins:
