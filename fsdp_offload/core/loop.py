@@ -521,7 +521,7 @@ class WayBack:
         """Undo all updates of this step, for what follows on the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients that the user may write from now on
-        lanes.load.wait(core.updated)  # R1: one that failed has marked no item, and places and parameters are loaded
+        lanes.load.wait(core.updated)  # R1: which has waited for gathers; an update that failed has marked no item
         core.cache.forget(self._before)
         for item, (home, _) in self._before.items():
             item.home = home
@@ -530,8 +530,6 @@ class WayBack:
         for bucket in filter(None, (*core.done, core.torn)):
             pairs = self.pairs_of(bucket)
             if pairs:
-                for item in bucket.weights:
-                    lanes.load.wait(item.ready, *item.used.values())  # R1: updates, gathers
                 lanes.load.copy([(param, old) for old, param in pairs])
                 mark = lanes.load.mark()
                 for item in bucket.weights:

@@ -21,6 +21,10 @@ def merge(clock: Clock, other: Clock) -> None:
         clock[name] = max(value, clock.get(name, 0))
 
 
+class IssuedError(Exception):
+    """Something has been issued, and failed."""
+
+
 class Action:
     """Something that has been issued and may not have run yet; a mark."""
 
@@ -104,6 +108,7 @@ class DeferredLane:
     def __init__(self, world: World, name: str, *, at_once: bool = False) -> None:
         self.world, self.name, self.at_once = world, name, at_once
         self.clock: Clock = {name: 0}
+        self.fails = False  # when it has issued what it is given to run next
         self._after: set[Action] = set()
 
     def wait(self, *marks: object) -> None:
@@ -121,6 +126,9 @@ class DeferredLane:
 
     def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._add(function, reads, writes)
+        if self.fails:
+            self.fails = False
+            raise IssuedError
 
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._add(None, reads, writes)

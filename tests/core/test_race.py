@@ -23,7 +23,7 @@ from fsdp_offload.core import loop as loop_module
 from fsdp_offload.core.buckets import ELSEWHERE, Bucket, make_pools, need
 from fsdp_offload.core.items import Item
 
-from .deferred import DeferredLanes
+from .deferred import DeferredLanes, IssuedError
 
 MODES = ("step", "forward", "iteration")
 
@@ -174,6 +174,9 @@ class Trial:
                 self.counts[group] -= 1
         self.way_back.roll_back()
         self.guessed = None
+        for bucket in self.core.buckets:  # its writer still reads the home that the bucket has again
+            if (mark := self.reading.get(self.homes[bucket.number].data_ptr())) is not None:
+                bucket.state.home_read["reader"] = mark
         for g in range(self.groups):  # the user reads what is on the device, and writes all gradients
             if g not in self.streams:
                 self.lanes.compute.touch(reads=[self.weights[g]])
@@ -224,8 +227,14 @@ class Trial:
         if self.overlap != "iteration":
             lanes.compute.wait(event)  # as the end of a backward does
         before = set(self.core.done)
-        self.core.reduced(g, event, lambda: True, self.takes)
-        self.note(before)
+        lanes.update.fails = self.guessed is not None and self.random.random() < 0.05
+        try:
+            self.core.reduced(g, event, lambda: True, self.takes)
+            self.note(before)
+        except IssuedError:
+            self.note(before)
+            self.take_back()
+        lanes.update.fails = False
         if self.core.frees_gradients:
             for group in {group for bucket in self.core.done for group in bucket.groups}:
                 if all(bucket in self.core.done for bucket in self.core.buckets if group in bucket.groups):
@@ -278,9 +287,9 @@ class Trial:
         if self.elsewhere:
             self.grads[ELSEWHERE] = grad = torch.ones(2, dtype=torch.int64)
             self.lanes.made([grad])
-        if guesses and rng.random() < self.clips:
+        if self.guessed is not None and rng.random() < self.clips:
             self.take_back()
-        elif guesses:
+        elif self.guessed is not None:
             self.commit()
         wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
         before = set(core.done)
