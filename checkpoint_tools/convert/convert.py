@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
 def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Rewrite:
     """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
-        raise CheckpointError(f"--to is safetensors or dcp, not {to}")
+        raise CheckpointError(f"--to is safetensors, dcp or torch, not {to}")
     expected = "dcp" if folder.is_safetensors(source) else "safetensors"
     if to not in (None, expected):
         other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"

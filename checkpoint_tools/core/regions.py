@@ -67,8 +67,6 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
             raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
         return tuple(Comb(number, 1, len(sizes), size) for number, size in enumerate(sizes))
     if layout == "stacked":
-        if set(sizes) != {1}:
-            raise ValueError(f"stacked parts have one index each, got {list(sizes)}")
         return tuple(Comb(number, 1, len(sizes), 1, is_dropped=True) for number in range(len(sizes)))
     count = groups if layout == "grouped" else 1
     if count < 1 or any(size % count for size in sizes):
