@@ -31,7 +31,7 @@ LIMITS = {
     "fsdp_offload/fsdp": 1_302,  # planned 940; 80 are names that checkpoints use, 40 count writes and abandon backwards
     "checkpoint_tools": 5_961,  # planned 5,500; 150 refuse what would take all memory, or somebody's files
     "examples/benchmarks": 1_952,
-    "tests": 33_444,  # planned 22,000; 300 are the tracer, which the package had; a test for each mend
+    "tests": 33_449,  # planned 22,000; 300 are the tracer, which the package had; a test for each mend
 }
 ATTACHING, STEP = 31, 15  # files
 FEWER = 0.9

@@ -40,8 +40,13 @@ def _by_local(params: list[Any]) -> None:
         param.to_local().mul_(0.9)
 
 
+def _by_local_of_data(params: list[Any]) -> None:
+    for param in params:
+        param.data.to_local().mul_(0.9)
+
+
 WRITES: list[Callable[[list[Any]], Any]] = [
-    *(_by_itself, _by_data, _by_local),
+    *(_by_itself, _by_data, _by_local, _by_local_of_data),
     lambda params: torch._foreach_mul_(params, 0.9),
 ]
 
