@@ -422,9 +422,8 @@ class HostUpdates:
             entries = OwnCounters(users, shards)
             with torch.no_grad():
                 entries.copy(shards)
-            self.reserve(
-                sum(aligned(one.nbytes) for one in (*grads, *params))
-            )  # gradients may be wider than parameters
+            # Gradients may be wider than parameters, which the plan has counted twice.
+            self.reserve(sum(aligned(one.nbytes) for one in (*grads, *params)))
             copied = self._lanes.compute.mark() if is_copied else None  # R3
             job = HostJob(
                 number=number,

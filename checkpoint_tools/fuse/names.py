@@ -13,11 +13,15 @@ anything else                          a tensor of a model, or something that ha
 ====================================== ================================================================================
 
 DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
-have dots and names of state have none, as :mod:`fsdp_offload.checkpoint.names` reads them too.
+have dots and names of state have none, unless flattened param groups list a shorter FQN, as
+:mod:`fsdp_offload.checkpoint.names` reads them too.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
+
+from fsdp_offload.checkpoint.names import parameter_of
 
 from ..core.text import CheckpointError
 from ..stored.checkpoint import Path
@@ -87,16 +91,17 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
             groups.append(name)
         else:
             others.append(key)
-    listed = {(name.optimizer, name.fqn) for name in states if name.before.endswith("param_groups.")}
-    return Names(tuple(_of_listed(name, listed) for name in states), tuple(groups), tuple(others))
+    listed = defaultdict(set)
+    for name in states:
+        if name.before.endswith("param_groups."):
+            listed[name.optimizer].add(name.fqn)
+    return Names(tuple(_of_listed(name, listed[name.optimizer]) for name in states), tuple(groups), tuple(others))
 
 
-def _of_listed(name: StateName, listed: Set[tuple[str, str]]) -> StateName:
-    """State of the longest FQN that flattened param groups list: a value may be a dict, and its name have dots then."""
-    fqn = "" if name.kind else name.fqn
-    while fqn and (name.optimizer, fqn) not in listed:
-        fqn = fqn.rpartition(".")[0]
-    return name._replace(fqn=fqn, after=f"{name.fqn.removeprefix(fqn)}{name.after}") if fqn else name
+def _of_listed(name: StateName, listed: Set[str]) -> StateName:
+    """Cut the FQN down to one that flattened param groups list: a value may be a dict, and its name have dots then."""
+    fqn = None if name.kind else parameter_of(f"{name.fqn}.", listed)
+    return name if fqn is None else name._replace(fqn=fqn, after=f"{name.fqn.removeprefix(fqn)}{name.after}")
 
 
 def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:

@@ -21,7 +21,7 @@ are, with whatever wraps the model in front:
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,14 @@ class SavedByFqn(NamedTuple):
         taken = Counter([*given, *renamed.values()])  # nor one for two
         own = {fqn: fqn for fqn in given} | {fqn: name for fqn, name in renamed.items() if name and taken[name] == 1}
         return SavedByFqn(*({own[fqn]: values for fqn, values in part.items()} for part in self))
+
+
+def parameter_of(key: str, parameters: Set[str]) -> str | None:
+    """Return the listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
+    while key := key.rpartition(".")[0]:
+        if key in parameters:
+            return key
+    return None
 
 
 def bare_name(name: str) -> str:
@@ -98,14 +106,13 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
         fqn, _, name = key.removeprefix(_FLAT_GROUPS).rpartition(".")
         found.entries.setdefault(fqn, {})[name] = state_dict[key]
     for key in filter(lambda key: key.startswith(_FLAT_STATE), state_dict):
-        words = key.removeprefix(_FLAT_STATE).split(".")
-        # The longest FQN that a group lists: what follows it are names in dicts in dicts.
-        ends = (end for end in range(len(words) - 1, 0, -1) if ".".join(words[:end]) in found.entries)
-        end = next(ends, len(words) - 1)
-        values: dict[str, Any] = found.state.setdefault(".".join(words[:end]), {})
-        for name in words[end:-1]:
+        rest = key.removeprefix(_FLAT_STATE)
+        fqn = parameter_of(rest, found.entries.keys()) or rest.rpartition(".")[0]
+        *outer, last = rest.removeprefix(f"{fqn}.").split(".")
+        values: dict[str, Any] = found.state.setdefault(fqn, {})
+        for name in outer:
             values = values.setdefault(name, {})
-        values[words[-1]] = state_dict[key]
+        values[last] = state_dict[key]
     return found
 
 

@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
@@ -38,6 +38,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
+from .names import parameter_of
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -186,9 +187,9 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
         parameters = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else set()
-        with_state = {_parameter_of(key, parameters) for key in stored} if parameters else set()
+        with_state = {parameter_of(key, parameters) for key in stored} if parameters else set()
         for key in missing:
-            parameter = _parameter_of(key, parameters)
+            parameter = parameter_of(key, parameters)
             if parameter is not None and parameter not in with_state:
                 self.taken_out[key] = parameter
             elif _is_spare_master(key, requested[key]):
@@ -336,8 +337,9 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: HuggingFaceStorageWriter keeps one chunk per tensor and rank, and would "
                 f"silently drop the others of {listed(ragged)}. Save with FileSystemWriter"
             )
-        scalars = [key for key, value in self.state_dict.items() if isinstance(value, Tensor) and not value.dim()]
-        if self.consolidates and scalars:
+        entries = self.state_dict.items() if self.consolidates else ()
+        scalars = [key for key, value in entries if isinstance(value, Tensor) and not value.dim()]
+        if scalars:
             raise ValueError(
                 "nothing has been written: consolidated by HuggingFaceStorageWriter, tensors without dimensions are 0: "
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
@@ -404,14 +406,6 @@ def _beside_groups(key: str) -> tuple[str, str] | None:
     dotted = f".{key}"
     groups = _GROUPS.search(dotted)
     return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
-
-
-def _parameter_of(key: str, parameters: Set[str]) -> str | None:
-    """The listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
-    while key := key.rpartition(".")[0]:
-        if key in parameters:
-            return key
-    return None
 
 
 def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:

@@ -387,9 +387,8 @@ class Guesses:
 
     def shares(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
-        if not self._tell_by_version(tensors):
-            self._shared.update((tensor, None) for tensor in tensors)
-            self.writes(tensors)
+        self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
+        self.writes(tensors)
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Parameters may be looked at, and written, until an update that is a guess has written them."""

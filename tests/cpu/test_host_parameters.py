@@ -100,7 +100,7 @@ class Turns(TurnsLane):
 
 
 def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small copies of others need not wait for long: loads and stores, and what is not flat, in one piece."""
+    """Loads and stores do, so that small copies of others wait for less; what is not flat goes in one piece."""
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
 
     def copies(*sizes: int) -> tuple[list[Tensor], list[Tensor]]:
