@@ -49,6 +49,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attached(self)
+        attachment.engine.trained_here()
         attachment.stepping = True
         try:
             # Counters that it makes are written by updates in a backward.
@@ -60,18 +61,17 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.optim.Optimizer`` does; the tensors are those of ``optimizer.state``, over host memory.
+        """Return what ``torch.optim.Optimizer`` does; the tensors lie over the host memory of ``optimizer.state``.
+
+        While one of them is held, no update in a backward changes it: updates wait for ``step()``.
 
         Raises:
             RuntimeError: an exception has left the state half updated.
         """
         engine = attached(self).engine
         engine.check_usable("state_dict()")
-        if engine.conventions.keeps_raw_state:
-            plain: dict[str, Any] = self._plain_class.state_dict(self)
-            return plain
-        # Not that of the class, which converts what is on the device.
-        saved = Optimizer.state_dict(self)
+        # Not that of the class where it converts what is on the device.
+        saved = (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).state_dict(self)
         params = params_of(self)
         saved["state"] = {
             key: engine.as_saved(self, params[key], state) if isinstance(key, int) else state
@@ -208,7 +208,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def offload_report(self) -> OffloadReport:
         """Bytes by place, and what the last step moved and took; waits for that step. ``str()`` of it is a table."""
         attachment = attached(self)
-        return report_of(attachment.engine, states_of(self).unwaited, attachment.parked.host_bytes)
+        with attachment.engine.core.lock:
+            return report_of(attachment.engine, states_of(self).unwaited, attachment.parked.host_bytes)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

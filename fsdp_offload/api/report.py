@@ -51,6 +51,8 @@ class StepRecord:
         loaded_bytes, stored_bytes: Copied to the device, also for gathers, and to host memory; padding included.
         loads, stores: How many copies that took.
         updates: Buckets updated, those on the CPU included.
+        held_updates: Of them, buckets that the backward left to ``step()``, since tensors over their state or their
+            parameters were held.
         load_gb_per_s, store_gb_per_s: Rates (10**9 bytes) of one large copy each way; ``None``: none was timed.
         host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, in how much time of its thread,
             and for how long the main thread waited for that; ``None`` where it updates nothing.
@@ -61,6 +63,7 @@ class StepRecord:
     loads: int
     stores: int
     updates: int
+    held_updates: int = 0
     load_gb_per_s: float | None = None
     store_gb_per_s: float | None = None
     host_updated_bytes: int | None = None
@@ -263,6 +266,14 @@ def notes_of(engine: Engine) -> Iterator[str]:
     if left_out := _left_out(engine):
         own = " of its own" if whole else ""
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
+    held = engine.core.last_moved.held_updates if engine.core.last_moved is not None else 0
+    if held:
+        taken = {item for bucket in engine.core.buckets for item in (bucket.state, *bucket.weights) if item.exposed}
+        yield (
+            f"{held} updates of the last step waited for step(): tensors over their state or parameters were held, "
+            f"taken after step {min((item.exposed_at for item in taken), default=0)} or later (a state dict, an entry "
+            "of optimizer.state, a loop's variable). Let go of them, or keep copies."
+        )
     if engine.failure:
         yield f"Not usable: {engine.failure}."
 

@@ -78,13 +78,19 @@ class Timeline:
 
 @dataclass
 class Moved:
-    """Bytes and operations in one iteration. ``updates``: buckets that were updated, also those on the CPU."""
+    """Bytes and operations in one iteration.
+
+    Attributes:
+        updates: buckets that were updated, also those on the CPU.
+        held_updates: of them, those that waited for ``step()`` since others held tensors over what they change.
+    """
 
     loaded_bytes: int = 0
     stored_bytes: int = 0
     loads: int = 0
     stores: int = 0
     updates: int = 0
+    held_updates: int = 0
 
 
 class Cache:

@@ -68,8 +68,9 @@ class Item:
         wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
         spare_home: called when an update has changed the place; returns the spare home if it is to be the home from now
             on, since a checkpoint's writer reads this one (R4, without a wait), or the update is a guess.
-        is_held: called when an update has changed the place; returns whether somebody still has tensors over the home
-            that stay valid (a parameter's do, state's do not). Then the item is stored at once, and writes there count.
+        is_held: returns whether others have tensors over the home. Called only while ``exposed``. State that is held
+            is updated in ``step()`` alone, which also stores it, and lies at home between steps: whatever others write
+            there counts, seen or not. Parameters that are held are stored behind their update.
         version: counts what others have written into the home. Our own copies do not count.
         exists: there is something at home or in the place; before the first step there is no state.
         block: its place; ``None``: it is not on the device.
@@ -82,11 +83,9 @@ class Item:
         home_read: R4, by lane: who still reads the home.
         used: by lane: who has read the place since it was filled or changed.
         known_to: lanes that have waited for ``ready`` already.
-        exposed: somebody has looked at the home since the last update, or still can, and may have written it.
+        exposed: others have looked at the home since the last update, or hold tensors over it, and may have written it.
+        exposed_at: the number of steps by then.
         seen: the version when the home was looked at, or the place was filled or stored after that.
-        lost_write: called when somebody has written the home through a tensor fetched before the last update. The place
-            was newer, so that write is lost.
-        watched_version: that of the first update after somebody had looked; ``None``: nobody has.
     """
 
     name: str
@@ -111,9 +110,8 @@ class Item:
     used: dict[str, Mark] = field(default_factory=dict)
     known_to: set[str] = field(default_factory=set)
     exposed: bool = False
+    exposed_at: int = 0
     seen: object = None
-    lost_write: Callable[[], None] | None = None
-    watched_version: object = None
 
     @property
     def stays(self) -> bool:
@@ -129,28 +127,22 @@ class Item:
         if self.exposed:  # nobody else can have written it otherwise, and counting costs time
             self.seen = self.version()
 
-    def expose(self) -> None:
-        """Note that somebody is about to look at the home, which is as new as the place, and may write it."""
+    def expose(self, step: int) -> None:
+        """Note that others are about to look at the home, which is as new as the place, and may write it."""
         if not self.exposed:
-            self.exposed, self.seen = True, self.version()
+            self.exposed, self.exposed_at, self.seen = True, step, self.version()
+
+    def stays_home(self) -> bool:
+        """Return whether others hold tensors over the home, so that an update must not change it before ``step()``."""
+        return self.exposed and self.is_held()
 
     def written(self, mark: Mark) -> None:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
-        self._look_for_lost_writes()
         self.dirty, self.exists = bool(self.nbytes), True
-        self.exposed = self.exposed and self.is_held()
+        self.exposed = self.stays_home()
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
-
-    def _look_for_lost_writes(self) -> None:
-        if self.lost_write is None or not self.kept:
-            return  # it is stored behind its update: what is written later, the next update loads
-        if self.exposed:
-            self.watched_version = self.version()
-        elif self.watched_version is not None and self.dirty and self.watched_version != (now := self.version()):
-            self.watched_version = now
-            self.lost_write()
 
     def copies(self, *, changed: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Pairs of bytes at home and in the place; ``changed``: those that an update may have changed."""

@@ -1,8 +1,10 @@
 """One loop for every mode: what may be updated now, what is used next, is there room for it."""
 
 import contextlib
+import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from ..device.lanes import Copy, Lane, Lanes, Mark, recorded
 from ..fsdp.dtensor import version_of
+from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
 from .items import BytesAtHome, Item, Use
@@ -34,6 +37,16 @@ More gathers and loads would hold up what else uses the link: state for updates,
 
 REDUCTIONS_BEHIND = 4
 """How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
+
+
+STEP_SECONDS, POLL_SECONDS = 300, 0.002
+"""How long another thread waits for the end of a step, and how often it looks."""
+
+_NO_END = (
+    f"a thread has waited {STEP_SECONDS} s for the end of the step that the backward has begun "
+    "(OffloadPolicy(overlap='iteration')): optimizer state and parameters cannot be read in between. If the training "
+    "thread waits for this thread, let it do so before the backward, or behind step(); or use overlap='forward'."
+)
 
 
 class Updates(Protocol):
@@ -107,6 +120,12 @@ class Core:
         torn: the bucket whose update runs; after an exception, it may be half updated.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
+        steps: how many have ended.
+        lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
+            that has to come in: hooks run in autograd's threads on a GPU.
+        is_visited: a plain step of the user's is under way, which sees all state on the device.
+        thread: which trains, by its identity: others wait for the end of a step before they look.
+        stream: the lane in which it does.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
@@ -116,7 +135,7 @@ class Core:
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
-        self.begun = self.is_seen = False
+        self.begun = self.is_seen = self.is_visited = False
         self.stepping: Mark | None = None
         self.updated: Mark | None = None
         self.last_moved: Moved | None = None
@@ -124,6 +143,9 @@ class Core:
         self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
+        self.steps = 0
+        self.lock = threading.Condition(threading.RLock())
+        self.trained_by(None)
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
@@ -131,6 +153,7 @@ class Core:
         self._of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
+        self._held: set[Bucket] = set()  # not updated in this backward: others hold tensors over what it would change
         self._reduced_at: dict[int, Mark] = {}
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
@@ -142,9 +165,36 @@ class Core:
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
+        self._held = set()
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
+
+    # Threads ----------------------------------------------------------------------------------------------------------
+
+    def trained_by(self, stream: torch.Stream | None) -> None:
+        """Note that the calling thread trains, on ``stream``; ``None``: of a device without streams."""
+        self.thread, self.stream = threading.get_ident(), self.lanes.on(stream)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether the calling thread is not that which trains, nor one of autograd's at work for it."""
+        return threading.get_ident() != self.thread and not runs_in_backward()
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let a thread look; one that does not train waits for the end of a step that has begun.
+
+        Raises:
+            RuntimeError: the step does not end.
+        """
+        give_up = time.monotonic() + STEP_SECONDS
+        with self.lock:
+            while (self.begun or self.is_visited) and self.is_foreign:
+                if time.monotonic() > give_up:
+                    raise RuntimeError(_NO_END)
+                self.lock.wait(POLL_SECONDS)
+            yield
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -241,8 +291,11 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            takes = self.guess is None or may_guess(bucket)
-            if takes and final and bucket.number not in updated and updated >= bucket.after:
+            if not final or bucket.number in updated or not updated >= bucket.after:
+                continue
+            if any(item.stays_home() for item in (bucket.state, *bucket.weights)):
+                self._held.add(bucket)  # what they see changes in step(), as without offload
+            elif self.guess is None or may_guess(bucket):
                 found.append(bucket)
                 updated.add(bucket.number)
                 looked_at += self._followers.get(bucket.number, ())
@@ -281,21 +334,30 @@ class Core:
         for number, item in self.weights.items():
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
-            if not aside and item.exposed and item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+        self._settle_held([*(bucket.state for bucket in wanted), *self.weights.values()])
         for bucket in self._of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
                 self._gradients.pop(bucket.number, None)  # no gather comes that would let go of them
 
+    def _settle_held(self, items: Iterable[Item]) -> None:
+        """End the step for those who hold tensors over homes: what they see changes in ``step()`` only, as plain's."""
+        for item in items:
+            if item.exposed and item.at_home is not None and item.stays_home():
+                item.at_home.synchronize()  # R2, on the host: they may read and write the home from now on
+                if item not in self._of_weights:
+                    self.cache.drop(item)  # not every write counts a version: the next step() loads the home again
+
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
         first = not self.timeline.cycle
+        self.cache.moved.held_updates = len(self._held)
         self.timeline.end()
         self.reductions.end()
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
-        self.done, self._ready, self._undone = {}, [], set()
+        self.done, self._ready, self._undone, self._held = {}, [], set(), set()
         self.begun = self.is_seen = False
         self._used_by.clear()
+        self.steps += 1
         if first:
             self.choose_kept()
         self.prefetch()
@@ -375,8 +437,8 @@ class Core:
 
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
+        bucket.state.exists, bucket.state.exposed = True, bucket.state.stays_home()
         bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
-        bucket.state.exists, bucket.state.exposed = True, False
         for item in bucket.weights:
             item.beside[bucket.number] = mark
             item.known_to.clear()
@@ -397,21 +459,31 @@ class Core:
             if gathers > GATHERS_AHEAD:
                 return
             for item in use.items:
-                if item.block is None and item.exists and item.pool not in full:
+                if item.block is None and item.exists and item.pool not in full and not self._may_be_written(item):
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
                     if not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
 
+    def _may_be_written(self, item: Item) -> bool:
+        """Return whether others may write the home before the next update: what is loaded now would lack that."""
+        if item in self._of_weights or not item.stays_home():
+            return False
+        return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
+
     # Those who look ---------------------------------------------------------------------------------------------------
 
-    def wait_updated(self) -> None:
-        """Let the current stream wait for all updates: each marks the parameters that it has written."""
+    def wait_updated(self, *, lets_go: bool = True) -> None:
+        """Let the current stream wait for all updates: each marks the parameters that it has written.
+
+        ``lets_go``: the current stream is the one that trains, and gradients need not be held for these updates.
+        """
         for item in self.weights.values():
             self.lanes.compute.wait(item.updated, *item.beside.values())
         self.lanes.compute.wait(self.updated)  # counters, which may be written after them
-        self._gradients.clear()
+        if lets_go:
+            self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
         """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
@@ -425,7 +497,7 @@ class Core:
                 item.at_home.synchronize()  # R2, on the host
             for mark in item.home_read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
-            item.expose()
+            item.expose(self.steps)
             if may_write and item not in updated:  # of those, the device has newer bytes, and a write cannot count
                 item.seen = None
         if self.updated is not None:
@@ -526,7 +598,7 @@ class WayBack:
         for item, (home, _) in self._before.items():
             item.home = home
             item.home_read.clear()  # the update has waited for its loads, and the next one will for loads after them
-            item.expose()  # tensors over this home are still the user's, and may be written before step()
+            item.expose(core.steps)  # tensors over this home are still the user's, and may be written before step()
         for bucket in filter(None, (*core.done, core.torn)):
             pairs = self.pairs_of(bucket)
             if pairs:

@@ -1,24 +1,26 @@
 """One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
+import functools
 import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update import HostUpdates
-from ..device.lanes import device_link
+from ..device.lanes import current_stream, device_link
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed
@@ -37,6 +39,30 @@ from .updates import BucketUpdates
 from .weights import Weights
 
 logger = logging.getLogger(__name__)
+
+AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
+
+
+def _alone(method: AnyMethod) -> AnyMethod:
+    """Let no other thread into the engine meanwhile."""
+
+    @functools.wraps(method)
+    def call(self: "Engine", *args: Any, **kwargs: Any) -> Any:
+        with self.core.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(AnyMethod, call)
+
+
+def _looking(method: AnyMethod) -> AnyMethod:
+    """As :func:`_alone`; a thread that does not train comes in between steps."""
+
+    @functools.wraps(method)
+    def call(self: "Engine", *args: Any, **kwargs: Any) -> Any:
+        with self.between_steps():
+            return method(self, *args, **kwargs)
+
+    return cast(AnyMethod, call)
 
 
 class Engine:
@@ -90,8 +116,8 @@ class Engine:
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
         self._taken = -1  # the generation of the plan that the core is about
-        self._lost: list[str] = []  # whose state somebody has written where that counts for nothing
         self._param_ids: list[list[int]] = []  # of each group
+        self._handed_out: dict[Tensor, list[TensorWeakRef]] = {}  # tensors over parameters that stay on the device
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         # Homes and places must not go while a copy still uses them. This runs before the attributes are dropped.
@@ -110,13 +136,14 @@ class Engine:
 
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
-        wait = partial(_wait_parameter, weakref.ref(self))
-        self.weights.move_home(own, wait, self.plan.take_region, spare_bytes, self.names)
+        look = partial(_look_at_parameter, weakref.ref(self))
+        self.weights.move_home(own, look, self.plan.take_region, spare_bytes, self.names)
         self.plan.of_parameters = self.weights.arena
         self._taken = -1
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
+    @_alone
     def settle(self) -> None:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
         self.guesses.take_back()
@@ -132,7 +159,15 @@ class Engine:
             core.cache.release()
             numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
             streamed = self.weights.items
-            weights = {number: Item(f"parameters of group {number}") for number in numbers} | streamed
+            params = {number: [p for p in self.plan.shards if self.together.get(p) == number] for number in numbers}
+            weights = {
+                number: Item(
+                    f"parameters of group {number}",
+                    is_held=partial(_are_held, weakref.ref(self), params[number]),
+                    exposed=bool(self._handed_out),
+                )
+                for number in numbers
+            } | streamed
             buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
             core.take(buckets, weights)
             limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
@@ -159,7 +194,7 @@ class Engine:
             home=home,
             version=lambda: versions_of(home for shard in shards for home in shard.sides),
             exists=False,
-            lost_write=partial(self._lost.extend, [shard.name for shard in shards]),
+            is_held=partial(self.lending.is_held, planned),
         )
         self.lending.serve(planned, item)
         groups = tuple(dict.fromkeys(self.together.get(shard.param, ELSEWHERE) for shard in shards))
@@ -168,6 +203,7 @@ class Engine:
         after = frozenset(other for shard in shards for other in shard.buckets if other < number)
         return Bucket(number, item, groups, marks, params, not planned.arena.moves, after)
 
+    @_alone
     def take_staging(self) -> None:
         """Allocate all blocks before there are activations, so that blocks do not lie among these.
 
@@ -188,6 +224,7 @@ class Engine:
 
     # A step -----------------------------------------------------------------------------------------------------------
 
+    @_alone
     def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
         """Update every parameter that has a gradient, and count the step as the optimizer would.
 
@@ -196,6 +233,13 @@ class Engine:
         """
         core, guesses, updates = self.core, self.guesses, self._updates
         self.check_usable("step()", mid_step=True)
+        if lost := self.lending.lost_writes():
+            warnings.warn(
+                f"State of {listed(lost)} was written through a tensor that was fetched before an asynchronous save. "
+                "Steps have moved this state since, and the write is lost. Fetch it from optimizer.state again before "
+                "writing.",
+                stacklevel=2,
+            )
         self._make_zeroed_gradients(self.plan.shards)
         guesses.look()
         core.away = False
@@ -251,19 +295,7 @@ class Engine:
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._measure(repeats and not new and core.cache.nbytes == made)
-        self._tell_lost_writes()
         return bool(wanted)
-
-    def _tell_lost_writes(self) -> None:
-        if self._lost:
-            shown = listed(self._lost)
-            self._lost.clear()
-            warnings.warn(
-                f"State of {shown} was written through a tensor that was fetched from optimizer.state before "
-                "the last step. This state stays on the device, where it is newer, and the write is lost. Fetch it "
-                "from optimizer.state again before writing.",
-                stacklevel=2,
-            )
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
@@ -339,6 +371,7 @@ class Engine:
 
     # In the backward --------------------------------------------------------------------------------------------------
 
+    @_alone
     def reduced(
         self, number: int, params: Sequence[Tensor], event: object, optimizer: Optimizer, states: StateStore
     ) -> None:
@@ -376,6 +409,7 @@ class Engine:
         else:
             self.guesses.watch_used(new)
 
+    @_alone
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
 
@@ -424,6 +458,7 @@ class Engine:
             problem = "hyperparameters have changed since then"
         return problem
 
+    @_alone
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: take guesses back that have changed them."""
         if self.guesses.made and self.core.has_updated(number):
@@ -577,6 +612,7 @@ class Engine:
         if self.host is not None and not failure:
             self.host.failure = ""
 
+    @_looking
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
         if self.host is not None:
@@ -587,6 +623,7 @@ class Engine:
                 "or get_optimizer_state_dict(for_load=True), which work now) and then of the model before going on."
             )
 
+    @_looking
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
         """Refuse to go on with half updated state; with ``mid_step``, not if the backward alone has updated a part."""
         self.check_whole(what)
@@ -599,12 +636,14 @@ class Engine:
                 "Call step() first."
             )
 
+    @_alone
     def skip_step(self) -> None:
         """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
         self.guesses.skip()
         if self.core.done:
             self.refuse("zero_grad()")
 
+    @_alone
     def refuse(self, what: str, problem: str = "") -> NoReturn:
         """Refuse what may not follow an update in the backward: the state is half updated from now on."""
         self.guesses.take_back()
@@ -615,6 +654,7 @@ class Engine:
 
     # By hand ----------------------------------------------------------------------------------------------------------
 
+    @_looking
     def offload(self, states: StateStore) -> None:
         """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
         self.guesses.take_back()
@@ -623,12 +663,14 @@ class Engine:
             self.core.cache.flush()
             self.core.away = True
 
+    @_alone
     def release(self) -> None:
         """Free the device memory, in the order of the current stream; the host does not wait."""
         if self.core.away:
             self.core.wait_updated()
             self.core.cache.release()
 
+    @_alone
     def reload(self, states: StateStore) -> None:
         """Let items come back, and begin to load what the next step needs first."""
         if self.core.away:
@@ -639,6 +681,7 @@ class Engine:
 
     # The parameters and their state -----------------------------------------------------------------------------------
 
+    @_alone
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
         """Take over the state of ``params``: what exists moves home, and the rest gets room there.
 
@@ -666,6 +709,7 @@ class Engine:
         if self._taken >= 0:
             self._take_plan(states)
 
+    @_alone
     def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
         """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns.
 
@@ -692,6 +736,7 @@ class Engine:
                     states.of(param).update(state)
         adopt((self.plan.shards[param], states.get(param)) for param in old)
 
+    @_alone
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
 
@@ -723,9 +768,13 @@ class Engine:
         self.failure = ""
 
     def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
-        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
-        return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
+        if param not in self.plan.shards:
+            return self.conventions.as_saved(optimizer, param, state, {}, empty=empty)
+        shard = self.plan.shards[param]
+        saved = self.conventions.as_saved(optimizer, param, state, shard.homes, empty=empty)
+        return {n: shard.handed_out(n) if value is shard.homes.get(n) else value for n, value in saved.items()}
 
+    @_alone
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
 
@@ -748,6 +797,7 @@ class Engine:
             if shard.group >= 0 and not states.get(param)
         }
 
+    @_alone
     def return_to_device(self, states: StateStore) -> None:
         """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made.
 
@@ -770,6 +820,7 @@ class Engine:
         self.weights.return_to_device(self.device)
         self.plan.of_parameters = None
 
+    @_alone
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.settle()
@@ -791,20 +842,48 @@ class Engine:
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Let no other thread in meanwhile; one that does not train waits for the end of the step under way."""
+        return self.core.between_steps()
+
+    @_alone
+    def handed_out(self, taken: Mapping[Tensor, object]) -> None:
+        """Note that ``model.state_dict()`` has taken parameters on the device, and as which tensors."""
+        for param, value in taken.items():
+            own = param not in self.plan.shards or param in self.plan.streamed or value is param
+            if own or not isinstance(value, Tensor):
+                continue
+            alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
+            # Views of a local tensor keep it alive, and so the reference to it.
+            self._handed_out[param] = [*alive, TensorWeakRef(value), TensorWeakRef(local_shard(value))]
+            if (number := self.together.get(param, ELSEWHERE)) in self.core.weights:
+                self.core.weights[number].expose(self.core.steps)
+
+    def are_held(self, params: Iterable[Tensor]) -> bool:
+        """Return whether others hold some of ``params``, on the device, as they were handed out."""
+        return any(one() is not None for param in params for one in self._handed_out.get(param, ()))
+
+    def trained_here(self) -> None:
+        """Note that the calling thread trains, on the current stream."""
+        self.core.trained_by(None if self.device.type == "cpu" else current_stream(self.device))
+
     def _items_of(self, shards: Iterable[StateShard]) -> list[Item]:
         if self._taken != self.plan.generation:
             return []  # everything has been brought home
         return [self.core.buckets[number].state for number in dict.fromkeys(n for s in shards for n in s.buckets)]
 
+    @_looking
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
         shard = self.plan.shards.get(param)
         self._wait([] if shard is None else self._items_of([shard]))
 
+    @_looking
     def wait_parameter_home(self, param: Tensor) -> None:
         """Block the host until the home of a parameter that streams is up to date."""
         self._wait([self.weights.items[self.weights.parts[param].number]])
 
+    @_looking
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
         items = [*self._items_of(self.plan.shards.values()), *self.weights.items.values()]
@@ -814,10 +893,11 @@ class Engine:
         self.guesses.take_back()
         self.core.wait_home(items, may_write=may_write)
 
+    @_looking
     def wait_updated(self) -> None:
         """Let what follows on the current stream see all parameters and counters new."""
         self.guesses.take_back()
-        self.core.wait_updated()
+        self.core.wait_updated(lets_go=not self.core.is_foreign)
 
     def synchronize(self) -> None:
         """Block the host until every transfer and every update has finished."""
@@ -841,9 +921,18 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
     )
 
 
-def _wait_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> None:
-    if (found := engine()) is not None:
-        found.wait_parameter_home(param)
+def _are_held(engine: "weakref.ref[Engine]", params: Iterable[Tensor]) -> bool:
+    found = engine()
+    return found is not None and found.are_held(params)
+
+
+@contextmanager
+def _look_at_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> Iterator[None]:
+    found = engine()
+    with nullcontext() if found is None else found.between_steps():
+        if found is not None:
+            found.wait_parameter_home(param)
+        yield
 
 
 _DECOUPLED = (

@@ -11,9 +11,12 @@ A guess: gradients stay as they are until ``step()``, or are multiplied by 1.
         anything else                      ──▶ take back: places are forgotten, and step() updates as ever
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +45,21 @@ _CLEAN_STEPS = 2
 
 Version = tuple[int, int]
 Scale = Callable[[Sequence[Tensor]], None]
+
+
+AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
+
+
+def _from_any_thread(method: AnyMethod) -> AnyMethod:
+    """Let no other thread in meanwhile, and undo updates in the stream that trains, whose kernels come behind that."""
+
+    @functools.wraps(method)
+    def call(self: "Guesses", *args: Any) -> Any:
+        core = self._core
+        with core.lock, core.stream.running() if core.is_foreign else nullcontext():
+            return method(self, *args)
+
+    return cast(AnyMethod, call)
 
 
 class Guesses:
@@ -141,13 +159,11 @@ class Guesses:
     def begin(self, states: StateStore) -> None:
         """A step begins with guesses: updates see copies of what they may write in ``states``."""
         self._own = OwnCounters(states, self._plan.shards)
-        self._updates.lending.guessing, self._updates.states = True, self._own
+        self._updates.lending.guessing = self._updates.states = self._own
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
         if self.blocked or bucket.number not in self._old.buckets:
-            return False
-        if any(item.nbytes and item.is_held() for item in bucket.weights):
             return False
         return all(map(self._may_use, bucket.params))
 
@@ -244,6 +260,7 @@ class Guesses:
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
+    @_from_any_thread
     def announce(self) -> None:
         """``clip_grad_norm_`` is called.
 
@@ -260,6 +277,7 @@ class Guesses:
         self.announced, core.frees_gradients = True, False
         self._decide_now()
 
+    @_from_any_thread
     def put_off(self, is_one: Tensor, scale: Scale) -> set[int]:
         """Note whether a factor is 1. Returns ids of gradients that updates have used: only take-back scales these."""
         self._all_one = is_one if self._all_one is None else self._all_one & is_one
@@ -367,6 +385,7 @@ class Guesses:
         _unwatch(self._watched)
         _unwatch(self._written)
 
+    @_from_any_thread
     def reads(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
         if self._tell_by_version(tensors):
@@ -376,6 +395,7 @@ class Guesses:
         else:
             self._decide_now()
 
+    @_from_any_thread
     def writes(self, tensors: Sequence[Tensor]) -> None:
         if self._tell_by_version(tensors):
             return
@@ -385,6 +405,7 @@ class Guesses:
         self.take_back()
         self.blocked = self._changed = True
 
+    @_from_any_thread
     def shares(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
         self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)

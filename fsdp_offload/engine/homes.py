@@ -26,7 +26,7 @@ from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
 from ..state.shard import Home, Housed, Reader, StateShard
-from ..state.store import StateStore
+from ..state.store import OffloadedState, OwnCounters, StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,13 @@ class Arena(Generic[AnyHoused]):
         self._settle(self.regions[1], 0, 0, self._with_spare)
 
     def _settle(self, region: Region, begin: int, first: int, last: int) -> None:
+        made: list[Tensor] = []
         for shard, offsets in zip(self.shards[first:last], self._homes.offsets[first:last], strict=True):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
-            made = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
+            made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
             shard.sides.append(shard.home_over(made))
+            made.clear()  # references are counted
+            shard.sides[-1].own_references = shard.sides[-1].references()
 
     def region_of(self, number: int, side: int) -> int:
         """Which region one side of a shard is in: the homes are 0, the spare ones of the first 1, all others 2."""
@@ -383,14 +386,17 @@ class Lending:
 
     Attributes:
         moving: what lives in its other home once the step is complete; parameters move at once, unless it is a guess.
-        guessing: updates may be taken back, so none of them may change a home.
+        guessing: the entries that updates write which may be taken back, and none of which may change a home.
+        entries: ``optimizer.state``, weakly: its entries are not held by others.
     """
 
     def __init__(self, plan: Plan, gradient: Callable[[Tensor], Tensor | None]) -> None:
         self._plan, self._gradient = plan, gradient
         self.moving: dict[Housed, None] = {}
-        self.guessing = False
+        self.guessing: OwnCounters | None = None
+        self.entries: Callable[[], OffloadedState | None] = lambda: None
         self._readers: list[Reader] = []  # some of them may have finished
+        self._left: list[tuple[str, Home, object]] = []  # homes that others held when a step left them; their versions
         self._is_spoiled = False
 
     def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, Home]:
@@ -443,7 +449,25 @@ class Lending:
         """Block until nobody else reads any home."""
         for reader in self._readers:
             reader.wait()
-        self._readers = []
+        self._readers, self._left = [], []
+
+    # Homes over which others hold tensors -----------------------------------------------------------------------------
+
+    def is_held(self, planned: PlannedBucket[StateShard]) -> bool:
+        """Return whether others hold tensors over the homes of a bucket, or entries of ``optimizer.state``."""
+        users, copies = self.entries(), self.guessing
+        stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
+        return any(
+            (users is not None and users.is_entry_held(shard.param))
+            or shard.home.is_held([store.get(shard.param) for store in stores])
+            for shard in dict.fromkeys(planned.covers())
+        )
+
+    def lost_writes(self) -> list[str]:
+        """Name state whose old home others have written since a step left it: such a write is lost."""
+        written = [name for name, home, versions in self._left if versions_of([home]) != versions]
+        self._left = [(name, home, versions_of([home])) for name, home, _ in self._left if home.is_held()]
+        return written
 
     # Spare homes ------------------------------------------------------------------------------------------------------
 
@@ -456,7 +480,7 @@ class Lending:
         """An update changes a bucket; returns what of it lives in the other home when the step is complete."""
         shards = planned.changed()
         for shard in shards:
-            spare, turns = shard.spare, self.guessing or shard.home.is_read()
+            spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):
                 spare.wait_unread()
                 self.moving[shard] = None
@@ -469,7 +493,7 @@ class Lending:
     def _spare_home(self, planned: PlannedBucket[Any]) -> BytesAtHome | None:
         if not self.turn(planned):
             return None
-        if not self.guessing:
+        if self.guessing is None:
             self._move_parameters()
         return planned.copies(self.side_of)
 
@@ -485,16 +509,19 @@ class Lending:
         """A step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
         for shard in self.moving:
             if isinstance(shard, StateShard) and (done is None or all(number in done for number in shard.buckets)):
+                left = shard.home
                 shard.move(states.get)
+                if left.readers and left.is_held():
+                    self._left.append((shard.name, left, versions_of([left])))
         self.moving = {}
 
     def commit_guesses(self) -> None:
-        self.guessing = False
+        self.guessing = None
         self._move_parameters()
 
     def drop_guesses(self) -> None:
         """Updates of this step have been taken back: nothing moves."""
-        self.guessing, self.moving = False, {}
+        self.guessing, self.moving = None, {}
 
     def _move_parameters(self) -> None:
         for one in [one for one in self.moving if not isinstance(one, StateShard)]:

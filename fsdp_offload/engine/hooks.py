@@ -1,7 +1,8 @@
 """Where a model's forward and backward meet the core. Everything here refers to the optimizer weakly."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..state.store import StateStore
 from .engine import Engine
 
 GetStates = Callable[[Optimizer], StateStore]
+
+_LOOKS = {"_before_state_dict", "_after_state_dict", "_before_load"}  # other threads come in between steps
 
 
 class ModelHooks:
@@ -44,11 +47,13 @@ class ModelHooks:
         if engine.weights.parts:
             self._undo.append(keep_in_place(model, list(engine.weights.parts), engine))
         if engine.policy.moves_beside_model:
-            before_save, before_load = (
-                partial(_call, hooks, last, f"_before_{name}") for name in ("state_dict", "load")
+            before_save, after_save, before_load = (
+                partial(_call, hooks, last, name)
+                for name in ("_before_state_dict", "_after_state_dict", "_before_load")
             )
             for module in model.modules():  # also of parts, whose state dict may be asked for by itself
                 self._undo.append(module.register_state_dict_pre_hook(before_save).remove)
+                self._undo.append(module.register_state_dict_post_hook(after_save).remove)
                 self._undo.append(module.register_load_state_dict_pre_hook(before_load).remove)
 
     def __del__(self) -> None:
@@ -65,7 +70,8 @@ class ModelHooks:
     def call(self, method: str, *args: Any) -> None:
         """Call one of the methods below. A backward that it refuses to go on with leaves nothing behind."""
         try:
-            getattr(self, method)(*args)
+            with nullcontext() if method in _LOOKS else self._engine.core.lock:
+                getattr(self, method)(*args)
         except BaseException:
             abandon_backward(self._model())
             raise
@@ -88,6 +94,8 @@ class ModelHooks:
             engine.core.is_seen = True
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
+            if engine.core.is_foreign:
+                engine.trained_here()
             engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
@@ -105,13 +113,19 @@ class ModelHooks:
         self._engine.core.gathered(number, stream, counts=not streams or self._trains)
 
     def _before_state_dict(self, *_: object) -> None:
-        self._engine.check_whole("model.state_dict()")
-        self._bring_home()
+        with self._engine.between_steps():
+            self._engine.check_whole("model.state_dict()")
+            self._bring_home()
+
+    def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:
+        named = module.named_parameters(recurse=False)
+        self._engine.handed_out({param: found.get(prefix + name) for name, param in named})
 
     def _before_load(self, *_: object) -> None:
-        self._bring_home()
-        if self._engine.weights.items:
-            self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may be reading what will be written
+        with self._engine.between_steps():
+            self._bring_home()
+            if self._engine.weights.items:
+                self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may read what will be written
 
     def _bring_home(self) -> None:
         self._engine.wait_updated()

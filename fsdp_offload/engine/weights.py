@@ -5,7 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core.items import Item
 from ..core.packing import Packed, Range, ShardSpec, lay_out, place_homes
-from ..fsdp.dtensor import local_shard, version_of
-from ..fsdp.homed import ShardedParameter, holders_of, uses_of
+from ..fsdp.dtensor import holders_of, local_shard, version_of
+from ..fsdp.homed import Look, ShardedParameter, uses_of
 from ..state.layout import LeafLayout
 from ..state.shard import EntryOf, Home, Housed
 from .homes import Arena, Lending, PlannedBucket, TakeRegion
@@ -70,7 +70,7 @@ class Weights:
     def move_home(
         self,
         groups: Sequence[Sequence[ShardedParameter]],
-        wait: Callable[[Tensor], None],
+        look: Look,
         take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
@@ -79,7 +79,7 @@ class Weights:
 
         Args:
             groups: of ``fully_shard``.
-            wait: blocks the host until the home of a parameter is up to date.
+            look: at a parameter, whose home is up to date meanwhile.
             take: takes host memory.
             spare_bytes: as many at most are for spare homes.
             trained: those that updates may change; it may grow.
@@ -102,7 +102,7 @@ class Weights:
         for part in parts.values():
             assert part.home.weights is not None
             part.home.weights.copy_(local_shard(part.sharded.param))
-            part.sharded.wait = wait
+            part.sharded.look = look
             part.live_at_home()
         for number, group in found.items():
             planned = PlannedBucket(packed[number], arena, lambda part: part.sharded.param in trained)

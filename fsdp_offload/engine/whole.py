@@ -35,8 +35,6 @@ from .engine import Engine
 class WholeEngine(Engine):
     """The engine of an optimizer that moves as a whole."""
 
-    _visited = False  # a plain step is under way: all is where it looks for it
-
     @contextmanager
     def step_whole(
         self, optimizer: Optimizer, get_states: Callable[[], StateStore]
@@ -51,7 +49,7 @@ class WholeEngine(Engine):
             RuntimeError: an earlier step stopped half way. Or the optimizer keeps tensors over the memory of parameters
                 that live on the host.
         """
-        with torch.no_grad():
+        with self.core.lock, torch.no_grad():
             states = get_states()
             self.check_usable("step()")
             self._make_zeroed_gradients(self.plan.shards)
@@ -62,16 +60,16 @@ class WholeEngine(Engine):
             self._adopt_fitting(optimizer, states)
             self._take_plan(states)
             visit = _Visit(self, optimizer, states)
+            self.core.is_visited = True
         error: BaseException | None = None
-        self._visited = True
         try:
             yield visit.between
         except BaseException as raised:
             error = raised
             raise
         finally:
-            self._visited = False
-            with torch.no_grad():
+            with self.core.lock, torch.no_grad():
+                self.core.is_visited = False
                 visit.end(get_states(), error)
 
     # What is planned --------------------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ class WholeEngine(Engine):
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
-        if not self._visited:
+        if not self.core.is_visited:
             super()._wait(items, may_write=may_write)
 
 

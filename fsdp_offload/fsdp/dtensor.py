@@ -55,14 +55,25 @@ def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """Call ``func``; writes through ``.data``, and by ``_foreach_`` on DTensors, count a version, as torch's do not."""
     name = getattr(func, "__name__", "")
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-        with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
-            return call_counted(Tensor.detach, args, {})
+        return another(args[0])
     result = func(*args, **kwargs)
     if func == Tensor.detach and is_dtensor(result):
         result._local_tensor = local_shard(args[0]).detach()  # else it has a counter of its own
     if name.startswith("_foreach_") and name.endswith("_"):
         increment_version([local_shard(each) for each in args[0] if is_dtensor(each)])
     return result
+
+
+def another(tensor: Tensor) -> Tensor:
+    """Return another tensor over the memory of ``tensor``: writes into one count a version of both."""
+    with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
+        detached: Tensor = call_counted(Tensor.detach, (tensor,), {})
+    return detached
+
+
+def holders_of(local: Tensor) -> int:
+    """Count the tensors over the memory of ``local``: what was once taken from it may still be looked at."""
+    return int(torch._C._storage_Use_Count(local.untyped_storage()._cdata))
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:

@@ -14,16 +14,17 @@ begun (:func:`keep_in_place`).
 
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .dtensor import STAND_IN, call_counted, local_shard, over_local
+from .dtensor import STAND_IN, another, call_counted, local_shard, over_local
 from .guard import Guard
 
-_WAIT = "_fsdp_offload_wait"
+_LOOK = "_fsdp_offload_look"
 _USES = "_fsdp_offload_uses"
 _COMMUNICATES = {"full_tensor", "redistribute"}  # an accelerator's backend can do them only with memory of its own
 
@@ -83,10 +84,14 @@ _HOMED = _Homed(
 )
 
 
-def put_home(param: Tensor, local: Tensor, wait: Callable[[Tensor], None], stand_in: Tensor | None = None) -> Tensor:
-    """Let functions of ``param``, a DTensor, work on ``local``, once ``wait(param)`` has returned."""
+Look = Callable[[Tensor], AbstractContextManager[None]]
+"""Looks at a parameter: within it, its home is up to date and no other thread trains."""
+
+
+def put_home(param: Tensor, local: Tensor, look: Look, stand_in: Tensor | None = None) -> Tensor:
+    """Let functions of ``param``, a DTensor, work on ``local``, after ``look(param)``."""
     stand_in = over_local(param, local) if stand_in is None else stand_in
-    vars(param).update({_WAIT: wait, STAND_IN: stand_in})
+    vars(param).update({_LOOK: look, STAND_IN: stand_in})
     _HOMED.put_on([param])
     return stand_in
 
@@ -98,7 +103,7 @@ def is_homed(param: Tensor) -> bool:
 
 def take_from_home(param: Tensor) -> None:
     """Undo :func:`put_home`."""
-    for name in (_WAIT, STAND_IN, _USES):
+    for name in (_LOOK, STAND_IN, _USES):
         vars(param).pop(name, None)
     _HOMED.take_off([param])
 
@@ -108,20 +113,13 @@ def uses_of(param: Tensor) -> int:
     return int(vars(param).get(_USES, 0))
 
 
-def holders_of(local: Tensor) -> int:
-    """Count the tensors over the memory of ``local``: what was once taken from a parameter may still be looked at."""
-    return int(torch._C._storage_Use_Count(local.untyped_storage()._cdata))
-
-
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
-    vars(param)[_WAIT](param)
-    vars(param)[_USES] = vars(param).get(_USES, 0) + 1
-    other: Any = vars(param)[STAND_IN]
+    with vars(param)[_LOOK](param):  # until there is a tensor that counts as one of those over the home
+        vars(param)[_USES] = vars(param).get(_USES, 0) + 1
+        other = another(vars(param)[STAND_IN])
     if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
-        other = other.detach().requires_grad_()
-        other._local_tensor = local_shard(param).detach()  # likewise
-        other.register_hook(_refuse_gradient)
-    return cast(Tensor, other)
+        other.requires_grad_().register_hook(_refuse_gradient)
+    return other
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
@@ -146,7 +144,7 @@ class ShardedParameter:
                 "host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
-        self.wait: Callable[[Tensor], None] = lambda param: None  # before host memory is used: it may be written
+        self.look: Look = lambda param: nullcontext()  # before host memory is used: it may be written
         self.device: torch.device = fsdp_param.device  # on which it is gathered
         self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()  # that a gather reads on this rank
 
@@ -178,7 +176,7 @@ class ShardedParameter:
 
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
         """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
-        stand_in = put_home(self.param, local, self.wait, stand_in)
+        stand_in = put_home(self.param, local, self.look, stand_in)
         self._point_at(local)
         return stand_in
 

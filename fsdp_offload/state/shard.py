@@ -4,15 +4,16 @@ A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..fsdp.dtensor import local_shard, over_local
+from ..fsdp.dtensor import another, holders_of, local_shard, over_local
 from .layout import LeafLayout, StateLayout
 
 EntryOf = Callable[[Tensor], dict[str, Any]]
@@ -40,6 +41,20 @@ class Home:
     weights: Tensor | None = None  # the parameter's local shard, where this is the home of a parameter and of no state
     stand_in: Tensor | None = None  # the DTensor over that which counts writes through the parameter
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
+    own_references: int = 0  # while no one else holds a tensor over it, and ``optimizer.state`` holds none
+
+    def references(self) -> int:
+        """Count references to tensors over it: to the objects themselves, and of any views of theirs to the memory."""
+        count = sum(map(sys.getrefcount, self.values.values()))
+        for leaves in self.leaves.values():
+            for leaf in leaves:
+                count += sys.getrefcount(leaf) + holders_of(leaf)
+        return count
+
+    def is_held(self, entries: Iterable[Mapping[str, Any]] = ()) -> bool:
+        """Return whether others hold tensors over it; ``entries`` of the optimizer's state are not others."""
+        count = self.references() - self.own_references
+        return count > sum(entry.get(name) is value for entry in entries for name, value in self.values.items())
 
     def all_leaves(self) -> Iterator[Tensor]:
         if self.weights is not None:
@@ -138,6 +153,13 @@ class StateShard(Housed):
         state, old = entry_of(self.param), self.homes
         self.side = 1 - self.side
         state.update((name, home) for name, home in self.homes.items() if state.get(name) is old[name])
+
+    def handed_out(self, name: str) -> Tensor:
+        """Return another tensor over the home of ``name``, whose life can be counted; a write counts for both."""
+        value = self.homes[name]
+        if type(local_shard(value)) is Tensor:
+            return another(value)
+        return self._value_over(name, [leaf.detach() for leaf in self.home.leaves[name]])
 
     def on_device(self, name: str, device: torch.device, *, non_blocking: bool = False) -> Tensor:
         """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""

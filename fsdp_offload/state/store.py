@@ -2,8 +2,10 @@
 
 import bisect
 import functools
+import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from .layout import forms_of, leaves_of
 from .shard import StateShard
 
 UserState = dict[str, Any]
+
+_EXAMPLE: dict[int, object] = {0: object()}
+_REFERENCES = sys.getrefcount(dict.get(_EXAMPLE, 0))
+"""References to a value that nothing but a dict holds, as this Python counts them."""
 
 
 class StateStore:
@@ -107,11 +113,12 @@ def _waiting(method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def waiting(self: "OffloadedState", *args: Any) -> Any:
-        if args:
-            self._engine.wait_home(args[0])
-        else:
-            self._engine.wait_all_home()
-        return method(self, *args)
+        with self._engine.between_steps():  # until the caller has the entry, and it counts as held
+            if args:
+                self._engine.wait_home(args[0])
+            else:
+                self._engine.wait_all_home()
+            return method(self, *args)
 
     return waiting
 
@@ -122,6 +129,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
     def __init__(self, engine: Any, items: Mapping[Tensor, UserState]) -> None:
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
+        engine.lending.entries = weakref.ref(self)
         self._offered: dict[int, tuple[Any, tuple[int, ...]]] = {}  # what was handed out to load into, and its versions
         self.offered_after: object = None  # which step
 
@@ -129,6 +137,10 @@ class OffloadedState(defaultdict[Tensor, UserState]):
     def unwaited(self) -> StateStore:
         """View of the entries that does not wait, for the engine."""
         return StateStore(self)
+
+    def is_entry_held(self, param: Tensor) -> bool:
+        """Return whether others hold the entry of ``param``, through which they see its state."""
+        return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
 
     def offer(self, values: Iterable[Any], after: object = None) -> None:
         """Note what is handed out to load into, and after which step; nothing: what was is no longer."""
@@ -155,9 +167,17 @@ class OffloadedState(defaultdict[Tensor, UserState]):
     get = _waiting(defaultdict.get)
     pop = _waiting(defaultdict.pop)
     setdefault = _waiting(defaultdict.setdefault)
-    items = _waiting(defaultdict.items)
-    values = _waiting(defaultdict.values)
     popitem = _waiting(defaultdict.popitem)
+
+    def items(self) -> ItemsView[Tensor, UserState]:  # type: ignore[override]
+        """As ``dict.items``: each entry is looked at when the iteration comes to it."""
+        self._engine.wait_all_home()
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[UserState]:  # type: ignore[override]
+        """As :meth:`items`."""
+        self._engine.wait_all_home()
+        return ValuesView(self)
 
     def __iter__(self) -> Iterator[Tensor]:
         # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.

@@ -45,30 +45,6 @@ def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
     assert same(plain, loop)
 
 
-def test_a_write_that_is_lost_is_told(mesh: DeviceMesh) -> None:
-    """Through a tensor from before the last step, of state that is newer on the device; fetched again, it counts."""
-    model = linear_blocks(mesh, count=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    attach(optimizer, model=model, policy=OffloadPolicy(bucket_bytes=1024, device_bytes=1 << 20))
-
-    def step() -> None:
-        model(torch.ones(2, 12)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    held = optimizer.state[model[0].weight]["exp_avg"]
-    held.mul_(0.5)
-    for _ in range(2):
-        step()  # nothing is told of a write that counts
-    held.mul_(0.5)
-    with pytest.warns(UserWarning, match=r"State of .*weight.* was written .* and the write is lost"):
-        step()
-    step()
-    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
-    step()
-
-
 def test_an_optimizer_that_sees_dtensors_updates_in_the_backward(mesh: DeviceMesh) -> None:
     model = linear_blocks(mesh, bias=False)
     optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)

@@ -92,6 +92,7 @@ class Trial:
         self.holders = {g for g in self.streams if rng.random() < 0.4}  # whose homes stay with somebody who has looked
         self.weight_versions = dict.fromkeys(self.weights, 0)
         self.homes, buckets = [], []
+        self.held: dict[int, Tensor] = {}  # homes of state over which others still have tensors
         self.spares: dict[int, Tensor] = {}
         self.reading: dict[int, Any] = {}  # by address of a home: the mark of a save that reads it
         for g in range(self.groups + self.elsewhere):
@@ -104,6 +105,7 @@ class Trial:
                 joined = (g,)  # buckets share no element of parameters, and each has its own way back
             joined = joined if g < self.groups else (ELSEWHERE,)
             item = Item(f"s{g}", 16, home=pieces, exists=False, version=lambda g=g: self.versions[g])
+            item.is_held = lambda g=g: g in self.held
             if rng.random() < (0.5 if self.clips is None else 0.9):
                 spare = torch.zeros(16, dtype=torch.uint8)
                 self.spares[g] = spare
@@ -157,7 +159,7 @@ class Trial:
     def takes(self, bucket: Bucket) -> bool:
         """A bucket waits for step() if it has no state yet, or its spare home is none or being read."""
         g = bucket.number
-        if g not in self.spares or not bucket.state.exists or not self.holders.isdisjoint(bucket.groups):
+        if g not in self.spares or not bucket.state.exists:
             return False
         reader = self.reading.get(self.spares[g].data_ptr())
         if reader is not None and self.random.random() < 0.5:
@@ -278,7 +280,9 @@ class Trial:
                 self.gather(g, counts=False)
         for g in reversed(order):
             self.gather(g)
+            self.use_held()
             self.reduce(g)
+        self.use_held()
         self.lanes.compute.wait(*self.events)
         for g in order:  # clipping: gradients of what has not been updated are written on compute
             if g in self.grads and self.overlap != "iteration" and rng.random() < 0.3:
@@ -296,6 +300,9 @@ class Trial:
         core.step(wanted)
         self.note(before)
         core.end()
+        # What a save has had moved to the other home is no longer that which others hold.
+        self.held = {g: home for g, home in self.held.items() if home is self.homes[g]}
+        self.use_held()
         if self.elsewhere:
             self.lanes.compute.touch(reads=[self.weights[ELSEWHERE]])
             assert self.weights[ELSEWHERE].tolist() == [self.counts[ELSEWHERE]] * 2
@@ -303,7 +310,7 @@ class Trial:
             for g in order:
                 assert self.updates.place(g).tolist() == [self.counts[g]] * 2 or g in self.streams
         for g in sorted(self.holders):
-            if self.overlap == "step" and self.marks[g].exposed:
+            if self.marks[g].exposed:
                 self.lanes.world.check("host", self.lanes.world.host, [self.weights[g]], [])
                 assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
         if rng.random() < 0.3:
@@ -325,6 +332,8 @@ class Trial:
         """Somebody reads homes on the host, and may write them, at once or later."""
         chosen = [bucket for bucket in self.core.buckets if self.random.random() < 0.5]
         self.core.wait_home(bucket.state for bucket in chosen)
+        taken = [bucket.number for bucket in chosen if self.random.random() < 0.4 and bucket.state.exists]
+        self.held |= {g: self.homes[g] for g in taken}
         for bucket in chosen:
             self.check_home(bucket.number)
             if self.random.random() < 0.5 and bucket.state.exists:
@@ -338,6 +347,18 @@ class Trial:
             if self.random.random() < 0.3:
                 self.core.wait_home([self.marks[g]])
                 self.look_at_weights(g)
+
+    def use_held(self) -> None:
+        """Others read homes over which they have tensors, or write them in a way that counts no version, or let go."""
+        for g, home in [*self.held.items()]:
+            if home.data_ptr() in self.reading:
+                continue  # a write would spoil a save, and is told
+            written = 100 if self.random.random() < 0.2 else 0
+            self.lanes.world.on_host(lambda home=home, written=written: home.view(torch.int64).add_(written), [home])
+            self.state[g] += written
+            self.check_home(g)
+            if self.random.random() < 0.1:
+                del self.held[g]
 
     def look_at_weights(self, g: int) -> None:
         """Somebody reads the home of parameters on the host, and may write it."""

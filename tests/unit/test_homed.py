@@ -1,6 +1,7 @@
 """Parameters whose home is on another device than their mesh says, here with ``meta`` in place of an accelerator."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def test_a_gradient_made_from_host_memory_goes_to_the_device(mesh: DeviceMesh) -
     param = nn.Parameter(on_the_mesh(torch.empty(3, 2, device="meta"), mesh))
     home = torch.ones(3, 2)
     param._local_tensor = home  # type: ignore[attr-defined]
-    put_home(param, home, lambda _: None)
+    put_home(param, home, lambda _: nullcontext())
     param.grad = torch.zeros_like(param)
     assert param.grad.device.type == "meta"
     assert local_shard(param.grad).shape == (3, 2)
