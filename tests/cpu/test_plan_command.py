@@ -38,6 +38,17 @@ def test_the_table_says_what_its_words_mean_and_why_faster_rows_are_passed_over(
     assert "gathers" not in explained  # which the table does not say
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_where_nothing_is_offloaded_recomputed_blocks_are_named(checkpointing: str) -> None:
+    """In the memory that offload frees, blocks may not need to be recomputed: that can be faster."""
+    asked = ["Llama-3.1-8B", "--tokens-per-step", "32768", "--ranks", "8", "--checkpointing", checkpointing]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0
+    assert "Best: no offload, with " in result.stdout
+    assert "no policy is more than 1 % faster" in result.stdout
+    assert ("Compare --checkpointing none" in result.stdout) == (checkpointing == "full")
+
+
 def test_exit_code_one_where_nothing_fits() -> None:
     result = CliRunner().invoke(app, [*QWEN, "--device-gb", "2"])
     assert result.exit_code == 1
