@@ -213,13 +213,13 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
         TypeError: it is no optimizer, and holds none.
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
-    target, *others = optimizers_in(optimizer, "offload_report") or [None]
-    if others or not isinstance(target, OffloadedOptimizer):
+    found = optimizers_in(optimizer, "offload_report")
+    if len(found) != 1 or not isinstance(found[0], OffloadedOptimizer):
         raise RuntimeError(
             f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded, or holds several optimizers. "
             "Call offload_optimizer() first, and give one at a time, as in chained_optimizers."
         )
-    return target.offload_report()
+    return found[0].offload_report()
 
 
 def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:

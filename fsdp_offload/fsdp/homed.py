@@ -188,7 +188,7 @@ class ShardedParameter:
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
         """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
         stand_in = put_home(self.param, local, self.wait, stand_in)
-        self._fsdp_param.__class__ = _reading_the_slot(type(self._fsdp_param))  # stays: it is right for others, too
+        self._fsdp_param.__class__ = _reading_the_slot(type(self._fsdp_param))  # type: ignore[arg-type]  # has a hash
         self._point_at(local)
         return stand_in
 
@@ -221,7 +221,10 @@ class ShardedParameter:
 
 
 class _ReadsTheSlot:
-    """Base put before ``FSDPParam``: each gather asks the local tensor for methods, and must not wait for its home."""
+    """Base put before ``FSDPParam``: each gather asks the local tensor for methods, and must not wait for its home.
+
+    It is right for every parameter, and stays when one leaves the host.
+    """
 
     sharded_param: Tensor
 
