@@ -170,7 +170,7 @@ def test_waking_another_module_than_sleeps_is_refused() -> None:
     other.head.weight = model.embed.weight
     offload_model(model)
     for one in (model.body, other):
-        with pytest.raises(RuntimeError, match="asleep because offload_model.. was called with another module"):
+        with pytest.raises(RuntimeError, match=r"asleep because offload_model\(\) was called with another module"):
             reload_model(one)
     reload_model(model)
     for one in (model, model.body, other):
