@@ -202,8 +202,7 @@ def is_offloaded(optimizer: Optimizer | Sequence[Optimizer]) -> bool:
     Raises:
         TypeError: it is no optimizer, holds none, and is no list of optimizers.
     """
-    found = optimizers_in(optimizer, "is_offloaded")
-    return bool(found) and all(attachment_of(one) is not None for one in found)
+    return all(attachment_of(one) is not None for one in optimizers_in(optimizer, "is_offloaded"))
 
 
 def offload_report(optimizer: Optimizer) -> OffloadReport:

@@ -154,12 +154,12 @@ def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     """
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     found = [unwrap(part) for each in several for part in parts_of(each)]
-    for one in found:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"{function}: expected a torch.optim.Optimizer, one of Megatron's that holds some, or a list of them, "
-                f"got {type(one).__name__}. Write {function}(optimizer)."
-            )
+    wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
+    if wrong or not found:
+        raise TypeError(
+            f"{function}: expected a torch.optim.Optimizer, a list of them, or one of Megatron's that holds some, got "
+            f"{wrong[0] if wrong else 'an empty list'}. Write {function}(optimizer)."
+        )
     return list(dict.fromkeys(found))
 
 

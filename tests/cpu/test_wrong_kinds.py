@@ -39,6 +39,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dict": lambda: {"a": offloaded()},
     "generator": lambda: (one for one in [offloaded()]),
     "parameters": lambda: list(nn.Linear(5, 3).parameters()),
+    "empty list": list,
     "models": lambda: [nn.Linear(5, 3)],
     "nested": lambda: [[offloaded()]],
     "plain": plain,
@@ -101,7 +102,10 @@ CALLS: dict[str, tuple[set[str], Call]] = {
     "plain_values.offload": (ATTACHED, lambda call, x: call(x, None, None)),
     "plain_values.model_of": ({"plain", "offloaded"}, lambda call, x: call(x, [])),
     "plain_values.metrics_of": (PLAIN | {"offloaded", "tuple", "scheduler"}, lambda call, x: call(x)),
-    "plain_values.metrics_of_each": ({"plain list", "list", "tuple", "nested"}, lambda call, x: call(x, "{}")),
+    "plain_values.metrics_of_each": (
+        {"plain list", "list", "tuple", "nested", "empty list"},
+        lambda call, x: call(x, "{}"),
+    ),
     "torchtitan.offloaded": (set(), lambda call, x: call(x)),
     "torchtitan.offload_container": (set(), lambda call, x: call(x)),
     "torchtitan.metrics_of_container": (set(), lambda call, x: call(x)),
@@ -164,4 +168,3 @@ def test_a_list_is_offloaded_if_all_in_it_are() -> None:
     assert isinstance(one, OffloadedOptimizer)
     assert is_offloaded([one])
     assert not is_offloaded([one, other])
-    assert not is_offloaded([])
