@@ -153,7 +153,7 @@ def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     A TypeError says that ``function`` takes no other objects.
     """
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    found = [unwrap(part) for each in several for part in parts_of(each)]
+    found: list[Any] = [unwrap(part) for each in several for part in parts_of(each)]
     wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
     if wrong or not found:
         raise TypeError(
