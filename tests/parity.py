@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.engine import updates
+from fsdp_offload.fsdp.dtensor import local_shard
 
 SMALL = OffloadPolicy(bucket_bytes=2048)
 """So little that the models below have many buckets, and every parameter above 256 elements of Adam's is cut."""
@@ -248,7 +249,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def leaves(value: Tensor) -> list[Tensor]:
     """The plain tensors inside a DTensor or another wrapper."""
     if isinstance(value, DTensor):
-        return leaves(value._local_tensor)
+        return leaves(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
         inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
         return [leaf for part in inner if isinstance(part, Tensor) for leaf in leaves(part)]
@@ -256,7 +257,7 @@ def leaves(value: Tensor) -> list[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_shard(tensor)
 
 
 def host_copy(value: Any) -> Any:

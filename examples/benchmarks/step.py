@@ -100,7 +100,7 @@ def measure(
         state_bytes=report.memory.host_state_bytes,
         state_bytes_per_param=report.memory.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
         host_bytes=report.memory.host_bytes,
-        buckets=report.kept.buckets,
+        buckets=report.kept.moving_buckets,
         ring_bytes=report.memory.device_bytes,
         two_way_gb_per_s=rate,
         copy_ms=moved / rate / 1e6,

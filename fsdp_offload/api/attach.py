@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cpu_update import HostUpdates
-from ..engine.engine import Engine, find_offloaded
+from ..engine.engine import Engine
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
 from ..fsdp.fully_shard import parameter_names
@@ -36,7 +36,7 @@ from .wrapped import (
     is_wrapped,
     masters_in,
     offloaded,
-    parts_of,
+    optimizers_in,
     redirect_captured_step,
     saves_all_masters,
     states_of,
@@ -168,9 +168,10 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
 
     Raises:
+        TypeError: it is no optimizer, holds none, and is no list of optimizers.
         RuntimeError: it is not offloaded, a step of it is running, or an exception has left its state half updated.
     """
-    targets = list(map(unwrap, parts_of(optimizer)))
+    targets = optimizers_in(optimizer, "remove_offload")
     for target in targets:
         if (attachment := attachment_of(target)) is None:
             raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
@@ -195,32 +196,40 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     return optimizer
 
 
-def is_offloaded(optimizer: Optimizer) -> bool:
-    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for those that a framework wraps."""
-    return all(find_offloaded(part) is not None for part in parts_of(optimizer))
+def is_offloaded(optimizer: Optimizer | Sequence[Optimizer]) -> bool:
+    """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for all in a wrapper or a list.
+
+    Raises:
+        TypeError: it is no optimizer, holds none, and is no list of optimizers.
+    """
+    return all(attachment_of(one) is not None for one in optimizers_in(optimizer, "is_offloaded"))
 
 
 def offload_report(optimizer: Optimizer) -> OffloadReport:
     """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
 
     Raises:
+        TypeError: it is no optimizer, and holds none.
         RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
     """
-    target, *others = map(find_offloaded, parts_of(optimizer))
-    if others or not isinstance(target, OffloadedOptimizer):
+    found = optimizers_in(optimizer, "offload_report")
+    if len(found) != 1 or not isinstance(found[0], OffloadedOptimizer):
         raise RuntimeError(
             f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded, or holds several optimizers. "
             "Call offload_optimizer() first, and give one at a time, as in chained_optimizers."
         )
-    return target.offload_report()
+    return found[0].offload_report()
 
 
-def synchronize(optimizer: Optimizer) -> None:
-    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain, all of it.
+def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain or list, all.
 
     Nothing where it is not offloaded: a plain optimizer has nothing under way.
+
+    Raises:
+        TypeError: it is no optimizer, holds none, and is no list of optimizers.
     """
-    for target in map(find_offloaded, parts_of(optimizer)):
+    for target in optimizers_in(optimizer, "synchronize"):
         if isinstance(target, OffloadedOptimizer):
             target.synchronize()
 

@@ -52,14 +52,17 @@ def refuse(sentences: Iterable[str]) -> None:
 
 
 def wrong_with_holder(holder: Any) -> Iterator[str]:
-    """Megatron's optimizers whose config offloads the same state; ``holder`` has one of torch's."""
+    """Megatron's optimizers that offload the same state themselves; ``holder`` has one of torch's."""
     config = getattr(holder, "config", None)
     if getattr(config, "optimizer_cpu_offload", False):
         yield _updated_on_host(getattr(config, "optimizer_offload_fraction", 1.0))
-    if getattr(config, "offload_optimizer_states", False):
+    # Its branch dev turns the first flag into the second.
+    flags = "offload_optimizer_states", "chunked_optimizer_state_offload"
+    has_own = getattr(holder, "_optimizer_state_offloader", None) is not None
+    if has_own or any(getattr(config, flag, False) for flag in flags):
         yield (
-            "Megatron's offload_optimizer_states=True (--offload-optimizer-states) moves the same state. Leave it off; "
-            "offload_states(), release_states() and reload_before() do the same for an offloaded optimizer."
+            f"Megatron's {' or '.join(flags)} moves the same state. Leave both off; offload_states(), release_states() "
+            "and reload_before() do the same for an offloaded optimizer."
         )
 
 

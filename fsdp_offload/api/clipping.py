@@ -56,8 +56,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or the backward has used up gradients, since
             this function was not called from the first step on, or not all of them fit on the device.
     """
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    inner = list(dict.fromkeys(one for each in several for one in optimizers_in(each)))
+    inner = optimizers_in(optimizer, "clip_grad_norm_")
     return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
 
 
@@ -71,7 +70,7 @@ def clip_in_order(
     foreach: bool | None = None,
 ) -> Tensor:
     """Clip as :func:`clip_grad_norm_`, in the order that a framework has: ``params`` are those of ``optimizers``."""
-    inner = (one for each in optimizers for one in optimizers_in(each))
+    inner = optimizers_in(list(optimizers), "clip_grad_norm_")
     guesses = [attachment.engine.guesses for attachment in map(attachment_of, inner) if attachment is not None]
     for one in guesses:
         one.announce()

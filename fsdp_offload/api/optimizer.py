@@ -34,9 +34,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     _plain_class: type[Optimizer]  # the optimizer's own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        plain = getattr(self, "_plain_class", torch.optim.AdamW)
         raise TypeError(
             f"{type(self).__name__} is made by offload_optimizer() out of an existing optimizer; build one of the "
-            f"class {self._plain_class.__name__} and attach it."
+            f"class {plain.__name__} and attach it."
         )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

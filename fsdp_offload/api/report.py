@@ -92,12 +92,13 @@ class KeptRecord:
     """State and parameters that stay on the device between their uses, and the rest, which moves.
 
     Attributes:
-        buckets: Pieces of state that are not kept.
+        buckets, moving_buckets: Pieces of state that are kept, and that are not.
         moving_bytes: State, and parameters for gathers, that are not kept; padding included.
         reason: A sentence that says how much is kept, and why.
     """
 
     buckets: int
+    moving_buckets: int
     moving_bytes: int
     reason: str
 
@@ -207,11 +208,13 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         device_bytes=engine.staging_bytes(),
         device_peak_bytes=None if on_cpu else torch.accelerator.max_memory_allocated(engine.device),
     )
-    stays = f"{sum(item.kept for item in state)} of {len(state)} buckets are kept on the device"
+    kept_buckets = sum(item.kept for item in state)
+    stays = f"{kept_buckets} of {len(state)} buckets are kept on the device"
     groups = f", {sum(item.kept for item in weights)} of {len(weights)} groups of parameters" if weights else ""
     found = f" ({engine.room.sentence})" if engine.room is not None and engine.room.sentence else ""
     kept = KeptRecord(
-        buckets=sum(not item.kept for item in state),
+        buckets=kept_buckets,
+        moving_buckets=len(state) - kept_buckets,
         moving_bytes=sum(item.nbytes for item in (*state, *weights) if not item.kept),
         reason=f"device_bytes={engine.policy.device_bytes!r}: {stays}{groups}{found}.",
     )

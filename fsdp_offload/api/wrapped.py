@@ -147,14 +147,20 @@ def parts_of(optimizer: Any) -> list[Any]:
     return list(holders_in(optimizer)) or [optimizer]
 
 
-def optimizers_in(optimizer: Any) -> list[Optimizer]:
-    """List the optimizers of torch inside ``optimizer``, in order, each once; a TypeError says that there are none."""
-    found = [unwrap(part) for part in parts_of(optimizer)]
-    if not isinstance(found[0], Optimizer):
+def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
+    """List the optimizers of torch inside ``optimizer``, or inside a list, in order, each once.
+
+    A TypeError says that ``function`` takes no other objects.
+    """
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    found: list[Any] = [unwrap(part) for each in several for part in parts_of(each)]
+    wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
+    if wrong or not found:
         raise TypeError(
-            f"expected a torch.optim.Optimizer, or one of Megatron's that holds some, got {type(optimizer).__name__}."
+            f"{function}: expected a torch.optim.Optimizer, a list of them, or one of Megatron's that holds some, got "
+            f"{wrong[0] if wrong else 'an empty list'}. Write {function}(optimizer)."
         )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
@@ -177,7 +183,7 @@ def saves_all_masters(holder: Any) -> bool:
 
 
 def offload_states(optimizer: Any) -> None:
-    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``: Megatron's, or a chain of them.
+    """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``: Megatron's, a chain, or a list of them.
 
     fp32 masters that are parameters of Megatron's inner optimizer leave with the state; they may be used until
     :func:`release_states`. A TypeError says that one of the optimizers is not offloaded, here and below.
@@ -202,7 +208,7 @@ def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
 
 
 def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
-    found = optimizers_in(optimizer)
+    found = optimizers_in(optimizer, function)
     for inner in found:
         if attachment_of(inner) is None:
             raise TypeError(
@@ -231,8 +237,10 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
         The hook for the loop to call.
 
     Raises:
-        TypeError: an optimizer is not offloaded.
+        TypeError: an optimizer is not offloaded, or ``callback`` cannot be called.
     """
+    if not (callback is None or callable(callback)):
+        raise TypeError(f"reload_before: expected a hook that can be called, or None, got {type(callback).__name__}.")
     targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def reload_then_call(*args: Any, **kwargs: Any) -> Any:

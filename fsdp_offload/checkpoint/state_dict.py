@@ -153,7 +153,7 @@ def _offloaded(
     """The offloaded optimizers in what a function was given; all of their parameters have a name."""
     given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
     found = []
-    for inner in (inner for wrapped in given for inner in optimizers_in(wrapped)):
+    for inner in optimizers_in(list(given), function):
         one = find_offloaded(inner)
         if one is None:
             raise ValueError(

@@ -15,7 +15,8 @@ Seen in torch 2.11, 2.13 and 2.14.1. Required:
 Without ``FSDPParamGroup``'s ``_HOOKED`` and ``_READ`` (``fully_shard.py``), overlap="forward" and "iteration" are
 refused, and in "step" loads begin in step(). ``OffloadPolicy(parameters=True)`` requires ``FSDPParam``'s ``_READ``
 (``homed.py``), ``_storage_Use_Count``, ``DisableTorchFunctionSubclass``, and ``Module._apply`` through
-``_parameters.items()``, or ``model.to(device)`` fails in the middle even where it changes nothing. Without
+``_parameters.items()``, or ``model.to(device)`` fails in the middle even where it changes nothing; where gathers read
+local tensors in another way than by ``FSDPParam._sharded_local_tensor``, each waits for its parameters' home. Without
 ``DTensor._spec.shard_order`` and ``DeviceMesh._shard_order`` (Megatron-FSDP 0.16.1 sets the latter, and leaves the
 spec's as it was), mesh dimensions are taken from left to right.
 """

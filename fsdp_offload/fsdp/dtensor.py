@@ -85,8 +85,8 @@ def over_local(like: Tensor, local: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return local
-    said = vars(like._local_tensor)
-    if said and local.shape == like._local_tensor.shape and not local.is_meta:
+    said = vars(local_shard(like))
+    if said and local.shape == local_shard(like).shape and not local.is_meta:
         for name in _SAYS_CHUNKS & said.keys():
             if not hasattr(local, name):
                 setattr(local, name, said[name])
@@ -171,7 +171,7 @@ def largest_local_numel(tensor: Tensor) -> int:
 
 def is_host_offloaded(param: Tensor) -> bool:
     """Return whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
-    return isinstance(param, DTensor) and param._local_tensor.device.type != param.device_mesh.device_type
+    return isinstance(param, DTensor) and local_shard(param).device.type != param.device_mesh.device_type
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ itself that it is there, and torch refuses to make a view of it: the new tensor 
 the parameter are given a stand-in, a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
 
 ``fully_shard`` gathers ``FSDPParam._sharded_param_data``, the shard as a flat tensor, padded to the size of the largest
-one; everybody else reads the DTensor ``sharded_param`` through its ``_local_tensor`` (:class:`ShardedParameter`).
+one (:class:`ShardedParameter`). Others read ``param._local_tensor``: an alias of the home, once that is up to date.
 
 ``model.to()`` and ``load_state_dict(assign=True)`` put another tensor in a parameter's place, on the device, which no
 update reaches. A conversion that changes nothing passes such parameters by, and any other one is refused before it has
 begun (:func:`keep_in_place`).
 """
 
+import functools
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .dtensor import STAND_IN, another, call_counted, local_shard, over_local
+from .dtensor import LOCAL, STAND_IN, another, call_counted, local_shard, over_local
 from .guard import Guard
 
 _LOOK = "_fsdp_offload_look"
@@ -62,7 +63,10 @@ class _Homed(Guard):
         return getattr(other, name)(*args, **kwargs)
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """As for other guards; a gradient made from host memory, as DCP makes zeros, goes to where autograd's are."""
+        """As for other guards; a gradient made from host memory, as DCP makes zeros, goes to where autograd's are.
+
+        Megatron, Transformer Engine and torchao read ``_local_tensor``, which is no torch function.
+        """
         made: Any = super().derive(cls)
         grad: property = made.grad
 
@@ -72,6 +76,11 @@ class _Homed(Guard):
             grad.__set__(param, value)
 
         made.grad = grad.setter(put)
+
+        def alias(param: Tensor) -> Tensor:
+            return local_shard(_stand_in_for(param, Tensor.detach)).detach()
+
+        made._local_tensor = property(alias, LOCAL.__set__)
         return cast("type[Tensor]", made)
 
 
@@ -177,6 +186,7 @@ class ShardedParameter:
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
         """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
         stand_in = put_home(self.param, local, self.look, stand_in)
+        self._fsdp_param.__class__ = _reading_the_slot(type(self._fsdp_param))  # type: ignore[arg-type]  # has a hash
         self._point_at(local)
         return stand_in
 
@@ -206,6 +216,24 @@ class ShardedParameter:
     def take_back(self) -> None:
         """Let gathers read the shard itself again."""
         self.lend(local_shard(self.param).view(-1))
+
+
+class _ReadsTheSlot:
+    """Base put before ``FSDPParam``: each gather asks the local tensor for methods, and must not wait for its home.
+
+    It is right for every parameter, and stays when one leaves the host.
+    """
+
+    sharded_param: Tensor
+
+    @property
+    def _sharded_local_tensor(self) -> Tensor:
+        return local_shard(self.sharded_param)
+
+
+@functools.cache
+def _reading_the_slot(cls: type) -> type:
+    return cls if issubclass(cls, _ReadsTheSlot) else type(cls.__name__, (_ReadsTheSlot, cls), {})
 
 
 _READ = (

@@ -39,6 +39,11 @@ def prepare(
     """
     if any(isinstance(each, OffloadPolicy | Mapping) for each in objects):
         raise TypeError("prepare() takes the policy by its name: prepare(accelerator, model, optimizer, policy=...).")
+    if not any(isinstance(each, Optimizer) for each in objects):
+        raise TypeError(
+            "prepare() offloads the optimizers among its objects, and there is none. Write "
+            "model, optimizer = prepare(accelerator, model, optimizer); for others there is accelerator.prepare()."
+        )
     policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
     prepared = accelerator.prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else [prepared]
@@ -52,8 +57,10 @@ def prepare(
 
 def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """Let ``accelerator.clip_grad_norm_`` clip the parameters of ``optimizer``, all together, by our function."""
+    if not is_offloaded(optimizer):
+        raise TypeError(f"clip_with: this {type(optimizer).__name__} is not offloaded; call offload_optimizer() first.")
     theirs, known = accelerator.clip_grad_norm_, weakref.ref(optimizer)
-    if not is_offloaded(optimizer) or getattr(theirs, "_clips", None) == known:
+    if getattr(theirs, "_clips", None) == known:
         return
 
     @functools.wraps(theirs)

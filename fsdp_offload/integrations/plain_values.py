@@ -27,8 +27,8 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
         ValueError: there is no field of that name, in ``values`` or in the environment.
         TypeError, ValueError: a field does not take that value.
     """
-    if isinstance(values, OffloadPolicy):
-        return values
+    if not isinstance(values, Mapping | None):
+        return as_policy(values)
     said = {
         name.removeprefix(_PREFIX).lower(): text
         for name, text in os.environ.items()

@@ -15,6 +15,7 @@ from torch import nn
 from ..fsdp.dtensor import local_shard
 from ..fsdp.fully_shard import give_memory, sharding_groups
 from ..policy import listed
+from .sleep import check_is_module
 
 
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
@@ -32,10 +33,14 @@ def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], o
             checkpoint that is loaded next.
 
     Raises:
+        TypeError: ``model`` is no module, or ``initialize`` cannot be called. Nothing has been changed.
         ValueError: a module on the meta device is in no group of ``fully_shard``, or has no ``reset_parameters()``.
             Nothing has been changed.
         NotImplementedError: this torch's ``fully_shard`` keeps shards in another way.
     """
+    check_is_module(model, "materialize_on_host")
+    if not (initialize is None or callable(initialize)):
+        raise TypeError(f"materialize_on_host: initialize must be a function, got {type(initialize).__name__}.")
     sharded = {place: one for group in sharding_groups(model) for one in group.sharded() for place in one.places()}
     names = {module: name or "the model" for name, module in model.named_modules()}
     modules = [

@@ -162,10 +162,12 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         Bytes that have left the device.
 
     Raises:
+        TypeError: it is no module.
         ValueError: ``gradients`` is something else, or the model is on several accelerators.
         MemoryError: there is not enough host memory. Nothing has been changed.
         RuntimeError: the driver refuses to page-lock the memory. Nothing has been changed.
     """
+    check_is_module(model, "offload_model")
     if gradients not in ("offload", "drop"):
         raise ValueError(f"offload_model: gradients must be 'offload' or 'drop', got {gradients!r}.")
     if _SLEEP in model.__dict__:
@@ -223,9 +225,17 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
             for the copies then.
 
     Raises:
+        TypeError: it is no module.
+        RuntimeError: it is asleep as a part of another model, or has a part that is asleep by itself.
         torch.OutOfMemoryError: the device's memory is not free yet (on the CPU a ``RuntimeError``). The model is still
             asleep, and it can be called again.
     """
+    check_is_module(model, "reload_model")
+    if _SLEEP not in model.__dict__ and is_asleep(model):
+        raise RuntimeError(
+            f"reload_model: parameters of this {type(model).__name__} are asleep because offload_model() was called "
+            "with another module. Call reload_model() with that one."
+        )
     if _SLEEP in model.__dict__:
         parking = _parkings[model]
         parking.wait(parking.load())
@@ -234,6 +244,15 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         del model.__dict__[_SLEEP]  # last: after an interrupt, another call goes on
     if free_host_memory and model in _parkings:
         _parkings[model].region = None  # which waits for the device before it lets go of its pages
+
+
+def check_is_module(model: object, function: str) -> None:
+    """Refuse what is no module, with a TypeError of ``function``."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function}: expected a torch.nn.Module, got {type(model).__name__}. Write {function}(model). Optimizers "
+            "have offload_states() and reload_states()."
+        )
 
 
 def is_asleep(model: nn.Module) -> bool:

@@ -230,7 +230,7 @@ def test_host_memory_is_counted_and_asked_for(mesh: DeviceMesh) -> None:
         assert ("to take a step back needs" in str(report)) != guessed
         param_bytes = sum(param.to_local().nbytes for param in loops[1].params)
         padding_bytes = report.memory.host_bytes - 2 * state_bytes - param_bytes
-        assert not guessed or 0 <= padding_bytes < 64 * report.kept.buckets * 16
+        assert not guessed or 0 <= padding_bytes < 64 * report.kept.moving_buckets * 16
 
 
 @EVERYWHERE

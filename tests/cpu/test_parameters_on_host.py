@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import add_masters, remove_offload, synchronize
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.optim import pinned_implementations
@@ -101,6 +101,39 @@ def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
         assert torch.equal((other * 2).to_local(), (one * 2).to_local())
         with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
             other.data = torch.zeros_like(other)
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("staying", [0, 4 * 8192, 1 << 20])
+def test_local_tensors_are_new_after_a_step(mesh: DeviceMesh, fields: dict[str, Any], staying: int) -> None:
+    """Megatron, Transformer Engine and torchao read them past torch's functions, and some write them."""
+    plain, loop = pair(mesh, on_host(fields, staying=staying))
+
+    def reads(loop: Loop, step: int) -> None:
+        loop.backward(step)
+        loop.step()
+        locals_ = [param._local_tensor for param in loop.params]
+        loop.seen += [local.double().sum().item() for local in (*earlier.get(loop, ()), *locals_)]
+        if step % 3 == 1:
+            with torch.no_grad():
+                locals_[step].mul_(0.9)
+        if "overlap" not in fields:  # what was taken stays valid, as to_local() does
+            earlier[loop] = locals_
+
+    earlier: dict[Loop, list[Tensor]] = {}
+    assert_same_each_step(plain, loop, 6, reads)
+
+
+def test_gathers_do_not_look_at_local_tensors(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fully_shard`` asks them for methods in each gather: a look would wait there, and load the group again."""
+    loop = Loop(mesh, adamw, on_host({"overlap": "forward"}))
+    loop.train(2)
+    looks: list[Tensor] = []
+    monkeypatch.setattr(Engine, "wait_parameter_home", lambda engine, param: looks.append(param))
+    loop.train(2, first=2)
+    assert looks == []
+    assert all(param._local_tensor is not None for param in loop.params)
+    assert looks == loop.params
 
 
 CONVERSIONS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {

@@ -165,6 +165,18 @@ def test_parts_and_models_that_share_a_parameter_sleep_by_themselves() -> None:
     assert_same(snapshot(other), before[1])
 
 
+def test_waking_another_module_than_sleeps_is_refused() -> None:
+    model, other = make(0), make(1)
+    other.head.weight = model.embed.weight
+    offload_model(model)
+    for one in (model.body, other):
+        with pytest.raises(RuntimeError, match=r"asleep because offload_model\(\) was called with another module"):
+            reload_model(one)
+    reload_model(model)
+    for one in (model, model.body, other):
+        reload_model(one)  # all are awake
+
+
 def test_inference_mode_changes_nothing() -> None:
     model = make()
     before = snapshot(model)

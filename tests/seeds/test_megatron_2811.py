@@ -6,8 +6,11 @@ FusedAdam, otherwise around the reference of its Python contract. Those after th
 
 import contextlib
 import copy
+import dataclasses
 import functools
+import importlib.util
 import itertools
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -256,11 +259,61 @@ def test_masters_are_right_until_the_release_and_refused_after_it() -> None:
     train((on, off), 1)
 
 
-@pytest.mark.parametrize("flag", ["offload_optimizer_states", "optimizer_cpu_offload"])
-def test_megatrons_own_flags_beside_ours_are_refused(flag: str) -> None:
+DEV = json.loads(Path(__file__).with_name("megatron_dev_config.json").read_text(encoding="utf-8"))
+"""``OptimizerConfig`` of Megatron-LM's branch dev: fields with their defaults, and flags that it exchanges."""
+
+
+def as_given(**flags: Any) -> Any:
+    """A config before the branch dev exchanged flags."""
+    return SimpleNamespace(**flags)
+
+
+def from_data(**flags: Any) -> Any:
+    """The branch dev's, as ``__post_init__`` leaves it."""
+    exchanged = {DEV["becomes"].get(name, name): value for name, value in flags.items()}
+    assert exchanged.keys() <= DEV["fields"].keys()
+    return SimpleNamespace(**DEV["fields"] | exchanged)
+
+
+def from_source(**flags: Any) -> Any:
+    """The branch dev's own class, out of a checkout; what it imports comes from the megatron-core that is installed."""
+    checkout = os.environ.get("FSDP_OFFLOAD_TEST_MEGATRON_DEV")
+    if checkout is None:
+        pytest.skip("FSDP_OFFLOAD_TEST_MEGATRON_DEV names no checkout of Megatron-LM's branch dev")
+    path = Path(checkout, "megatron/core/optimizer/optimizer_config.py")
+    spec = importlib.util.spec_from_file_location("megatron.core.optimizer.config_of_dev", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    as_text = {field.name: str(field.default) for field in dataclasses.fields(module.OptimizerConfig)}
+    assert as_text == {name: str(value) for name, value in DEV["fields"].items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that the flag is deprecated
+        return module.OptimizerConfig(use_distributed_optimizer=True, **flags)
+
+
+OFFLOADS = [name for name, default in DEV["fields"].items() if "offload" in name and default is False]
+OFFLOADS.remove("use_torch_optimizer_for_cpu_offload")  # with optimizer_cpu_offload alone
+
+
+@pytest.mark.parametrize("config_of", [as_given, from_data, from_source])
+@pytest.mark.parametrize("flag", OFFLOADS)
+def test_megatrons_own_flags_beside_ours_are_refused(config_of: Callable[..., Any], flag: str) -> None:
     """Its reviewers asked for an assert: two offloads at once would both move the state."""
     loop = Loop(False)
-    loop.experts.config = SimpleNamespace(**{flag: True})
+    loop.experts.config = config_of(**{flag: True})
     with pytest.raises(ValueError, match=flag):
         offload_optimizer(loop.optimizer, policy=STAYING)
     assert not is_offloaded(loop.dense)
+    loop.experts.config = config_of()
+    offload_optimizer(loop.optimizer, policy=STAYING)
+    assert is_offloaded(loop.optimizer)
+
+
+def test_megatrons_own_offloader_beside_ours_is_refused() -> None:
+    """Whatever flags have made it."""
+    loop = Loop(False)
+    loop.dense._optimizer_state_offloader = object()
+    with pytest.raises(ValueError, match="Leave both off"):
+        offload_optimizer(loop.optimizer, policy=STAYING)
+    loop.dense._optimizer_state_offloader = None
+    offload_optimizer(loop.optimizer, policy=STAYING)
