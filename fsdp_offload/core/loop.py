@@ -342,7 +342,7 @@ class Core:
     def _settle_held(self, items: Iterable[Item]) -> None:
         """End the step for those who hold tensors over homes: what they see changes in ``step()`` only, as plain's."""
         for item in items:
-            if item.exposed and item.at_home is not None and item.stays_home():
+            if item.exposed and item.at_home is not None:
                 item.at_home.synchronize()  # R2, on the host: they may read and write the home from now on
                 if item not in self._of_weights:
                     self.cache.drop(item)  # not every write counts a version: the next step() loads the home again
@@ -437,7 +437,7 @@ class Core:
 
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
-        bucket.state.exists, bucket.state.exposed = True, bucket.state.stays_home()
+        bucket.state.exists = True
         bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
         for item in bucket.weights:
             item.beside[bucket.number] = mark

@@ -194,7 +194,7 @@ class Engine:
             home=home,
             version=lambda: versions_of(home for shard in shards for home in shard.sides),
             exists=False,
-            is_held=partial(self.lending.is_held, planned),
+            is_held=partial(self.lending.is_held, number),
         )
         self.lending.serve(planned, item)
         groups = tuple(dict.fromkeys(self.together.get(shard.param, ELSEWHERE) for shard in shards))
@@ -269,6 +269,7 @@ class Engine:
             raise
         ended, guesses.ended = guesses.ended, set()
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
+        self._see_who_holds()
         if not core.begun:
             guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
             updates.start(optimizer, states, kwargs)
@@ -296,6 +297,14 @@ class Engine:
             guesses.step_ended(scaler_decides(optimizer, kwargs))
         self._measure(repeats and not new and core.cache.nbytes == made)
         return bool(wanted)
+
+    def _see_who_holds(self) -> None:
+        """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
+        looked_at = [bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.exposed]
+        if self.host is not None and looked_at and not self.core.begun:
+            self.host.wait_quietly()
+            for item in looked_at:
+                item.exposed = item.stays_home()
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
@@ -377,6 +386,7 @@ class Engine:
     ) -> None:
         """Gradients of a group, which has ``params``, have been reduced: load, and update what may be updated."""
         core = self.core
+        self._see_who_holds()
         self.guesses.note(params)
         core.away = False
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken

@@ -345,7 +345,7 @@ class Plan:
         for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
             shard = planned.arena.shards[piece.shard]
             if shard.on_host:
-                values = shard.values_at(shard.side, piece.start, piece.stop)
+                values = {}  # each update finds out which home it is
             else:
                 # Optimizers of others may look at storages; those of torch that work on local tensors do not.
                 apart = not (self._layouts.capabilities.known and shard.on_locals)
@@ -453,8 +453,9 @@ class Lending:
 
     # Homes over which others hold tensors -----------------------------------------------------------------------------
 
-    def is_held(self, planned: PlannedBucket[StateShard]) -> bool:
+    def is_held(self, number: int) -> bool:
         """Return whether others hold tensors over the homes of a bucket, or entries of ``optimizer.state``."""
+        planned = self._plan[number]
         users, copies = self.entries(), self.guessing
         stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
         return any(

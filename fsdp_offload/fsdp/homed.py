@@ -78,7 +78,7 @@ class _Homed(Guard):
         made.grad = grad.setter(put)
 
         def alias(param: Tensor) -> Tensor:
-            return local_shard(_stand_in_for(param, Tensor.detach)).detach()
+            return local_shard(_stand_in_for(param, Tensor.detach))
 
         made._local_tensor = property(alias, LOCAL.__set__)
         return cast("type[Tensor]", made)

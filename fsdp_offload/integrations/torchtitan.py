@@ -26,8 +26,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..api.wrapped import attached
-from ..api.wrapped import offloaded as all_offloaded
 from ..checkpoint import ArenaStager
 from ..policy import OffloadPolicy
 from ..state.layout import params_of
@@ -78,7 +76,6 @@ def offload_container(
         offload(optimizer, model_of(optimizer, container.model_parts), policy)
     _containers.add(container)
     titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
-    CheckpointManager.dcp_save = _save
     return container
 
 
@@ -105,19 +102,6 @@ def _clip(
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
     theirs: Tensor = _clip_as_torchtitan(given, max_norm, *args, pp_mesh=pp_mesh, ep_enabled=ep_enabled, **options)
     return theirs
-
-
-_save_as_torchtitan = CheckpointManager.dcp_save
-
-
-@functools.wraps(_save_as_torchtitan)
-def _save(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
-    """Save as theirs, and wait until it is staged if a backward updates: trainers wait no sooner than ``step()``."""
-    saved = _save_as_torchtitan(manager, *args, **kwargs)
-    in_backward = (attached(one).engine.policy.updates_in_backward for one in all_offloaded)
-    if isinstance(saved, AsyncSaveResponse) and any(in_backward):
-        saved.staging_completion.result()
-    return saved
 
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_as_torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,7 +120,12 @@ def test_a_write_into_a_home_that_a_save_has_left_is_told(mesh: DeviceMesh) -> N
 
 
 def copies_of(found: Any) -> list[Tensor]:
-    return [leaf.clone() for value in torch.utils._pytree.tree_leaves(found) for leaf in leaves(value)]
+    return [
+        leaf.clone()
+        for value in torch.utils._pytree.tree_leaves(found)
+        if isinstance(value, Tensor)
+        for leaf in leaves(value)
+    ]
 
 
 TAKEN: dict[str, Callable[[Loop], Any]] = {
@@ -176,6 +182,52 @@ def test_what_is_held_changes_in_step_only(mesh: DeviceMesh, take: Any, *, param
         report = offload_report(loop.optimizer)
         assert report.step is not None
         assert not report.step.held_updates
+
+
+class Late(DefaultStager):
+    """torch's stager, whose thread begins late."""
+
+    def __init__(self) -> None:
+        options = {"use_pinned_memory": False, "use_shared_memory": False, "use_non_blocking_copy": False}
+        super().__init__(StagingOptions(use_async_staging=True, **options))
+        self.may_begin = threading.Event()
+
+    def _stage(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.may_begin.wait(60)
+        return super()._stage(*args, **kwargs)
+
+
+@OVERLAPS
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_stager_that_reads_after_its_call_has_returned(
+    mesh: DeviceMesh, overlap: str, *, parameters: bool, clips: bool
+) -> None:
+    """As trainers use it: the state of the call is staged until ``step()``, and the state dict is gone then."""
+    policy = policy_for(random.Random(3), overlap, parameters=parameters)
+    plain, loop = pair(mesh, policy, net=partial(Net, width=16, layers=2))
+    for at in range(7):
+        stager = Late()
+        if at > 3:
+            state_dict: Any = {
+                "model": get_model_state_dict(loop.model),
+                "optimizer": get_as_torch(loop.model, loop.optimizer),
+            }
+            expected = copies_of(state_dict)
+            staged: Any = stager.stage(state_dict)
+            del state_dict
+        for each in (plain, loop):
+            each.backward(at)
+            if clips:
+                clip(each, NEVER)
+        stager.may_begin.set()
+        if at > 3:
+            found = copies_of(staged.result())
+            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        stager.close()
+        for each in (plain, loop):
+            each.step()
+        assert same(plain, loop)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_report
 from fsdp_offload.checkpoint import ArenaStager
@@ -145,27 +140,6 @@ def script(
 @proves("torchtitan's trainer", "torchtitan", TRAINS)
 def test_the_trainers_step_updates_in_the_backward(tmp_path: Path) -> None:
     same_scripts(script, tmp_path, 2, {"plain": {}, "in backward": {"policy": IN_BACKWARD}})
-
-
-@pytest.mark.filterwarnings("ignore:offload_optimizer")
-@pytest.mark.parametrize(("policy", "waits"), [(POLICY, False), (IN_BACKWARD, True)])
-def test_a_save_is_staged_before_a_backward_that_updates(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any], waits: bool
-) -> None:
-    """torchtitan waits for it between the backward and ``step()``. Its stager refuses the CPU."""
-    from torchtitan.components import checkpoint
-
-    model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, mesh=mesh)
-    container = container_of([model], policy)
-    staged: Any = Mock()
-    saved = AsyncSaveResponse(staging_completion=staged, upload_completion=Mock())
-    monkeypatch.setattr(dcp, "async_save", lambda *_, **__: saved)
-    manager = SimpleNamespace(pg=None, stager=None)
-    mode = checkpoint.AsyncMode.ASYNC_WITH_PINNED_MEM
-    assert checkpoint.CheckpointManager.dcp_save(manager, {}, "", mode) is saved
-    assert staged.result.called == waits
-    del container
 
 
 @proves("torchtitan's trainer", "torchtitan", RESUMES, OTHER_RANKS)
