@@ -377,21 +377,23 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: DCP's, if disjoint meshes that offer the same key and offset have the same there."""
-        meshes: dict[_Place, set[int]] = defaultdict(set)
-        ranks: dict[_Place, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))  # by digest
+        offers: dict[_Place, list[tuple[int, bytes, int]]] = defaultdict(list)  # mesh, digest, rank
         for rank, plan in enumerate(all_plans):
             for place, (mesh, digest) in plan.planner_data[1].items():
-                meshes[place].add(mesh)
-                ranks[place][digest].append(rank)
-        # Replicas within one mesh are not compared, as little as those of a mesh of all ranks.
-        mixed = [place for place in ranks if len(ranks[place]) > 1 and len(meshes[place]) > 1]
-        if mixed:
-            named = {key: " and ".join(map(str, ranks[key, offset].values())) for key, offset in mixed}
+                offers[place].append((mesh, digest, rank))
+        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # of a key, by mesh
+        for (key, _), found in offers.items():
+            meshes, digests, _ = map(set, zip(*found, strict=True))
+            if len(meshes) > 1 and len(digests) > 1:  # replicas in one mesh are not compared: on all ranks none are
+                for mesh, _, rank in found:
+                    ranks[key][mesh].add(rank)
+        if ranks:
+            named = (f"{key} (ranks {' and '.join(str(sorted(of[mesh])) for mesh in of)})" for key, of in ranks.items())
             raise ValueError(
-                f"nothing has been written: ranks have different tensors under {len(named)} keys, and a checkpoint "
-                f"keeps one of each: {listed(f'{key} (ranks {differ})' for key, differ in named.items())}. Experts: put "
-                "the expert-parallel rank into the keys, or save each mesh with its process_group and a checkpoint_id "
-                "of its own. State of sharded parameters: let the optimizer keep a DTensor on the parameter's mesh."
+                f"nothing has been written: ranks have different tensors under {len(ranks)} keys, and a checkpoint "
+                f"keeps one of each: {listed(named)}. Experts: put the expert-parallel rank into the keys, or save "
+                "each mesh with its process_group and a checkpoint_id of its own. State of sharded parameters: let the "
+                "optimizer keep a DTensor on the parameter's mesh."
             )
         return super().create_global_plan([dataclasses.replace(p, planner_data=p.planner_data[0]) for p in all_plans])
 
