@@ -197,7 +197,9 @@ def replicas(folder: Path, shard: Callable[[Net], Any], *, by_hand: bool) -> Ite
     if RANKS // 2 not in sizes:
         yield f"meshes of {sizes} ranks"
     state: dict[str, Any] = {"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, optimizer)}
-    if found := refusal(lambda: save(state, checkpoint_id=folder), folder):
+    # Not of an optimizer: each rank has its own, as before.
+    others = {"random": {"state": {"generator": torch.full((5,), dist.get_rank())}}}
+    if found := refusal(lambda: save(state | others, checkpoint_id=folder), folder):
         yield found
         return
     kept = {key: local(value).clone() for key, value in state["model"].items()}
@@ -283,10 +285,10 @@ def rows(part: Tensor) -> Tensor:
 
 def plain_state(folder: Path, name: str) -> Iterator[str]:
     """Refused by the getter, which sees this rank alone, by ``save``, which compares the ranks, or by neither."""
-    kept, seen_by = PLAIN[name]
+    kept, (first, second), seen_by = PLAIN[name]
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 12))
-    fully_shard(net, mesh=mesh(2))
+    net = nn.Sequential(nn.Linear(6, first), nn.Linear(first, second))
+    fully_shard(net, mesh=mesh(dist.get_world_size()))
     optimizer = attach(Rows(net.parameters(), kept), model=net)
     take_step(optimizer, 2)
     if seen_by == "get":
@@ -300,18 +302,21 @@ def plain_state(folder: Path, name: str) -> Iterator[str]:
         yield found or "saved"
 
 
-PLAIN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "a scale for each row": (rows, "get"),
-    "of the shape of the part": (torch.clone, "get"),
-    "in a list": (lambda part: [torch.ones(3), rows(part)], "get"),
-    "a scale for each block": (lambda part: part.flatten()[::5].contiguous(), "save"),
-    "one table, other content on each rank": (lambda _: torch.full((7,), float(dist.get_rank())), "save"),
-    "one table": (lambda _: torch.arange(7.0), ""),
-    "one table, as long as some parts": (lambda _: torch.arange(4.0), ""),
-    "tables of the parameters": (lambda part: torch.arange(float(4 + part.dim())), ""),
-    "a counter": (lambda _: torch.tensor(float(dist.get_rank())), ""),
+UNEVEN, NONE_ON_THE_LAST = (8, 12), (4, 4)  # rows of two layers
+PLAIN: dict[str, tuple[Callable[[Tensor], Any], tuple[int, int], str]] = {
+    "a scale for each row": (rows, UNEVEN, "get"),
+    "a scale for each row, of which one rank has none": (rows, NONE_ON_THE_LAST, "get"),
+    "of the shape of the part": (torch.clone, UNEVEN, "get"),
+    "in a list": (lambda part: [torch.ones(3), rows(part)], UNEVEN, "get"),
+    "a scale for each block": (lambda part: part.flatten()[::5].contiguous(), UNEVEN, "save"),
+    "one table, other content on each rank": (lambda _: torch.full((7,), float(dist.get_rank())), UNEVEN, "save"),
+    "one table": (lambda _: torch.arange(7.0), UNEVEN, ""),
+    "one table, as long as some parts": (lambda _: torch.arange(4.0), UNEVEN, ""),
+    "one table, as long as all parts": (lambda _: torch.arange(2.0), NONE_ON_THE_LAST, ""),
+    "tables of the parameters": (lambda part: torch.arange(float(4 + part.dim())), UNEVEN, ""),
+    "a counter": (lambda _: torch.tensor(float(dist.get_rank())), UNEVEN, ""),
 }
 
 
 def test_plain_state_of_sharded_parameters(tmp_path: Path) -> None:
-    spawn_cases({name: partial(plain_state, tmp_path / name, name) for name in PLAIN}, 2, tmp_path)
+    spawn_cases({name: partial(plain_state, tmp_path / name, name) for name in PLAIN}, 3, tmp_path)
