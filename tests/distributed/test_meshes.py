@@ -302,10 +302,11 @@ def plain_state(folder: Path, name: str) -> Iterator[str]:
         yield found or "saved"
 
 
-UNEVEN, NONE_ON_THE_LAST = (8, 12), (4, 4)  # rows of two layers
+UNEVEN, NONE_ON_THE_LAST, ALL_ON_THE_FIRST = (8, 12), (4, 4), (8, 1)  # rows of two layers
 PLAIN: dict[str, tuple[Callable[[Tensor], Any], tuple[int, int], str]] = {
     "a scale for each row": (rows, UNEVEN, "get"),
     "a scale for each row, of which one rank has none": (rows, NONE_ON_THE_LAST, "get"),
+    "a scale for each row, of which one rank has all": (rows, ALL_ON_THE_FIRST, "get"),
     "of the shape of the part": (torch.clone, UNEVEN, "get"),
     "in a list": (lambda part: [torch.ones(3), rows(part)], UNEVEN, "get"),
     "a scale for each block": (lambda part: part.flatten()[::5].contiguous(), UNEVEN, "save"),
@@ -313,7 +314,7 @@ PLAIN: dict[str, tuple[Callable[[Tensor], Any], tuple[int, int], str]] = {
     "one table": (lambda _: torch.arange(7.0), UNEVEN, ""),
     "one table, as long as some parts": (lambda _: torch.arange(4.0), UNEVEN, ""),
     "one table, as long as all parts": (lambda _: torch.arange(2.0), NONE_ON_THE_LAST, ""),
-    "tables of the parameters": (lambda part: torch.arange(float(4 + part.dim())), UNEVEN, ""),
+    "tables of the parameters": (lambda part: torch.arange(float(2 + part.dim())), UNEVEN, ""),
     "a counter": (lambda _: torch.tensor(float(dist.get_rank())), UNEVEN, ""),
 }
 
