@@ -202,12 +202,13 @@ def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str])
     """
     plain: dict[Any, list[tuple[str, Tensor, bool]]] = defaultdict(list)
     for param, state in states.items():
-        local = tuple(local_shard(param).shape)
-        cut = {size for size, whole in zip(local, param.shape, strict=False) if size != whole}  # flat parts: fewer dims
+        local = local_shard(param)
+        # Flat parts have fewer dimensions.
+        cut = {size for size, whole in zip(local.shape, param.shape, strict=False) if size != whole}
         for name, value in state.items() if cut else ():
             for number, leaf in enumerate(tensors_in(value)):
                 if leaf.dim() and not is_dtensor(leaf):
-                    plain[name, number].append((fqns[param], leaf, not cut.isdisjoint({*leaf.shape, leaf.numel()})))
+                    plain[name, number].append((fqns[param], leaf, not {*cut, local.numel()}.isdisjoint(leaf.shape)))
     for (name, _), found in plain.items():
         first = found[0][1]
         is_table = len(found) > 1 and first.numel() and all(torch.equal(first, leaf) for _, leaf, _ in found)

@@ -308,6 +308,7 @@ PLAIN: dict[str, tuple[Callable[[Tensor], Any], tuple[int, int], str]] = {
     "a scale for each row, of which one rank has none": (rows, NONE_ON_THE_LAST, "get"),
     "a scale for each row, of which one rank has all": (rows, ALL_ON_THE_FIRST, "get"),
     "of the shape of the part": (torch.clone, UNEVEN, "get"),
+    "in one dimension": (lambda part: part.flatten().clone(), UNEVEN, "get"),
     "in a list": (lambda part: [torch.ones(3), rows(part)], UNEVEN, "get"),
     "a scale for each block": (lambda part: part.flatten()[::5].contiguous(), UNEVEN, "save"),
     "one table, other content on each rank": (lambda _: torch.full((7,), float(dist.get_rank())), UNEVEN, "save"),
