@@ -411,14 +411,14 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 def digest_of(chunk: Tensor) -> bytes:
     """Hash the shape, the dtype and 1,024 elements of ``chunk``, wherever it is: equal if its bits are.
 
-    Of more elements, these are the first 64 and others in all rows and columns, the same for each chunk of the shape. A
-    difference in the rest is not seen: tensors that were initialised or trained apart differ everywhere.
+    Of more elements, these are the first 64 and others spread over rows and columns, the same for each chunk of the
+    shape. A difference in the rest alone is not seen; tensors that were initialised or trained apart differ everywhere.
     """
     found = hashlib.blake2b(repr((*chunk.shape, chunk.dtype)).encode(), digest_size=16)
     for leaf in leaves_of(chunk):
         numel = leaf.numel()
         at = torch.arange(min(numel, _SAMPLED), device=leaf.device)
-        if numel > _SAMPLED:  # steps of the golden ratio, which no number of columns divides
+        if numel > _SAMPLED:  # steps of the golden ratio: spread, whatever the number of columns
             at = torch.where(at < _FIRST, at, at * (numel * 618_033_989 // 10**9 | 1) % numel)
         sampled = torch.take(leaf.detach().view(_BITS.get(leaf.itemsize, leaf.dtype)), at).cpu()
         found.update(ctypes.string_at(sampled.data_ptr(), sampled.nbytes))

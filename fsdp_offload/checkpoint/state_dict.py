@@ -210,9 +210,10 @@ def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str])
                 if leaf.dim() and not is_dtensor(leaf):
                     plain[name, number].append((fqns[param], leaf, not {*cut, local.numel()}.isdisjoint(leaf.shape)))
     for (name, _), found in plain.items():
-        first = found[0][1]
-        is_table = len(found) > 1 and first.numel() and all(torch.equal(first, leaf) for _, leaf, _ in found)
-        if all(follows for *_, follows in found) and not is_table:
+        _, first, _ = found[0]
+        if not all(follows for *_, follows in found):
+            continue
+        if len(found) == 1 or not first.numel() or not all(torch.equal(first, leaf) for _, leaf, _ in found):
             raise ValueError(
                 f"get_optimizer_state_dict: {name!r} of {listed(fqn for fqn, *_ in found)} has the size of this rank's "
                 "part of the parameter and is a plain tensor, and a checkpoint would keep that of one rank. Let the "
@@ -230,13 +231,15 @@ def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, copied, value)
 
 
-def _as_loaded(param: Tensor, value: Any, *, may_be_full: bool) -> Any:
-    """The value over plain local memory, as the optimizer has it."""
+def _as_loaded(param: Tensor, value: Any, kept: Any, *, is_full: bool) -> Any:
+    """The value over plain local memory, as the optimizer has it; ``is_full``: its state dict may be a full one."""
     if not isinstance(value, Tensor):
         return value
     if not is_dtensor(value):
-        may_be_full = may_be_full and is_dtensor(param) and value.dim() > 0
-        return part_of_full(param, value) if may_be_full and value.shape == chunks_of(param).global_shape else value
+        if isinstance(kept, Tensor):  # what the optimizer keeps says it better: plain tensors are no parts
+            is_full = is_dtensor(kept)
+        is_full = is_full and is_dtensor(param) and value.dim() > 0 and value.shape == chunks_of(param).global_shape
+        return part_of_full(param, value) if is_full else value
     if not is_flat_state(param, value):
         if not isinstance(local_shard(value), ShardTensor):
             return value
@@ -343,7 +346,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             # A master that the checkpoint lacks is made anew from the parameter.
             kept = {**(shards[param].homes if param in shards else {}), **(state or {})}
             state = {
-                name: _as_loaded(param, value, may_be_full=is_dtensor(kept[name]) if name in kept else not has_dtensors)
+                name: _as_loaded(param, value, kept.get(name), is_full=not has_dtensors)
                 for name, value in given.items()
                 if name not in lacking
             }
