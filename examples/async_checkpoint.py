@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, load, set_optimizer_state_dict
+from fsdp_offload.checkpoint import ArenaStager, SavePlanner, get_optimizer_state_dict, load, set_optimizer_state_dict
 
 MIB = 2**20
 
@@ -70,7 +70,11 @@ class Checkpoints:
             "step": step,
         }
         future = dcp.async_save(
-            state, checkpoint_id=self._folder / name, async_stager=self._stager, process_group=self._group
+            state,
+            checkpoint_id=self._folder / name,
+            async_stager=self._stager,
+            process_group=self._group,
+            planner=SavePlanner(),
         )
         self._running = name, future
 

@@ -57,7 +57,8 @@ class ArenaStager(AsyncStager):
 
     ``async_save`` returns when everything else (the model's shards, counters, state that has no home on the host) is
     copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for
-    the state (a little more than the state has), or the first step during a save waits for its end.
+    the state (a little more than the state has), or the first step during a save waits for its end. Give
+    ``planner=SavePlanner()``, too, and the save refuses what :func:`save` does.
 
     One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
     place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict without ``for_load=True``)

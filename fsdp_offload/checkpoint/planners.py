@@ -10,6 +10,9 @@ or writes: an error on one rank is one on all, and then nothing has changed on a
 """
 
 import copy
+import ctypes
+import dataclasses
+import hashlib
 import io
 import itertools
 import math
@@ -33,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ..api.wrapped import attached, offloaded, states_of
-from ..fsdp.dtensor import is_dtensor, local_shard, storage_reader_for
+from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import listed
 from ..state.layout import leaves_of
@@ -45,6 +48,9 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
+_Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
+_SAMPLED, _FIRST = 1024, 64  # elements in a digest
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which all dtypes of that size can be read as
 LEFT = "_fsdp_offload_left"  # attribute of state without elements on this rank: the last load has left it
 
 
@@ -316,7 +322,13 @@ def load(
 
 
 class SavePlanner(default_planner.DefaultSavePlanner):
-    """A DCP save planner that refuses DTensors which DCP would write as other parts than they are."""
+    """A DCP save planner that refuses what would be silently wrong.
+
+    Refused, with the keys, while planning: DTensors that DCP would write as other parts than they are; different
+    tensors that disjoint meshes have under one key and offset, of which DCP keeps one. These are DTensors on meshes
+    that are not all ranks (stacked experts), and plain tensors with dimensions in the state of an optimizer, which has
+    ``param_groups`` beside it. Digests (:func:`digest_of`) travel in the plans: no collective is added.
+    """
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
     consolidates = False  # that writer, which then writes zeros for tensors without dimensions
@@ -360,7 +372,57 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 )
             if homes:
                 engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
-        return super().create_local_plan()
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: DCP's, if disjoint meshes that offer the same key and offset have the same there."""
+        offers: dict[_Place, list[tuple[int, bytes, int]]] = defaultdict(list)  # mesh, digest, rank
+        for rank, plan in enumerate(all_plans):
+            for place, (mesh, digest) in plan.planner_data[1].items():
+                offers[place].append((mesh, digest, rank))
+        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # of a key, by mesh
+        for (key, _), found in offers.items():
+            meshes, digests, _ = map(set, zip(*found, strict=True))
+            if len(meshes) > 1 and len(digests) > 1:  # replicas in one mesh are not compared: on all ranks none are
+                for mesh, _, rank in found:
+                    ranks[key][mesh].add(rank)
+        if ranks:
+            named = (f"{key} (ranks {' and '.join(str(sorted(of[mesh])) for mesh in of)})" for key, of in ranks.items())
+            raise ValueError(
+                f"nothing has been written: ranks have different tensors under {len(ranks)} keys, and a checkpoint "
+                f"keeps one of each: {listed(named)}. Experts: put the expert-parallel rank into the keys, or save "
+                "each mesh with its process_group and a checkpoint_id of its own. State of sharded parameters: let the "
+                "optimizer keep a DTensor on the parameter's mesh."
+            )
+        return super().create_global_plan([dataclasses.replace(p, planner_data=p.planner_data[0]) for p in all_plans])
+
+    def _offers(self) -> Iterator[tuple[_Place, tuple[int, bytes]]]:
+        """Mesh and digest of each chunk that a rank outside of its mesh may offer too."""
+        roots = tuple({found[0] for key in self.state_dict if (found := _beside_groups(key)) is not None})
+        for item in self.plan.items:
+            key, value = item.index.fqn, self.state_dict[item.index.fqn]
+            is_compared = is_dtensor(value) or (isinstance(value, Tensor) and value.dim() and key.startswith(roots))
+            if is_compared and may_be_another_ranks(value):
+                place = key, tuple(item.index.offset or ())
+                yield place, (first_rank(value), digest_of(self.lookup_object(item.index)))
+
+
+def digest_of(chunk: Tensor) -> bytes:
+    """Hash the shape, the dtype and 1,024 elements of ``chunk``, wherever it is: equal if its bits are.
+
+    Of more elements, these are the first 64 and others spread over rows and columns, the same for each chunk of the
+    shape. A difference in the rest alone is not seen; tensors that were initialised or trained apart differ everywhere.
+    """
+    found = hashlib.blake2b(repr((*chunk.shape, chunk.dtype)).encode(), digest_size=16)
+    for leaf in leaves_of(chunk):
+        numel = leaf.numel()
+        at = torch.arange(min(numel, _SAMPLED), device=leaf.device)
+        if numel > _SAMPLED:  # steps of the golden ratio: spread, whatever the number of columns
+            at = torch.where(at < _FIRST, at, at * (numel * 618_033_989 // 10**9 | 1) % numel)
+        sampled = torch.take(leaf.detach().view(_BITS.get(leaf.itemsize, leaf.dtype)), at).cpu()
+        found.update(ctypes.string_at(sampled.data_ptr(), sampled.nbytes))
+    return found.digest()
 
 
 def save(

@@ -11,9 +11,11 @@ after a load that matched nothing.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -24,7 +26,7 @@ from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
 from ..policy import listed
-from ..state.layout import params_of
+from ..state.layout import params_of, tensors_in
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
@@ -64,7 +66,8 @@ def get_optimizer_state_dict(
 
     Raises:
         ValueError: an optimizer is not offloaded, or has a parameter that the model has not; two layouts at once;
-            copies were asked for to load into; experts on a mesh that is not all ranks, without ``experts`` or nested.
+            copies were asked for to load into; experts on a mesh that is not all ranks, without ``experts`` or nested;
+            plain state of sharded parameters that has the sizes of this rank's parts.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
     if for_load and cpu_offload:
@@ -80,6 +83,7 @@ def get_optimizer_state_dict(
     nested: StateDict = {"state": {}, "param_groups": []}
     for one in _offloaded(optimizer, fqns, "get_optimizer_state_dict"):
         states, groups = _to_load_into(one) if for_load else _to_save(one)
+        _check_whole(states, fqns)
         for param, state in states.items():
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         groups = [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
@@ -190,6 +194,34 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
     return saved
 
 
+def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str]) -> None:
+    """Refuse plain state that follows this rank's part of each parameter: a checkpoint would keep that of one rank.
+
+    A table that has such a size by chance has another one for other parameters, or the same content. What follows in
+    another way (a scale for each 2,048 elements) is seen by ``save``, which compares the ranks.
+    """
+    plain: dict[Any, list[tuple[str, Tensor, bool]]] = defaultdict(list)
+    for param, state in states.items():
+        local = local_shard(param)
+        # Flat parts have fewer dimensions.
+        cut = {size for size, whole in zip(local.shape, param.shape, strict=False) if size != whole}
+        for name, value in state.items() if cut else ():
+            for number, leaf in enumerate(tensors_in(value)):
+                if leaf.dim() and not is_dtensor(leaf):
+                    plain[name, number].append((fqns[param], leaf, not {*cut, local.numel()}.isdisjoint(leaf.shape)))
+    for (name, _), found in plain.items():
+        _, first, _ = found[0]
+        if not all(follows for *_, follows in found):
+            continue
+        if len(found) == 1 or not first.numel() or not all(torch.equal(first, leaf) for _, leaf, _ in found):
+            raise ValueError(
+                f"get_optimizer_state_dict: {name!r} of {listed(fqn for fqn, *_ in found)} has the size of this rank's "
+                "part of the parameter and is a plain tensor, and a checkpoint would keep that of one rank. Let the "
+                "optimizer keep a DTensor on the mesh of the parameter (DTensor.from_local), or write "
+                "optimizer.state_dict() to a file for each rank."
+            )
+
+
 def _copied(value: Any) -> Any:
     """Copies of all tensors in ``value`` in ordinary host memory, in containers of their own."""
 
@@ -199,12 +231,14 @@ def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, copied, value)
 
 
-def _as_loaded(param: Tensor, value: Any) -> Any:
-    """The value over plain local memory, as the optimizer has it."""
+def _as_loaded(param: Tensor, value: Any, kept: Any, *, is_full: bool) -> Any:
+    """The value over plain local memory, as the optimizer has it; ``is_full``: its state dict may be a full one."""
     if not isinstance(value, Tensor):
         return value
     if not is_dtensor(value):
-        is_full = is_dtensor(param) and value.dim() > 0 and tuple(value.shape) == chunks_of(param).global_shape
+        if isinstance(kept, Tensor):  # what the optimizer keeps says it better: plain tensors are no parts
+            is_full = is_dtensor(kept)
+        is_full = is_full and is_dtensor(param) and value.dim() > 0 and value.shape == chunks_of(param).global_shape
         return part_of_full(param, value) if is_full else value
     if not is_flat_state(param, value):
         if not isinstance(local_shard(value), ShardTensor):
@@ -288,7 +322,8 @@ def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByF
 
 def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
     """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
-    states = states_of(optimizer)
+    states, shards = states_of(optimizer), attached(optimizer).engine.plan.shards
+    has_dtensors = any(is_dtensor(value) for given in saved.state.values() for value in given.values())
     loaded: dict[Tensor, UserState] = {}
     untouched: list[str] = []
     for param in params_of(optimizer):
@@ -309,7 +344,12 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                     f"{sorted(filter(filled.get, filled))} was. Load all of it, or take {fqn} out of the state dict."
                 )
             # A master that the checkpoint lacks is made anew from the parameter.
-            state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
+            kept = {**(shards[param].homes if param in shards else {}), **(state or {})}
+            state = {
+                name: _as_loaded(param, value, kept.get(name), is_full=not has_dtensors)
+                for name, value in given.items()
+                if name not in lacking
+            }
         if state:
             loaded[param] = state
     if untouched and states.is_all_untouched():

@@ -158,6 +158,11 @@ def may_be_another_ranks(tensor: Tensor) -> bool:
     return ranks > 1 and not (isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks)
 
 
+def first_rank(tensor: Tensor) -> int:
+    """Return the first rank that has a part of ``tensor``, by which disjoint meshes differ: of a plain one, this."""
+    return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else dist.get_rank()
+
+
 def largest_local_numel(tensor: Tensor) -> int:
     """Elements of the largest local part over all ranks: the same figure on each of them."""
     if not isinstance(tensor, DTensor):

@@ -26,7 +26,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..checkpoint import ArenaStager
+from ..checkpoint import ArenaStager, SavePlanner
 from ..policy import OffloadPolicy
 from ..state.layout import params_of
 from .plain_values import metrics_of_each, model_of, offload, policy_from
@@ -120,7 +120,11 @@ class ArenaCheckpointManager(CheckpointManager):
         if async_mode == AsyncMode.DISABLED or to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, *args, **kwargs)
         saved: Any = async_save(
-            state_dict, checkpoint_id=checkpoint_id, process_group=self.pg, async_stager=self.stager
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            process_group=self.pg,
+            async_stager=self.stager,
+            planner=SavePlanner(),
         )
         if async_mode == AsyncMode.ASYNC:
             return saved

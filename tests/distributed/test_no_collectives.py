@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fsdp_offload import remove_offload
 from fsdp_offload.checkpoint import (
     ArenaStager,
+    SavePlanner,
     chunks_of,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -51,6 +52,11 @@ class Subject:
         self.get, self.get_fresh = (partial(get_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
         self.set, self.set_fresh = (partial(set_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
 
+    def plan_a_save(self) -> None:
+        planner = SavePlanner()
+        planner.set_up_planner({"model": self.net.state_dict(), "optimizer": self.get()})
+        assert planner.create_local_plan().items
+
     def load_in_place(self) -> None:
         state = self.get_fresh(for_load=True)
         for values in state["state"].values():
@@ -76,6 +82,7 @@ ACTIONS: dict[str, Callable[[Subject], Any]] = {
     "get for a load, flattened": lambda it: it.get(for_load=True, **FLAT),
     "get for a load, fresh": lambda it: it.get_fresh(for_load=True),
     "stage": lambda it: ArenaStager(it.optimizer).stage({"model": it.net.state_dict(), "optimizer": it.get()}),
+    "plan a save": lambda it: it.plan_a_save(),
     "set": lambda it: it.set(it.get()),
     "set, flattened": lambda it: it.set(it.get(**FLAT)),
     "set, not strict": lambda it: it.set(it.get(**FLAT), strict=False),
