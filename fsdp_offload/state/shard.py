@@ -45,8 +45,10 @@ class Home:
 
     def references(self) -> int:
         """Count references to tensors over it: to the objects themselves, and of any views of theirs to the memory."""
-        count = sum(map(sys.getrefcount, self.values.values()))
-        for leaves in self.leaves.values():
+        count = 0
+        for name, leaves in self.leaves.items():
+            if leaves[0] is not self.values[name]:
+                count += sys.getrefcount(self.values[name])
             for leaf in leaves:
                 count += sys.getrefcount(leaf) + holders_of(leaf)
         return count
