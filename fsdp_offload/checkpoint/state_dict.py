@@ -10,6 +10,7 @@ torch's own functions make a hidden step where there is no state, cast and move 
 after a load that matched nothing.
 """
 
+import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -199,10 +200,8 @@ def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, copied, value)
 
 
-def _as_loaded(param: Tensor, value: Any) -> Any:
+def _as_loaded(param: Tensor, value: Tensor) -> Tensor:
     """The value over plain local memory, as the optimizer has it."""
-    if not isinstance(value, Tensor):
-        return value
     if not is_dtensor(value):
         is_full = is_dtensor(param) and value.dim() > 0 and tuple(value.shape) == chunks_of(param).global_shape
         return part_of_full(param, value) if is_full else value
@@ -309,7 +308,8 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                     f"{sorted(filter(filled.get, filled))} was. Load all of it, or take {fqn} out of the state dict."
                 )
             # A master that the checkpoint lacks is made anew from the parameter.
-            state = {name: _as_loaded(param, value) for name, value in given.items() if name not in lacking}
+            present = {name: value for name, value in given.items() if name not in lacking}
+            state = tree_map_only(Tensor, functools.partial(_as_loaded, param), present)
         if state:
             loaded[param] = state
     if untouched and states.is_all_untouched():
