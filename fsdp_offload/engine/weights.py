@@ -149,8 +149,8 @@ class Weights:
     def _is_ours(self, one: ShardedParameter) -> bool:
         """Return whether no other optimizer has taken over what nobody trained when it was moved home.
 
-        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding; a step
-        of an optimizer that moves as a whole puts the place there.
+        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding. A
+        step of an optimizer that moves as a whole puts the place there.
         """
         local, part = local_shard(one.param), self.parts[one.param]
         if local is part.home.weights or not local.numel():

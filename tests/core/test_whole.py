@@ -512,9 +512,8 @@ def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
 def run_on_ranks(rank: int, world_size: int) -> None:
     """All but LBFGS, whose searches are not made for shards."""
     train = partial(wrong, this_device(), layout="uneven", save="memory")
-    run_cases(
-        {f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in [*CLASSES][2:-1] for one in SOME}
-    )
+    cases = {f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in [*CLASSES][2:-1] for one in SOME}
+    run_cases({**cases, "closures": partial(train, "replacing", "all", *("closure",) * 4)})
 
 
 @pytest.mark.distributed

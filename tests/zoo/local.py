@@ -105,7 +105,10 @@ class Assorted(Wide):
         state["codes"] = torch.zeros_like(param, dtype=torch.int8)
         state["positive"] = torch.zeros_like(param, dtype=torch.bool)
         state["table"] = torch.linspace(0, 1, 7, dtype=torch.float64)
-        state["inner"] = {"half": torch.zeros_like(param, dtype=torch.float16), "step": torch.zeros((), dtype=torch.int32)}
+        state["inner"] = {
+            "half": torch.zeros_like(param, dtype=torch.float16),
+            "step": torch.zeros((), dtype=torch.int32),
+        }
         state["last"] = [torch.zeros_like(param, dtype=torch.float64), torch.ones((), dtype=torch.float64)]
         state["none"], state["kind"], state["count"] = None, "signed", 0
 
