@@ -5,10 +5,11 @@ One that works element by element is an axis of the conformance suite; here othe
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import not_the_same
 from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
 from tests.conformance.oracle import Loop as Run
@@ -240,6 +242,24 @@ class Failing(Own):
             raise LookupError("no such table")
 
 
+class Two(NamedTuple):
+    one: Tensor
+    step: Tensor
+
+
+class Counting(Own):
+    """Counters on the CPU, one of them within a dict, and tuples with names."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["count"], state["inner"] = torch.zeros(()), OrderedDict(step=torch.zeros((), dtype=torch.int64))
+            state["two"] = Two(torch.zeros_like(param), torch.zeros(()))
+        state["count"] += 1
+        state["inner"]["step"] += 1
+        state["two"].one.add_(param.grad)
+        param.sub_(state["two"].one, alpha=group["lr"])
+
+
 CLASSES: dict[str, Callable[..., Optimizer]] = {
     "LBFGS": partial(LBFGS, max_iter=3, history_size=2),
     "strong Wolfe": partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
@@ -446,6 +466,22 @@ def test_what_shares_memory_shares_it_after_a_load(cls: type[Own], copied: Calla
     pair.each(lambda run: run.optimizer.load_state_dict(copied(run.optimizer.state_dict())))
     pair.train(3)
     pair.assert_trained()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_counters_come_to_where_they_have_been(twice: bool) -> None:
+    """A meta device stands for a GPU: there, counters by other names than ``step`` come with a plain load."""
+    pair = make_pair(Zoo, Counting)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    engine_of(optimizer).device = torch.device("meta")
+    for _ in range(1 + twice):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state in (state for param, state in optimizer.state.items() if param.dim()):
+        assert [one.device.type for one in (state["count"], state["inner"]["step"], *state["two"])] == (
+            ["cpu", "cpu", "meta", "meta"]
+        )
+        assert (type(state["inner"]), type(state["two"])) == (OrderedDict, Two)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
