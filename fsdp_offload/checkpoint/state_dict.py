@@ -25,7 +25,7 @@ from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
 from ..policy import listed
-from ..state.layout import params_of
+from ..state.layout import is_size, params_of
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
@@ -197,7 +197,7 @@ def _copied(value: Any) -> Any:
     def copied(tensor: Tensor) -> Tensor:
         return over_local(tensor, local_shard(tensor).to("cpu", copy=True))
 
-    return tree_map_only(Tensor, copied, value)
+    return tree_map_only(Tensor, copied, value, is_leaf=is_size)
 
 
 def _as_loaded(param: Tensor, value: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                 )
             # A master that the checkpoint lacks is made anew from the parameter.
             present = {name: value for name, value in given.items() if name not in lacking}
-            state = tree_map_only(Tensor, functools.partial(_as_loaded, param), present)
+            state = tree_map_only(Tensor, functools.partial(_as_loaded, param), present, is_leaf=is_size)
         if state:
             loaded[param] = state
     if untouched and states.is_all_untouched():

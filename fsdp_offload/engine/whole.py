@@ -27,7 +27,7 @@ from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placement
 from ..optimizers.divided_step import entries_of, instance_attributes
 from ..optimizers.masters import same_bits
 from ..policy import listed
-from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
+from ..state.layout import NotUnderstoodError, describe_value, is_size, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
@@ -135,13 +135,13 @@ class WholeEngine(Engine):
         for group in optimizer.param_groups:
             stays = () if group.get("fused") or group.get("capturable") else ("step",)
             for param in group["params"]:
-                homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
+                shard, state = self.plan.shards.get(param), states.get(param)
+                homes = {} if shard is None else shard.homes
                 others = {name: value for name, value in state.items() if value is not homes.get(name)}
                 state.update(copies.of(others, self.device, stays, examples.get(param, {})))
-                if param in loaded:  # where counters are now says where the next load puts them
-                    self.plan.shards[param].layout.scalars.update(
-                        {name: state[name] for name in self.plan.shards[param].layout.scalars.keys() & others.keys()}
-                    )
+                if shard is not None:  # where counters are now says where the next load puts them
+                    counters = shard.layout.scalars
+                    counters |= {name: state[name] for name in counters.keys() & state.keys()}
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
@@ -450,4 +450,4 @@ class _Copies:
                 self._made[id(value)] = over_local(value, new)
             return self._made[id(value)]
 
-        return tree_map_with_path(copied, values)  # type: ignore[no-any-return]
+        return tree_map_with_path(copied, values, is_leaf=is_size)  # type: ignore[no-any-return]

@@ -28,7 +28,16 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.overlapping import Loop, Net, same
-from tests.parity import Matrices, Zoo, local, loss_of, make_pair, offloaded_names
+from tests.parity import (
+    Matrices,
+    Zoo,
+    local,
+    loss_of,
+    make_pair,
+    offloaded_names,
+    optimizer_differences,
+    train_step,
+)
 
 
 class Own(Optimizer):
@@ -248,12 +257,12 @@ class Two(NamedTuple):
 
 
 class Counting(Own):
-    """Counters on the CPU, one of them within a dict, and tuples with names."""
+    """Counters on the CPU, one of them within a dict, tuples with names, and a size."""
 
     def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["count"], state["inner"] = torch.zeros(()), OrderedDict(step=torch.zeros((), dtype=torch.int64))
-            state["two"] = Two(torch.zeros_like(param), torch.zeros(()))
+            state["two"], state["size"] = Two(torch.zeros_like(param), torch.zeros(())), param.shape
         state["count"] += 1
         state["inner"]["step"] += 1
         state["two"].one.add_(param.grad)
@@ -481,7 +490,7 @@ def test_counters_come_to_where_they_have_been(twice: bool) -> None:
         assert [one.device.type for one in (state["count"], state["inner"]["step"], *state["two"])] == (
             ["cpu", "cpu", "meta", "meta"]
         )
-        assert (type(state["inner"]), type(state["two"])) == (OrderedDict, Two)
+        assert (type(state["inner"]), type(state["two"]), type(state["size"])) == (OrderedDict, Two, torch.Size)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -529,6 +538,14 @@ def test_state_by_name(mesh: DeviceMesh) -> None:
     made = lone(mesh, "coupled", ALL)
     torchs_state_dict(made.model, made.optimizer)
     assert get_optimizer_state_dict(made.model, made.optimizer, for_load=True)["state"]
+
+
+def test_copies_and_loads_by_name_keep_the_types_of_containers() -> None:
+    saving, fresh = (make_pair(Zoo, Counting).offloaded for _ in range(2))
+    train_step(saving, 0)
+    saved = get_optimizer_state_dict(saving.model, saving.optimizer, cpu_offload=True)
+    set_optimizer_state_dict(fresh.model, fresh.optimizer, saved)
+    assert not list(optimizer_differences(saving.optimizer, fresh.optimizer, {}))
 
 
 def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
