@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
@@ -26,7 +26,7 @@ from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
 from ..policy import listed
-from ..state.layout import params_of, tensors_in
+from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
@@ -228,13 +228,11 @@ def _copied(value: Any) -> Any:
     def copied(tensor: Tensor) -> Tensor:
         return over_local(tensor, local_shard(tensor).to("cpu", copy=True))
 
-    return tree_map_only(Tensor, copied, value)
+    return tree_map_only(Tensor, copied, value, is_leaf=is_size)
 
 
-def _as_loaded(param: Tensor, value: Any, kept: Any, *, is_full: bool) -> Any:
+def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> Tensor:
     """The value over plain local memory, as the optimizer has it; ``is_full``: its state dict may be a full one."""
-    if not isinstance(value, Tensor):
-        return value
     if not is_dtensor(value):
         if isinstance(kept, Tensor):  # what the optimizer keeps says it better: plain tensors are no parts
             is_full = is_dtensor(kept)
@@ -345,11 +343,14 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                 )
             # A master that the checkpoint lacks is made anew from the parameter.
             kept = {**(shards[param].homes if param in shards else {}), **(state or {})}
-            state = {
-                name: _as_loaded(param, value, kept.get(name), is_full=not has_dtensors)
-                for name, value in given.items()
-                if name not in lacking
-            }
+            found = dict(tree_flatten_with_path(kept, is_leaf=is_size)[0])
+
+            def loaded_value(path: object, value: Any, param: Tensor = param, found: Mapping[Any, Any] = found) -> Any:
+                is_tensor = isinstance(value, Tensor)
+                return _as_loaded(param, value, found.get(path), is_full=not has_dtensors) if is_tensor else value
+
+            present = {name: value for name, value in given.items() if name not in lacking}
+            state = tree_map_with_path(loaded_value, present, is_leaf=is_size)
         if state:
             loaded[param] = state
     if untouched and states.is_all_untouched():

@@ -782,7 +782,8 @@ class Engine:
             return self.conventions.as_saved(optimizer, param, state, {}, empty=empty)
         shard = self.plan.shards[param]
         saved = self.conventions.as_saved(optimizer, param, state, shard.homes, empty=empty)
-        return {n: shard.handed_out(n) if value is shard.homes.get(n) else value for n, value in saved.items()}
+        homes = shard.homes
+        return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
 
     @_alone
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:

@@ -112,20 +112,11 @@ def _checked(
 
 
 def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> UserState:
-    """The saved state of a parameter whose optimizer moves as a whole: it may have any layout, as sharded as it was."""
+    """The saved state of a parameter whose optimizer moves as a whole: any layout and dtypes, as sharded as it was."""
     homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
     for key in homes.keys() & saved.keys():
         _check_sharding(f"{name}, {key!r}", homes[key], saved[key])
-    return {key: _cast(param, key, value) for key, value in saved.items()}
-
-
-def _cast(param: Tensor, key: object, value: Any) -> Any:
-    """Cast a value as ``Optimizer.load_state_dict`` does: its tensors get the dtype of the parameter."""
-    if isinstance(value, Tensor):
-        return value.to(param.dtype) if key != "step" and param.is_floating_point() else value
-    if isinstance(value, dict):
-        return {inner: _cast(param, inner, one) for inner, one in value.items()}
-    return type(value)(_cast(param, None, one) for one in value) if isinstance(value, list | tuple) else value
+    return dict(saved)
 
 
 def _check_scalar(place: str, example: object, saved: object) -> None:

@@ -149,10 +149,13 @@ class Weights:
     def _is_ours(self, one: ShardedParameter) -> bool:
         """Return whether no other optimizer has taken over what nobody trained when it was moved home.
 
-        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding.
+        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding. A
+        step of an optimizer that moves as a whole puts the place there.
         """
-        local = local_shard(one.param)
-        return local is self.parts[one.param].home.weights or not local.numel()
+        local, part = local_shard(one.param), self.parts[one.param]
+        if local is part.home.weights or not local.numel():
+            return True
+        return self.items[part.number].block is not None and local.data_ptr() == self._padded(part).data_ptr()
 
     def return_to_device(self, device: torch.device) -> None:
         """Let all of them live on the device again, out of their homes, which are up to date; after an error, none."""

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves_with_path, tree_map_with_path
 
 from ..core.items import Item
 from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local, placements_of, version_of
 from ..optimizers.divided_step import entries_of, instance_attributes
 from ..optimizers.masters import same_bits
 from ..policy import listed
-from ..state.layout import NotUnderstoodError, describe_value, leaves_of, params_of, tensors_in
+from ..state.layout import NotUnderstoodError, describe_value, is_size, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
@@ -117,7 +118,11 @@ class WholeEngine(Engine):
             states.get(shard.param).update(adopted)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it."""
+        """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it.
+
+        Counters that the optimizer has had come to where it has kept them.
+        """
+        examples = {param: _devices_of(shard.layout.scalars) for param, shard in self.plan.shards.items()}
         self.settle()
         self.lending.wait()
         self._follow_groups(optimizer, states)
@@ -128,9 +133,13 @@ class WholeEngine(Engine):
         for group in optimizer.param_groups:
             stays = () if group.get("fused") or group.get("capturable") else ("step",)
             for param in group["params"]:
-                homes, state = self.plan.shards[param].homes if param in loaded else {}, states.get(param)
-                others = [name for name, value in state.items() if value is not homes.get(name)]
-                state.update({n: copies.of(state[n], None if n in stays else self.device) for n in others})
+                shard, state = self.plan.shards.get(param), states.get(param)
+                homes = {} if shard is None else shard.homes
+                others = {name: value for name, value in state.items() if value is not homes.get(name)}
+                state.update(copies.of(others, self.device, stays, examples.get(param, {})))
+                if shard is not None:  # where counters are now says where the next load puts them
+                    counters = shard.layout.scalars
+                    counters |= {name: state[name] for name in counters.keys() & state.keys()}
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
@@ -403,6 +412,11 @@ def _dense(tensor: Tensor) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
 
 
+def _devices_of(scalars: Mapping[str, object]) -> dict[Any, torch.device]:
+    """Where counters lie, by their paths in ``scalars``."""
+    return {path: one.device for path, one in tree_leaves_with_path(dict(scalars)) if isinstance(one, Tensor)}
+
+
 class _Copies:
     """Copies of loaded values. What was one tensor is one again, and what shared memory shares it.
 
@@ -415,19 +429,23 @@ class _Copies:
         self._shared = shared
         self._storages: dict[int, Any] = {}  # as copy.deepcopy notes what it has copied
 
-    def of(self, value: Any, device: torch.device | None, *, shares: bool = False) -> Any:
-        """Return a copy of ``value`` with its tensors on ``device``; ``None``: where they are."""
-        shares = shares or id(value) in self._shared
-        if isinstance(value, Tensor):
+    def of(
+        self, values: UserState, device: torch.device, stays: Container[str], examples: Mapping[Any, torch.device]
+    ) -> UserState:
+        """Copy ``values``, in containers of their types: tensors to where ``examples`` are, or else to ``device``.
+
+        Those by names that are in ``stays`` stay where they are.
+        """
+
+        def copied(path: Any, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
             if id(value) not in self._made:
                 local = local_shard(value).detach()
-                there = local.device if device is None else device
-                together = shares and local.device == there
-                copied = copy.deepcopy(local, self._storages) if together else local.to(there, copy=True)
-                self._made[id(value)] = over_local(value, copied)
+                there = examples.get(path, local.device if getattr(path[-1], "key", None) in stays else device)
+                together = id(values[path[0].key]) in self._shared and local.device == there
+                new = copy.deepcopy(local, self._storages) if together else local.to(there, copy=True)
+                self._made[id(value)] = over_local(value, new)
             return self._made[id(value)]
-        if isinstance(value, list | tuple):
-            return type(value)(self.of(one, device, shares=shares) for one in value)
-        if isinstance(value, dict):
-            return {name: self.of(one, device, shares=shares) for name, one in value.items()}
-        return value
+
+        return tree_map_with_path(copied, values, is_leaf=is_size)  # type: ignore[no-any-return]

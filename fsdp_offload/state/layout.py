@@ -104,6 +104,11 @@ def tensors_in(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def is_size(value: object) -> bool:
+    """Return whether ``value`` is a ``torch.Size``, of which functions for trees would make a tuple."""
+    return isinstance(value, torch.Size)
+
+
 @dataclass(frozen=True)
 class StateLayout:
     """Layout of the state that an optimizer keeps for one parameter, once it has created it."""

@@ -38,7 +38,7 @@ from fsdp_offload.engine import guesses
 from fsdp_offload.engine.engine import engine_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
-from tests.parity import assert_at_home, attach, leaves, local, same_value
+from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -395,6 +395,9 @@ class Twin(Loop):
     def restore(self, saved: dict[str, Any]) -> None:
         if not self.shadows:
             super().restore(saved)
+            for one, state in zip(self.optimizers(), copy.deepcopy(saved["optimizers"]), strict=True):
+                own = {number: values for number, values in state["state"].items() if isinstance(number, int)}
+                one.state |= {params_of(one)[number]: values for number, values in own.items()}  # torch's load rounds
             return
         self.model.load_state_dict(saved["model"])
         for one in self.optimizers():

@@ -5,10 +5,11 @@ One that works element by element is an axis of the conformance suite; here othe
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import not_the_same
 from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
 from tests.conformance.oracle import Loop as Run
@@ -26,7 +28,16 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.overlapping import Loop, Net, same
-from tests.parity import Matrices, Zoo, local, loss_of, make_pair, offloaded_names
+from tests.parity import (
+    Matrices,
+    Zoo,
+    local,
+    loss_of,
+    make_pair,
+    offloaded_names,
+    optimizer_differences,
+    train_step,
+)
 
 
 class Own(Optimizer):
@@ -240,6 +251,24 @@ class Failing(Own):
             raise LookupError("no such table")
 
 
+class Two(NamedTuple):
+    one: Tensor
+    step: Tensor
+
+
+class Counting(Own):
+    """Counters on the CPU, one of them within a dict, tuples with names, and a size."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["count"], state["inner"] = torch.zeros(()), OrderedDict(step=torch.zeros((), dtype=torch.int64))
+            state["two"], state["size"] = Two(torch.zeros_like(param), torch.zeros(())), param.shape
+        state["count"] += 1
+        state["inner"]["step"] += 1
+        state["two"].one.add_(param.grad)
+        param.sub_(state["two"].one, alpha=group["lr"])
+
+
 CLASSES: dict[str, Callable[..., Optimizer]] = {
     "LBFGS": partial(LBFGS, max_iter=3, history_size=2),
     "strong Wolfe": partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
@@ -448,6 +477,22 @@ def test_what_shares_memory_shares_it_after_a_load(cls: type[Own], copied: Calla
     pair.assert_trained()
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_counters_come_to_where_they_have_been(twice: bool) -> None:
+    """A meta device stands for a GPU: there, counters by other names than ``step`` come with a plain load."""
+    pair = make_pair(Zoo, Counting)
+    pair.train(2)
+    optimizer = pair.offloaded.optimizer
+    engine_of(optimizer).device = torch.device("meta")
+    for _ in range(1 + twice):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state in (state for param, state in optimizer.state.items() if param.dim()):
+        assert [one.device.type for one in (state["count"], state["inner"]["step"], *state["two"])] == (
+            ["cpu", "cpu", "meta", "meta"]
+        )
+        assert (type(state["inner"]), type(state["two"]), type(state["size"])) == (OrderedDict, Two, torch.Size)
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_number_in_the_place_of_a_tensor(steps: int) -> None:
     pair = make_pair(Zoo, Sometimes)
@@ -495,6 +540,14 @@ def test_state_by_name(mesh: DeviceMesh) -> None:
     assert get_optimizer_state_dict(made.model, made.optimizer, for_load=True)["state"]
 
 
+def test_copies_and_loads_by_name_keep_the_types_of_containers() -> None:
+    saving, fresh = (make_pair(Zoo, Counting).offloaded for _ in range(2))
+    train_step(saving, 0)
+    saved = get_optimizer_state_dict(saving.model, saving.optimizer, cpu_offload=True)
+    set_optimizer_state_dict(fresh.model, fresh.optimizer, saved)
+    assert not list(optimizer_differences(saving.optimizer, fresh.optimizer, {}))
+
+
 def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
     loop = lone(mesh, "coupled")
     attach = partial(offload_optimizer, loop.optimizer, model=loop.model, policy=OffloadPolicy(overlap="iteration"))
@@ -512,9 +565,8 @@ def test_it_is_told_and_modes_that_have_no_effect_are(mesh: DeviceMesh) -> None:
 def run_on_ranks(rank: int, world_size: int) -> None:
     """All but LBFGS, whose searches are not made for shards."""
     train = partial(wrong, this_device(), layout="uneven", save="memory")
-    run_cases(
-        {f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in [*CLASSES][2:-1] for one in SOME}
-    )
+    cases = {f"{kind}, {one}": partial(train, kind, one, *("usual",) * 7) for kind in [*CLASSES][2:-1] for one in SOME}
+    run_cases({**cases, "closures": partial(train, "replacing", "all", *("closure",) * 4)})
 
 
 @pytest.mark.distributed

@@ -29,6 +29,7 @@ from tests.zoo.outcomes import (
     DO_NOT_COUNT,
     QUICK,
     REFUSED,
+    RESUMED,
     SAME,
     SAMPLE,
     WRONG,
@@ -36,6 +37,7 @@ from tests.zoo.outcomes import (
     Outcome,
     Row,
 )
+from tests.zoo.pool import judged_row
 from tests.zoo.table import TOML_MARK, prose_of, to_markdown, to_toml
 from tests.zoo.training import judge
 from tests.zoo.verdicts import traced_verdict
@@ -69,6 +71,13 @@ def test_the_same_bits(key: str) -> None:
     assert [(str(one.combination), one.outcome, one.detail) for one in row.outcomes] == [
         (str(one), SAME, "") for one in combinations
     ]
+
+
+@pytest.mark.parametrize("name", ["Wide", "Narrow"])
+def test_the_same_bits_after_a_resume_in_a_fresh_process(name: str) -> None:
+    """Their state has another dtype than parameters in bf16, or than those in fp32."""
+    row = judged_row("", "", f"{HERE}:{name}", RESUMED, 300.0)
+    assert [(one.outcome, one.detail) for one in row.outcomes] == [(SAME, "")] * len(RESUMED)
 
 
 # The package's table --------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ def main(
     combinations: Annotated[
         str,
         typer.Option(
-            help="sample (two of them), quick (all of 10 steps), long (the two of 150) or full (quick and long)."
+            help="sample (two of them), quick (all of 10 steps), long (the two of 150), resumed (saved, and loaded in "
+            "fresh processes) or full (all three)."
         ),
     ] = "quick",
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,

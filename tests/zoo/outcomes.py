@@ -23,10 +23,13 @@ class Combination:
     attach_after: int  # steps
     buckets: str  # "default" or "small"
     steps: int
+    resume_after: int = 0  # steps: saved there, loaded in a fresh process, and gone on with; 0: not interrupted
+    dtype: str = ""  # of the parameters; empty: fp32, or what the class takes
 
     def __str__(self) -> str:
         groups = f"{self.groups} group{'s' if self.groups > 1 else ''}"
-        return f"{groups}, attached after step {self.attach_after}, {self.buckets} buckets, {self.steps} steps"
+        text = f"{groups}, attached after step {self.attach_after}, {self.buckets} buckets, {self.steps} steps"
+        return text + (f", resumed after {self.resume_after}" if self.resume_after else "") + f" {self.dtype}".rstrip()
 
 
 QUICK = tuple(
@@ -34,8 +37,9 @@ QUICK = tuple(
 )
 SAMPLE = (Combination(1, 0, "default", 10), Combination(2, 3, "small", 10))
 LONG = tuple(Combination(one.groups, one.attach_after, one.buckets, 150) for one in SAMPLE)
-FULL = (*QUICK, *LONG)
-COMBINATIONS = {"sample": SAMPLE, "quick": QUICK, "long": LONG, "full": FULL}
+RESUMED = (Combination(1, 0, "default", 10, 5), Combination(2, 3, "small", 10, 5, "bfloat16"))
+FULL = (*QUICK, *LONG, *RESUMED)
+COMBINATIONS = {"sample": SAMPLE, "quick": QUICK, "long": LONG, "resumed": RESUMED, "full": FULL}
 
 
 @dataclass

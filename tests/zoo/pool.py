@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .libraries import Found, find, load
-from .outcomes import ATTACH_CRASHED, CRASHED, Combination, Outcome, Row
-from .training import judge, say
+from .outcomes import ATTACH_CRASHED, CRASHED, SAME, Combination, Outcome, Row
+from .training import judge, resume, say
 from .verdicts import traced_verdict
 
 # A fresh interpreter that has imported torch once, from which each process is forked.
@@ -69,7 +69,7 @@ def _run(pipe: Connection, log: str, task: Callable[..., Iterable[Any]], args: t
         pipe.send(message)
 
 
-def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any]:
+def judge_class(cls: str, combinations: tuple[Combination, ...], folder: Path) -> Iterator[Any]:
     """What a process does to judge a class, in messages that can be sent."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # some ask for their rank
     try:
@@ -77,25 +77,36 @@ def judge_class(cls: str, combinations: tuple[Combination, ...]) -> Iterator[Any
     except Exception as error:  # noqa: BLE001  # found by one process, and not by another: a row
         yield "", say(error)
         return
-    for message in judge(loaded, combinations):
+    for message in judge(loaded, combinations, folder=folder):
         yield (str(message[0] or ""), message[1]) if isinstance(message, tuple) else message
     yield traced_verdict(cls)
+
+
+def resume_class(cls: str, combination: Combination, folder: Path) -> Iterator[Any]:
+    """What a fresh process does."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield from resume(load(cls), combination, folder)
 
 
 def judged_row(library: str, version: str, cls: str, combinations: tuple[Combination, ...], limit_s: float) -> Row:
     """Judge this class."""
     row = Row(library, version, cls)
     running: Combination | None = None
-    try:
-        for message in answers(limit_s, judge_class, cls, combinations):
-            row.take(message)
-            running = message if isinstance(message, Combination) else None
-    except DiedError as error:
-        if running is None:
-            row.problem = f"in a plain run: {error}"
-        else:
-            in_attach = "in offload_optimizer" in str(error)
-            row.outcomes.append(Outcome(running, ATTACH_CRASHED if in_attach else CRASHED, str(error)))
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        try:
+            for message in answers(limit_s, judge_class, cls, combinations, Path(folder)):
+                row.take(message)
+                running = message if isinstance(message, Combination) else None
+            for number, saved in enumerate(row.outcomes):
+                if saved.combination.resume_after and saved.outcome == SAME:
+                    running = saved.combination
+                    row.outcomes[number] = next(answers(limit_s, resume_class, cls, running, Path(folder)))
+        except DiedError as error:
+            if running is None:
+                row.problem = f"in a plain run: {error}"
+            else:
+                in_attach = "in offload_optimizer" in str(error)
+                row.outcomes.append(Outcome(running, ATTACH_CRASHED if in_attach else CRASHED, str(error)))
     return row
 
 

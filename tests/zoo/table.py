@@ -16,9 +16,10 @@ _HEAD = """\
 ## Every class that was tried
 
 The test zoo trains each class of these libraries on the CPU, plain and offloaded: one and two param groups, attached
-before the first step and after the third, default and smallest buckets, 10 and 150 steps ({full} combinations, if plain
-training runs in all of them). It compares parameters bit by bit after each step, and state, param groups and random
-generators at the end. Of {classes} classes, {ran} run plain: {same} give the same bits, and {refused} are refused.
+before the first step and after the third, default and smallest buckets, 10 and 150 steps, resumed in a fresh process
+({full} combinations, if plain training runs in all of them). It compares parameters bit by bit after each step, and
+state, param groups and random generators at the end.
+Of {classes} classes, {ran} run plain: {same} give the same bits, and {refused} are refused.
 
 All but those of torch move as a whole. *m*: what is written to a parameter depends on others, so `trust_separable` is
 refused. Refused: *w* it wraps another optimizer, so attach to the inner one; *o* another reason, which the error says.

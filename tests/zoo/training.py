@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,10 +64,10 @@ def generators() -> dict[str, Any]:
 class Training:
     """One model and its optimizer, at some step."""
 
-    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int) -> None:
+    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int, dtype: str = "") -> None:
         seed(0)
         self.recipe = recipe
-        self.dtype = dtype_for(cls)
+        self.dtype = getattr(torch, dtype) if dtype else dtype_for(cls)
         self.model = Net().to(self.dtype)
         self.optimizer = build(cls, recipe, self.model, groups)
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones want to be told
@@ -93,6 +94,28 @@ class Training:
             self.optimizer.step()
         self.steps += 1
 
+    def save(self, file: Path) -> None:
+        """What people save."""
+        saved = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**saved, "generators": generators(), "steps": self.steps}, file)
+
+    def load(self, file: Path, *, put: bool = False) -> None:
+        """Go on from there; ``put``: with the very state, which torch's own load rounds to the dtype of parameters."""
+        saved = torch.load(file, weights_only=False)
+        self.model.load_state_dict(saved["model"])
+        if put:
+            for group, entries in zip(self.optimizer.param_groups, saved["optimizer"]["param_groups"], strict=True):
+                group |= {name: value for name, value in entries.items() if name != "params"}
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            for key, state in saved["optimizer"]["state"].items():
+                self.optimizer.state[params[key] if isinstance(key, int) else key] = state
+        else:
+            self.optimizer.load_state_dict(saved["optimizer"])
+        self.steps = saved["steps"]
+        torch.set_rng_state(saved["generators"]["torch"])
+        np.random.set_state(saved["generators"]["numpy"])
+        random.setstate(saved["generators"]["python"])
+
     def weights(self) -> list[Tensor]:
         """All parameters, whether the optimizer has them or not."""
         return [param.detach() for param in self.model.parameters()]
@@ -101,8 +124,8 @@ class Training:
 class Reference:
     """A plain run: the parameters after each step, and everything else at the end."""
 
-    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int, steps: int) -> None:
-        self.training = Training(cls, recipe, groups)
+    def __init__(self, cls: type[Optimizer], recipe: Recipe, groups: int, steps: int, dtype: str = "") -> None:
+        self.training = Training(cls, recipe, groups, dtype)
         self.start = [weight.clone() for weight in self.training.weights()]
         self.weights: list[list[Tensor]] = []
         for _ in range(steps):
@@ -118,8 +141,12 @@ class Reference:
     def has_moved(self) -> bool:
         return any(not torch.equal(*pair) for pair in zip(self.start, self.weights[-1], strict=True))
 
-    def difference(self, other: Training) -> str:
-        """What is not the same in ``other``, in words; the rest is looked at once it has come to the last step."""
+    def difference(self, other: Training, *, resumed: bool = False) -> str:
+        """What is not the same in ``other``, in words; the rest is looked at once it has come to the last step.
+
+        State dicts have no attributes of the optimizer, and a class's load may drop entries of groups: where these
+        matter, the parameters tell.
+        """
         mine = self.weights[other.steps - 1]
         for (name, _), one, two in zip(other.model.named_parameters(), mine, other.weights(), strict=True):
             if not same_bits(one, two):
@@ -127,25 +154,36 @@ class Reference:
         if other.steps < len(self.weights):
             return ""
         found = [
-            *differences(self.training.optimizer, other.optimizer),
+            *differences(self.training.optimizer, other.optimizer, attributes=not resumed),
             *different(*(dict(flat("generator", one, {})) for one in (self.generators, generators()))),
         ]
+        if resumed:
+            dropped = [one for one in found if one.startswith("param_groups") and one.endswith(" and None")]
+            found = [
+                one for one in found if one not in dropped and not (dropped and one.startswith("keys of param_gr"))
+            ]
         return "; ".join(found[:3])
 
 
 def judge(
-    cls: type[Optimizer], combinations: Iterable[Combination], attach: Attach = offload_optimizer
+    cls: type[Optimizer],
+    combinations: Iterable[Combination],
+    attach: Attach = offload_optimizer,
+    folder: Path = Path(),
 ) -> Iterator[Any]:
-    """Yields how ``cls`` can be trained, or why it cannot; then each combination, and what came of it."""
+    """Yields how ``cls`` can be trained, or why it cannot; then each combination, and what came of it.
+
+    What is to be resumed is saved in ``folder``, and only then; what comes of that, :func:`resume` tells.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about everything; theirs, not ours
         recipe, problem = find_recipe(cls)
         yield recipe, problem
         if recipe is None:
             return
-        references: dict[tuple[int, int], Reference | str] = {}
+        references: dict[tuple[int, int, str], Reference | str] = {}
         for combination in combinations:
-            key = combination.groups, combination.steps
+            key = combination.groups, combination.steps, combination.dtype
             if key not in references:
                 references = {key: _repeated(cls, recipe, *key)}  # one at a time: they are large
             reference = references[key]
@@ -154,7 +192,7 @@ def judge(
                 yield Outcome(combination, outcome, reference)
             else:
                 yield combination
-                yield compare(cls, recipe, combination, reference, attach)
+                yield compare(cls, recipe, combination, reference, attach, folder / f"{combination}.pt")
 
 
 def find_recipe(cls: type[Optimizer]) -> tuple[Recipe | None, str]:
@@ -175,11 +213,11 @@ def find_recipe(cls: type[Optimizer]) -> tuple[Recipe | None, str]:
     return None, problem
 
 
-def _repeated(cls: type[Optimizer], recipe: Recipe, groups: int, steps: int) -> Reference | str:
+def _repeated(cls: type[Optimizer], recipe: Recipe, groups: int, steps: int, dtype: str) -> Reference | str:
     """A plain run that has come out the same twice; or why there is none."""
     try:
-        first = Reference(cls, recipe, groups, steps)
-        again = Training(cls, recipe, groups)
+        first = Reference(cls, recipe, groups, steps, dtype)
+        again = Training(cls, recipe, groups, dtype)
         for _ in range(steps):
             again.step()
             difference = first.difference(again)
@@ -191,10 +229,10 @@ def _repeated(cls: type[Optimizer], recipe: Recipe, groups: int, steps: int) -> 
 
 
 def compare(
-    cls: type[Optimizer], recipe: Recipe, combination: Combination, reference: Reference, attach: Attach
+    cls: type[Optimizer], recipe: Recipe, combination: Combination, reference: Reference, attach: Attach, file: Path
 ) -> Outcome:
     """Train with offload from ``combination.attach_after`` on, next to what a plain run has come to."""
-    training = Training(cls, recipe, combination.groups)
+    training = Training(cls, recipe, combination.groups, combination.dtype)
     refusal = ""
     while training.steps < combination.steps:
         if training.steps == combination.attach_after and not refusal:
@@ -210,6 +248,8 @@ def compare(
         try:
             training.step()
             difference = reference.difference(training)
+            if training.steps == combination.resume_after and not refusal:
+                training.save(file)
         except Exception as error:  # noqa: BLE001  # a crash is a result
             return Outcome(combination, CRASHED, f"step {training.steps + 1}: {say(error)}")
         if difference:
@@ -218,6 +258,45 @@ def compare(
     if refusal:
         return Outcome(combination, REFUSED, refusal)
     return Outcome(combination, SAME)
+
+
+def resume(cls: type[Optimizer], combination: Combination, folder: Path) -> Iterator[Outcome]:
+    """Yields what comes of loading what :func:`judge` has saved, and going on: beside a run that nobody interrupted.
+
+    A class counts if a plain optimizer can go on from there, with the very state or by a load.
+    """
+    warnings.simplefilter("ignore")
+    recipe, _ = find_recipe(cls)
+    assert recipe is not None, "it has been trained"
+    about = cls, recipe, combination.groups
+    reference = Reference(*about, combination.steps, combination.dtype)
+
+    def go_on(*, offloaded: bool, put: bool = False) -> str:
+        training = Training(*about, combination.dtype)
+        if offloaded:
+            offload_optimizer(training.optimizer, policy=POLICIES[combination.buckets])
+        training.load(folder / f"{combination}.pt", put=put)
+        difference = ""
+        while training.steps < combination.steps and not difference:
+            training.step()
+            difference = reference.difference(training, resumed=True)
+        return difference
+
+    plain = []
+    for put in (True, False):
+        try:
+            plain.append(go_on(offloaded=False, put=put))
+        except Exception as error:  # noqa: BLE001  # whatever theirs raises is the result
+            plain.append(say(error))
+    if all(plain):
+        yield Outcome(combination, NOT_REPEATED, f"resumed without offload: {plain[0]}")
+        return
+    try:
+        difference = go_on(offloaded=True)
+    except Exception as error:  # noqa: BLE001  # a crash is a result
+        yield Outcome(combination, CRASHED, f"resumed: {say(error)}")
+        return
+    yield Outcome(combination, WRONG if difference else SAME, difference and f"resumed: {difference}")
 
 
 def held_by(optimizer: Optimizer) -> list[Optimizer]:
@@ -237,10 +316,10 @@ def say(error: BaseException) -> str:
 _PLAIN = (bool, int, float, str, Tensor)
 
 
-def differences(plain: Optimizer, other: Optimizer) -> Iterator[str]:
+def differences(plain: Optimizer, other: Optimizer, *, attributes: bool = True) -> Iterator[str]:
     """What is not the same in state, param groups and attributes."""
-    attributes = [name for name, value in vars(plain).items() if isinstance(value, _PLAIN)]
-    yield from different(*(dict(_contents(one, attributes)) for one in (plain, other)))
+    names = [name for name, value in vars(plain).items() if attributes and isinstance(value, _PLAIN)]
+    yield from different(*(dict(_contents(one, names)) for one in (plain, other)))
 
 
 def _contents(optimizer: Optimizer, attributes: list[str]) -> Iterator[tuple[str, Any]]:
