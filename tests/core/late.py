@@ -27,9 +27,11 @@ from fsdp_offload.core.loop import Core
 from fsdp_offload.cpu_update import HostUpdates, HostWorker, Slot
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine import whole
+from fsdp_offload.engine.engine import Engine
 from fsdp_offload.fsdp.dtensor import local_shard, version_of
 from fsdp_offload.optimizers.bucket_update import BoundRange
 from fsdp_offload.state.shard import StateShard
+from fsdp_offload.state.store import OwnCounters
 from tests.core.deferred import Clock, DeferredLane, DeferredLanes, World, merge
 
 
@@ -39,6 +41,10 @@ class LateWorld(World):
     def check(self, lane: str, clock: Clock, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             super().check(lane, clock, [*map(local_shard, reads)], [*map(local_shard, writes)])
+
+    def forget(self, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super().forget(local_shard(tensor))
 
 
 class LateLanes(DeferredLanes):
@@ -178,24 +184,28 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     lanes = LateLanes(seed)
     threads = Threads(lanes.world)
     module = sys.modules[host_updates.__module__]
-    job, reduced, step, wait_home = module.HostJob, Core.reduced, Core.step, Core.wait_home
+    job, reduced, step, wait_home = module.HostJob, Engine.reduced, Core.step, Core.wait_home
     on_device, part_of = StateShard.on_device, BoundRange.part_of
 
-    known = WeakTensorKeyDictionary()  # gradients, and their versions
+    known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
 
-    def writes_gradients(buckets: Iterable[Bucket]) -> None:
-        """Backwards, clipping and users have written them on compute."""
-        for grad in (param.grad for bucket in buckets for param in bucket.params if param.grad is not None):
-            if known.get(grad) != version_of(grad):
-                known[grad] = version_of(grad)
-                lanes.made([grad])
+    def written(params: Iterable[Tensor]) -> list[Tensor]:
+        """Gradients that somebody has written since; their memory may be new."""
+        found = [grad for param in params if (grad := param.grad) is not None and known.get(grad) != version_of(grad)]
+        for grad in found:
+            known[grad] = version_of(grad)
+            lanes.world.forget(grad)
+        return found
 
-    def reduced_late(core: Core, number: int, *args: Any) -> None:
-        writes_gradients(core.buckets_of(number))
-        reduced(core, number, *args)
+    def reduced_late(engine: Engine, number: int, params: Sequence[Tensor], event: object, *args: Any) -> None:
+        lanes.reduce.wait(lanes.compute.mark())
+        lanes.reduce.touch(writes=written(params))
+        event = lanes.reduce.mark()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: lanes.compute.wait(event))  # as it ends
+        reduced(engine, number, params, event, *args)
 
     def step_late(core: Core, wanted: Sequence[Bucket], *args: Any) -> None:
-        writes_gradients(wanted)
+        lanes.compute.touch(writes=written(param for bucket in wanted for param in bucket.params))
         step(core, wanted, *args)
 
     def wait_home_late(core: Core, items: Iterable[Item], **options: Any) -> None:
@@ -210,9 +220,18 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     def part_of_late(bound: BoundRange, grad: Tensor | None) -> Tensor | None:
         part = part_of(bound, grad)
         if bound.shard.on_host and part is not None and not shares_memory(part, grad):
-            lanes.made([part])  # a copy, by compute
+            lanes.compute.touch(reads=[grad])
+            lanes.made([part])
         return part
 
+    def run_late(function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        own = getattr(function, "__self__", None)
+        if isinstance(own, OwnCounters):
+            values = [value for param in own._states for value in own.states.get(param).values()]
+            writes = [value for value in values if isinstance(value, Tensor) and not value.dim()]
+        run(function, reads, writes)
+
+    run, lanes.update.run = lanes.update.run, run_late  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
         patch.setattr(DeviceLink, "synchronize", lambda link: lanes.synchronize())
@@ -220,7 +239,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(attach, "HostUpdates", host_updates)
         patch.setattr(module, "host_worker", lambda device: threads.worker)
         patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))
-        patch.setattr(Core, "reduced", reduced_late)
+        patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
         patch.setattr(Core, "wait_home", wait_home_late)
         patch.setattr(StateShard, "on_device", on_device_late)

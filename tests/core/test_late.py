@@ -7,7 +7,7 @@ import random
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 import fsdp_offload
-from fsdp_offload import OffloadPolicy, cpu_update
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, cpu_update
 from fsdp_offload.engine import whole
+from fsdp_offload.engine.engine import engine_of
 from tests.conformance.axes import AXES, Case, Coupled, legal
 from tests.conformance.oracle import Loop, compare
 from tests.conformance.programs import HABITS, usual
@@ -108,6 +109,76 @@ def strides(mesh: DeviceMesh, lanes: LateLanes) -> None:
     assert all(map(torch.equal, plain, late_one))
 
 
+class Sometimes(nn.Module):
+    """Parameters of one group, of which a call may leave the large one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 5)
+        self.large = nn.Parameter(torch.linspace(-1, 1, 800).view(160, 5))
+
+    def forward(self, x: Tensor, *, all_of_it: bool) -> Tensor:
+        x = self.last(self.first(x).tanh())
+        return (x @ self.large.t() if all_of_it else x).square().mean()
+
+
+def sometimes(mesh: DeviceMesh, **fields: Any) -> Iterator[tuple[Sometimes, Optimizer]]:
+    """A plain one, and one that updates in the backward."""
+    for policy in (None, OffloadPolicy(overlap="iteration", bucket_bytes=1024, **fields)):
+        torch.manual_seed(0)
+        fully_shard(model := Sometimes(), mesh=mesh)
+        optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+        yield model, optimizer if policy is None else attach(optimizer, model=model, policy=policy)
+
+
+def backward(model: Sometimes, at: int, *, all_of_it: bool) -> None:
+    model(torch.cos(torch.arange(15) + at).view(3, 5), all_of_it=all_of_it).backward()
+
+
+def state_written_under_a_guess(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """Of a parameter without a gradient: a guess with its neighbours has written no home."""
+    found = []
+    for model, optimizer in sometimes(mesh):
+        held = None
+        for at in range(9):
+            backward(model, at, all_of_it=at != 7)
+            clip_grad_norm_(optimizer, 1e9)
+            if held is not None:
+                local(held).mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            held = optimizer.state[model.large]["exp_avg"] if at == 6 else None
+        found.append([local(one).clone() for param in model.parameters() for one in optimizer.state[param].values()])
+    assert engine_of(optimizer).guesses.committed
+    assert all(map(torch.equal, *found))
+
+
+def counters_read_before_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """On compute, through tensors that were fetched behind the last step."""
+    *_, (model, optimizer) = sometimes(mesh)
+    counters = []
+    for at in range(7):
+        backward(model, at, all_of_it=True)
+        clip_grad_norm_(optimizer, 1e9)
+        lanes.compute.touch(reads=counters)
+        optimizer.step()
+        optimizer.zero_grad()
+        counters = [optimizer.state[param]["step"] for param in model.parameters()]
+    assert engine_of(optimizer).guesses.committed
+
+
+def zeros_for_a_gradient_that_was_freed(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """They are made while others of its group are being reduced."""
+    found = []
+    for model, optimizer in sometimes(mesh, parameters=True):
+        for at in range(9):
+            backward(model, at, all_of_it=at % 4 != 3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append([local(value) for value in model.state_dict().values()])
+    assert all(map(torch.equal, *found))
+
+
 def two_streams(mesh: DeviceMesh, lanes: LateLanes) -> None:
     """Steps with gradients of one parameter each, which plain training may run on streams that do not wait."""
     params = [nn.Parameter(torch.ones(5 + at)) for at in range(2)]
@@ -120,7 +191,8 @@ def two_streams(mesh: DeviceMesh, lanes: LateLanes) -> None:
     lanes.compute = before
 
 
-STORIES = {"by elements": (), "on the CPU": (one_bucket_again, strides), "as a whole": (two_streams,)}
+GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)
+STORIES = {"by elements": GUESSES, "on the CPU": (one_bucket_again, strides), "as a whole": (two_streams,)}
 
 
 @pytest.mark.parametrize("story", [one for some in STORIES.values() for one in some])
