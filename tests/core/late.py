@@ -30,8 +30,9 @@ from fsdp_offload.engine import whole
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.fsdp.dtensor import local_shard, version_of
 from fsdp_offload.optimizers.bucket_update import BoundRange
+from fsdp_offload.state.layout import leaves_of
 from fsdp_offload.state.shard import StateShard
-from fsdp_offload.state.store import OwnCounters
+from fsdp_offload.state.store import OwnCounters, adopt
 from tests.core.deferred import Clock, DeferredLane, DeferredLanes, World, merge
 
 
@@ -179,7 +180,7 @@ def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
 
 
 @contextmanager
-def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = HostUpdates) -> Iterator[LateLanes]:
+def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = HostUpdates) -> Iterator[LateLanes]:  # noqa: C901  # one place after the other
     """Within it, engines that are made have late lanes, and these classes, which may have been changed."""
     lanes = LateLanes(seed)
     threads = Threads(lanes.world)
@@ -224,6 +225,14 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
             lanes.made([part])
         return part
 
+    def adopt_late(entries: Iterable[tuple[StateShard, dict[str, Any]]]) -> None:
+        entries = list(entries)
+        for shard, state in entries:
+            for name, home in shard.homes.items():
+                if (value := state.get(name)) is not None and value is not home:
+                    lanes.world.check("host", lanes.world.host, leaves_of(value), shard.home.leaves[name])
+        adopt(entries)
+
     def run_late(function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         own = getattr(function, "__self__", None)
         if isinstance(own, OwnCounters):
@@ -236,6 +245,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
         patch.setattr(DeviceLink, "synchronize", lambda link: lanes.synchronize())
         patch.setattr(whole, "_Visit", told(visits, lanes))
+        patch.setattr(whole, "adopt", adopt_late)
         patch.setattr(attach, "HostUpdates", host_updates)
         patch.setattr(module, "host_worker", lambda device: threads.worker)
         patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))

@@ -191,8 +191,43 @@ def two_streams(mesh: DeviceMesh, lanes: LateLanes) -> None:
     lanes.compute = before
 
 
+def a_gradient_that_comes_late(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """A bucket is updated twice in one step: the counters of both count."""
+    found = []
+    for model, optimizer in sometimes(mesh, host_fraction=1.0):
+        for at in range(6):
+            model.large.requires_grad_(at != 4)
+            backward(model, at, all_of_it=True)
+            if at == 4:
+                model.large.requires_grad_(True)
+                model.large.grad = torch.ones_like(model.large)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([local(one).clone() for param in model.parameters() for one in optimizer.state[param].values()])
+        found[-1] += [local(value) for value in model.state_dict().values()]
+    assert all(map(torch.equal, *found))
+
+
+def entries_exchanged(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """Those of before the step, so that nobody has waited for its stores."""
+    params = [nn.Parameter(torch.ones(4) * at) for at in range(2)]
+    optimizer = attach(Coupled(params, lr=0.1), policy=OffloadPolicy())
+    entries: list[dict[str, Any]] = []
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones(4)
+        optimizer.step()
+        for entry, value in zip(entries, [entry["velocity"] for entry in entries][::-1], strict=True):
+            entry["velocity"] = value
+        entries = entries or [optimizer.state[param] for param in params]
+
+
 GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)
-STORIES = {"by elements": GUESSES, "on the CPU": (one_bucket_again, strides), "as a whole": (two_streams,)}
+STORIES = {
+    "by elements": GUESSES,
+    "on the CPU": (one_bucket_again, strides, a_gradient_that_comes_late),
+    "as a whole": (two_streams, entries_exchanged),
+}
 
 
 @pytest.mark.parametrize("story", [one for some in STORIES.values() for one in some])
