@@ -208,6 +208,21 @@ def a_gradient_that_comes_late(mesh: DeviceMesh, lanes: LateLanes) -> None:
     assert all(map(torch.equal, *found))
 
 
+def the_first_state(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """It is there behind the first step, in the order of plain training."""
+    found = []
+    for policy in (None, OffloadPolicy(overlap="forward", bucket_bytes=1024, host_fraction=0.5)):
+        fully_shard(model := Sometimes(), mesh=mesh)
+        numbers = {param: number for number, param in enumerate(model.parameters())}
+        optimizer = AdamW([*numbers][::-1], lr=0.01, fused=True)
+        if policy is not None:
+            attach(optimizer, model=model, policy=policy)
+        backward(model, 0, all_of_it=True)
+        optimizer.step()
+        found.append([(numbers[param], [*dict.get(optimizer.state, param, {})]) for param in optimizer.state])
+    assert found[0] == found[1]
+
+
 def entries_exchanged(mesh: DeviceMesh, lanes: LateLanes) -> None:
     """Those of before the step, so that nobody has waited for its stores."""
     params = [nn.Parameter(torch.ones(4) * at) for at in range(2)]
@@ -225,7 +240,7 @@ def entries_exchanged(mesh: DeviceMesh, lanes: LateLanes) -> None:
 GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)
 STORIES = {
     "by elements": GUESSES,
-    "on the CPU": (one_bucket_again, strides, a_gradient_that_comes_late),
+    "on the CPU": (one_bucket_again, strides, a_gradient_that_comes_late, the_first_state),
     "as a whole": (two_streams, entries_exchanged),
 }
 
