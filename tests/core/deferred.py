@@ -68,7 +68,8 @@ class World:
         while order:
             one = self.random.choice([one for one in order if all(other.done for other in one.after)])
             order.remove(one)
-            self._run(one)
+            if not one.done:  # an action that is let go may have ended an engine, which waits for all
+                self._run(one)
 
     def _run(self, action: Action) -> None:
         del self.waiting[action]
