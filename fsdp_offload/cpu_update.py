@@ -371,6 +371,7 @@ class HostUpdates:
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
         self._waited_seconds = 0.0
+        self.wait_quietly()  # counters of a parameter in several buckets are new when the last of them is
         self._step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes.down)
 
     def update(
@@ -478,11 +479,8 @@ class HostUpdates:
             self.raise_failure()
 
     def forget(self) -> None:
-        """Wait for what is under way: buckets have other numbers from now on."""
+        """Buckets have other numbers from now on. Compute has waited for all updates, and what comes up after them."""
         self.wait_quietly()
-        for job in self._jobs.values():
-            if job.uploaded is not None:
-                job.uploaded.synchronize()  # nobody can wait for it by its number
         self._jobs.clear()
 
     def raise_failure(self) -> None:

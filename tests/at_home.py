@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.items import Item
+from fsdp_offload.device.lanes import SerialLane
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 
@@ -17,14 +18,14 @@ from fsdp_offload.fsdp.dtensor import local_shard
 def dropped_is_spoilt() -> Iterator[None]:
     """Memory of the core that is free holds NaN, so that whoever still reads it is found out.
 
-    On the CPU: elsewhere loads and gathers that have been issued may not have read it yet.
+    Where copies run at once: elsewhere loads, stores and gathers that have been issued may not have read it yet.
     """
     drop = Cache.drop
 
     def spoil_block(self: Cache, item: Item) -> None:
         block = item.block
         drop(self, item)
-        if block is not None and block.memory.device.type == "cpu":
+        if block is not None and block.memory.device.type == "cpu" and isinstance(self.lanes.store, SerialLane):
             block.memory.fill_(0xFF)
 
     with pytest.MonkeyPatch.context() as patch:

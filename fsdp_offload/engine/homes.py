@@ -483,7 +483,6 @@ class Lending:
         for shard in shards:
             spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):
-                spare.wait_unread()
                 self.moving[shard] = None
         return [shard for shard in shards if shard in self.moving]
 

@@ -210,7 +210,6 @@ class _Visit:
             finally:
                 for item in self._streamed:
                     compute.wait(*item.used.values())  # R1: a gather may still read what the step goes on to write
-                    item.used.clear()
 
         return seeing
 
@@ -228,9 +227,7 @@ class _Visit:
                 part.live_at_home()
             self._give_back()
             raise
-        core.updated = mark = core.lanes.compute.mark()
-        for bucket in core.buckets:
-            bucket.state.at_home = mark  # R2: stores run up to there
+        core.updated = mark = core.lanes.compute.mark()  # R2: stores run up to there
         for item in self._streamed:
             core.cache.changed(item, mark)
         for part in self._parts:

@@ -6,11 +6,12 @@ named as a race.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from fsdp_offload.device.lanes import Lanes
+from fsdp_offload.device.lanes import Lanes, Mark
 
 Clock = dict[str, int]
 
@@ -25,11 +26,14 @@ class IssuedError(Exception):
     """Something has been issued, and failed."""
 
 
-class Action:
+class Action(Mark):
     """Something that has been issued and may not have run yet; a mark."""
 
     def __init__(self, function: Callable[[], None] | None, after: set["Action"], clock: Clock, world: "World") -> None:
         self.function, self.after, self.clock, self.world, self.done = function, after, clock, world, False
+
+    def resolved(self) -> "Action":  # type: ignore[override]
+        return self
 
     def synchronize(self) -> None:
         self.world.finish(self)
@@ -64,7 +68,8 @@ class World:
         while order:
             one = self.random.choice([one for one in order if all(other.done for other in one.after)])
             order.remove(one)
-            self._run(one)
+            if not one.done:  # an action that is let go may have ended an engine, which waits for all
+                self._run(one)
 
     def _run(self, action: Action) -> None:
         del self.waiting[action]
@@ -111,8 +116,8 @@ class DeferredLane:
         self.fails = False  # when it has issued what it is given to run next
         self._after: set[Action] = set()
 
-    def wait(self, *marks: object) -> None:
-        for mark in marks:
+    def wait(self, *marks: Mark | None) -> None:
+        for mark in [None if one is None else one.resolved() for one in marks]:
             if isinstance(mark, Action):
                 merge(self.clock, mark.clock)
                 if self.at_once:
@@ -129,6 +134,13 @@ class DeferredLane:
         if self.fails:
             self.fails = False
             raise IssuedError
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What runs in it does so at once, and what was issued here before has."""
+        self.world.finish(self.mark())
+        yield
+        self.mark()
 
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._add(None, reads, writes)
@@ -154,10 +166,11 @@ class DeferredLane:
 class DeferredLanes(Lanes):
     """All of them, in a world of their own."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = World(seed)
-        self.load, self.store, self.update, self.reduce, self.copy_in, self.reader = (
-            DeferredLane(self.world, name) for name in ("load", "store", "update", "reduce", "copy in", "reader")
+    def __init__(self, seed: int, world: World | None = None) -> None:
+        self.world = world or World(seed)
+        names = ("load", "store", "update", "reduce", "copy in", "reader", "down", "up")
+        self.load, self.store, self.update, self.reduce, self.copy_in, self.reader, self.down, self.up = (
+            DeferredLane(self.world, name) for name in names
         )
         self.compute = DeferredLane(self.world, "compute", at_once=True)
 

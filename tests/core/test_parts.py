@@ -1,6 +1,8 @@
 """The timeline, victims of the cache, sizes of buckets and the rule of the room, each by itself."""
 
 import re
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from fsdp_offload.core.loop import Reductions
 from fsdp_offload.core.room import CALM, UNSETTLED, Reading, Room
 from fsdp_offload.device.lanes import EventMark, SerialLane
 from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.state.store import OwnCounters, StateStore
 
 from .deferred import DeferredLanes
 
@@ -328,3 +331,19 @@ def test_a_serial_lane_waits_for_the_events_of_others() -> None:
     event: Any = Event()
     SerialLane(torch.device("cpu"), name="update").wait(None, EventMark(event))
     assert event.has_passed
+
+
+def test_counters_of_the_user_become_what_updates_have_made_of_the_copies() -> None:
+    """What they deleted is gone, what they made is there, and tensors stay the objects that they were."""
+    param, home = torch.ones(3), torch.zeros(3)
+    user = {"step": torch.tensor(1.0), "mean": home, "warm": True}
+    step, shard = user["step"], SimpleNamespace(homes={"mean": home})
+    own = OwnCounters(StateStore(defaultdict(dict, {param: user})), {param: shard})  # type: ignore[dict-item]
+    copies = own.get(param)
+    copies["step"].add_(1)  # type: ignore[union-attr]
+    del copies["warm"]
+    copies["count"] = 7
+    assert user == {"step": step, "mean": home, "warm": True}
+    own.commit()
+    assert user == {"step": step, "mean": home, "count": 7}
+    assert step.item() == 2

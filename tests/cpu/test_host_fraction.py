@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, cpu_update, is_offloaded, remove_offload
@@ -31,7 +32,7 @@ from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
 from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Pair, Zoo, attach, make_pair, train_step
+from tests.parity import SMALL, Net, Pair, Zoo, attach, local, make_pair, train_step
 from tests.tiers import spread
 from tests.twins import make_twins
 
@@ -169,6 +170,23 @@ def test_autograd_notices_the_update() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_steps_in_a_row_count_each_range_of_a_parameter(mesh: DeviceMesh) -> None:
+    """With the same gradients, and nothing in between that waits for the host."""
+    nets = [nn.Sequential(nn.Linear(40, 56), nn.Linear(56, 24)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        fully_shard(net, mesh=mesh)
+    optimizers = [fused_adamw(net.parameters()) for net in nets]
+    attach(optimizers[1], model=nets[1], policy=OffloadPolicy(overlap="forward", host_fraction=1.0, bucket_bytes=1024))
+    for at in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net(torch.full((3, 40), 0.1 * at)).square().sum().backward()
+            for _ in range(2):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, *(map(local, net.state_dict().values()) for net in nets)))
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""The lanes of ``deferred.py`` under whole engines: real models and optimizers, whose copies and updates come late.
+
+What torch runs itself (forwards, backwards, plain steps) runs at once; where it touches what the engine moves, the
+lanes are told. The threads that update on the CPU are queues, and run in any order.
+
+Left out are optimizers whose steps look at numbers on the host (foreach, for-loop, Muon), and masters, whose writes
+count when they run: here a whole update runs late, and they would be other numbers.
+"""
+
+import gc
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_offload.api import attach
+from fsdp_offload.core.buckets import Bucket
+from fsdp_offload.core.items import Item
+from fsdp_offload.core.loop import Core
+from fsdp_offload.cpu_update import HostUpdates, HostWorker, Slot
+from fsdp_offload.device.lanes import DeviceLink
+from fsdp_offload.engine import whole
+from fsdp_offload.engine.engine import Engine
+from fsdp_offload.fsdp.dtensor import local_shard, version_of
+from fsdp_offload.optimizers.bucket_update import BoundRange
+from fsdp_offload.state.shard import StateShard
+from fsdp_offload.state.store import OwnCounters, adopt
+from tests.core.deferred import Clock, DeferredLane, DeferredLanes, World, merge
+
+
+class LateWorld(World):
+    """Looks at tensors without being seen: gradients may be watched."""
+
+    def check(self, lane: str, clock: Clock, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super().check(lane, clock, [*map(local_shard, reads)], [*map(local_shard, writes)])
+
+    def forget(self, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super().forget(local_shard(tensor))
+
+
+class LateLanes(DeferredLanes):
+    """The lanes of a device; torch's gathers run at once."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, LateWorld(seed))
+        self.world.eagerness = random.Random(seed).choice([0.05, 0.3, 0.3, 0.6])
+        self.copy_in = DeferredLane(self.world, "copy in", at_once=True)
+        self.ahead: Any = object()  # the stream of that lane
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done everything."""
+        for lane in (self.load, self.store, self.update, self.down, self.up, self.compute, self.copy_in):
+            lane.mark().synchronize()
+
+
+class Threads:
+    """The threads of a :class:`HostWorker`, as queues: stages run when somebody waits for one, or now and then."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.slots = world, deque[Slot]()
+        self.queues = [Queue(self) for _ in range(3)]
+        self.worker = HostWorker(torch.device("cpu"))
+        self.worker.slots = self  # type: ignore[assignment]
+        self.worker.down, self.worker.updates, self.worker.up = self.queues  # type: ignore[assignment]
+        self._is_within = False
+
+    def run_one(self) -> None:
+        """Run the next stage of some thread, which knows what it knew, and who submitted that stage."""
+        queue = self.world.random.choice([one for one in self.queues if one.may_run()])
+        stage, known = queue.stages.popleft()
+        main, self.world.host = self.world.host, queue.clock
+        merge(self.world.host, known)
+        self._is_within = True
+        stage()
+        self._is_within, self.world.host = False, main
+
+    def run_some(self) -> None:
+        while self.world.random.random() < self.world.eagerness and any(one.may_run() for one in self.queues):
+            if self._is_within:
+                return
+            self.run_one()
+
+    def put(self, slot: Slot) -> None:
+        self.slots.append(slot)
+
+    def get(self) -> Slot:
+        while not self.slots:
+            self.run_one()
+        return self.slots.popleft()
+
+
+class Queue:
+    """One thread."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.threads, self.clock = threads, Clock()
+        self.stages: deque[tuple[Callable[[], None], Clock]] = deque()
+
+    def may_run(self) -> bool:
+        is_down = self is self.threads.queues[0]
+        return bool(self.stages) and (bool(self.threads.slots) or not is_down)
+
+    def submit(self, stage: Callable[..., None], *args: Any) -> None:
+        self.stages.append((partial(stage, *args), dict(self.threads.world.host)))
+        self.threads.run_some()
+
+
+class Done:
+    """The event of a job."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.threads = threads
+        self.clock: Clock | None = None
+
+    def set(self) -> None:
+        self.clock = dict(self.threads.world.host)
+
+    def is_set(self) -> bool:
+        merge(self.threads.world.host, self.clock or {})
+        return self.clock is not None
+
+    def wait(self) -> None:
+        while not self.is_set():
+            self.threads.run_one()
+
+
+def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
+    """``visits``, of which the lanes know what a plain step reads and writes; gathers that nobody uses go ahead of it.
+
+    Others read what they have gathered on the compute stream, where only one rank has a part.
+    """
+
+    def gather_ahead(core: Core) -> None:
+        for number in (number for number, item in core.weights.items() if item.nbytes):
+            core.gather(number, lanes.ahead)
+            core.gathered(number, lanes.ahead, counts=False)
+
+    class Visit(visits):  # type: ignore[misc]
+        def __init__(self, engine: Any, *args: Any) -> None:
+            gather_ahead(engine.core)
+            super().__init__(engine, *args)
+            self.write()
+
+        def write(self) -> None:
+            for item in self._streamed:
+                lanes.compute.touch(reads=item.place(), writes=item.place())
+
+        def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+            def evaluate() -> Any:
+                gather_ahead(self._engine.core)
+                return closure()
+
+            seeing = super().between(evaluate)
+
+            def writing() -> Any:
+                self.write()
+                result = seeing()
+                self.write()
+                return result
+
+            return writing
+
+        def end(self, *args: Any) -> None:
+            self.write()
+            super().end(*args)
+            held = [home for item in self._streamed if item.exposed for home, _ in item.home]
+            lanes.world.check("host", lanes.world.host, held, [])
+
+    return Visit
+
+
+@contextmanager
+def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = HostUpdates) -> Iterator[LateLanes]:  # noqa: C901  # one place after the other
+    """Within it, engines that are made have late lanes, and these classes, which may have been changed."""
+    lanes = LateLanes(seed)
+    threads = Threads(lanes.world)
+    module = sys.modules[host_updates.__module__]
+    job, reduced, step, wait_home = module.HostJob, Engine.reduced, Core.step, Core.wait_home
+    on_device, part_of = StateShard.on_device, BoundRange.part_of
+
+    known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
+
+    def written(params: Iterable[Tensor]) -> list[Tensor]:
+        """Gradients that somebody has written since; their memory may be new."""
+        found = [grad for param in params if (grad := param.grad) is not None and known.get(grad) != version_of(grad)]
+        for grad in found:
+            known[grad] = version_of(grad)
+            lanes.world.forget(grad)
+        return found
+
+    def reduced_late(engine: Engine, number: int, params: Sequence[Tensor], event: object, *args: Any) -> None:
+        lanes.reduce.wait(lanes.compute.mark())
+        lanes.reduce.touch(writes=written(params))
+        event = lanes.reduce.mark()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: lanes.compute.wait(event))  # as it ends
+        reduced(engine, number, params, event, *args)
+
+    def step_late(core: Core, wanted: Sequence[Bucket], *args: Any) -> None:
+        lanes.compute.touch(writes=written(param for bucket in wanted for param in bucket.params))
+        step(core, wanted, *args)
+
+    def wait_home_late(core: Core, items: Iterable[Item], **options: Any) -> None:
+        items = list(items)
+        wait_home(core, items, **options)
+        lanes.world.check("host", lanes.world.host, [home for item in items for home, _ in item.home], [])
+
+    def on_device_late(shard: StateShard, name: str, *args: Any, **options: Any) -> Tensor:
+        lanes.compute.touch(reads=shard.home.leaves[name])
+        return on_device(shard, name, *args, **options)
+
+    def part_of_late(bound: BoundRange, grad: Tensor | None) -> Tensor | None:
+        part = part_of(bound, grad)
+        if bound.shard.on_host and part is not None and not shares_memory(part, grad):
+            lanes.compute.touch(reads=[grad])
+            lanes.made([part])
+        return part
+
+    def adopt_late(entries: Iterable[tuple[StateShard, dict[str, Any]]]) -> None:
+        entries = list(entries)
+        for shard, state in entries:
+            for name, home in shard.homes.items():
+                if state.get(name, home) is not home:
+                    lanes.world.check("host", lanes.world.host, [], shard.home.leaves[name])
+        adopt(entries)
+
+    def run_late(function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        own = getattr(function, "__self__", None)
+        if isinstance(own, OwnCounters):
+            values = [value for param in own._states for value in own.states.get(param).values()]
+            writes = [value for value in values if isinstance(value, Tensor) and not value.dim()]
+        run(function, reads, writes)
+
+    run, lanes.update.run = lanes.update.run, run_late  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
+        patch.setattr(DeviceLink, "synchronize", lambda link: lanes.synchronize())
+        patch.setattr(whole, "_Visit", told(visits, lanes))
+        patch.setattr(whole, "adopt", adopt_late)
+        patch.setattr(attach, "HostUpdates", host_updates)
+        patch.setattr(module, "host_worker", lambda device: threads.worker)
+        patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))
+        patch.setattr(Engine, "reduced", reduced_late)
+        patch.setattr(Core, "step", step_late)
+        patch.setattr(Core, "wait_home", wait_home_late)
+        patch.setattr(StateShard, "on_device", on_device_late)
+        patch.setattr(BoundRange, "part_of", part_of_late)
+        gc.disable()  # it waits for the lanes where an engine goes, perhaps within an update
+        try:
+            yield lanes
+        finally:
+            gc.enable()
+
+
+def shares_memory(part: Tensor, grad: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.untyped_storage().data_ptr() == local_shard(grad).untyped_storage().data_ptr()
