@@ -167,6 +167,8 @@ class OffloadReport:
                 at = "" if rate is None else f", at {rate:.1f} GB/s"
                 yield f"last step: {name}", f"{_bytes(nbytes)} in {copies} copies{at}"
             yield "last step: updated", f"{step.updates} buckets"
+            if step.held_updates:
+                yield "  held until step()", f"{step.held_updates} buckets"
             if step.host_updated_bytes is not None:
                 waited = f"{step.host_update_ms:.1f} ms, {step.host_waited_ms:.1f} ms waited for"
                 yield "  on the CPU", f"{_bytes(step.host_updated_bytes)} in {waited}"

@@ -359,6 +359,7 @@ SENTENCES: dict[str, tuple[str, Callable[[float], str]]] = {
     "step/loads": ("last step: loaded .+ in (.+?) copies", _count),
     "step/stores": ("last step: stored .+ in (.+?) copies", _count),
     "step/updates": ("last step: updated +(.+) buckets", _count),
+    "step/held_updates": (r"held until step\(\) +(.+) buckets", _count),
     "step/load_gb_per_s": ("last step: loaded .+, at (.+) GB/s", _tenths),
     "step/store_gb_per_s": ("last step: stored .+, at (.+) GB/s", _tenths),
     "step/host_updated_bytes": ("on the CPU +(.+?) in", _size),
@@ -380,7 +381,7 @@ def test_each_metric_is_what_the_report_says(mesh: DeviceMesh, staying: int) -> 
     report = replace(
         report,
         memory=replace(report.memory, device_peak_bytes=24_600_000_000),
-        step=replace(report.step, **timed, host_waited_ms=3.4),
+        step=replace(report.step, **timed, host_waited_ms=3.4, held_updates=2),
         iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.18, bound_ms=428.16),
     )
     (kept, all_of_them), *_ = re.findall(r"(\d+) of (\d+) buckets are kept", report.kept.reason)
