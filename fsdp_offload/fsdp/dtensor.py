@@ -55,7 +55,8 @@ def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """Call ``func``; writes through ``.data``, and by ``_foreach_`` on DTensors, count a version, as torch's do not."""
     name = getattr(func, "__name__", "")
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-        return another(args[0])
+        with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
+            return call_counted(Tensor.detach, args, {})
     result = func(*args, **kwargs)
     if func == Tensor.detach and is_dtensor(result):
         result._local_tensor = local_shard(args[0]).detach()  # else it has a counter of its own
@@ -64,11 +65,13 @@ def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return result
 
 
-def another(tensor: Tensor) -> Tensor:
-    """Return another tensor over the memory of ``tensor``: writes into one count a version of both."""
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return another tensor over the memory of ``tensor``: a write into one counts a version of both."""
     with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
-        detached: Tensor = call_counted(Tensor.detach, (tensor,), {})
-    return detached
+        alias = tensor.detach()
+    if is_dtensor(alias):
+        alias._local_tensor = local_shard(tensor).detach()  # else it has a counter of its own
+    return alias
 
 
 def holders_of(local: Tensor) -> int:

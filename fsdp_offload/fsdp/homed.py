@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .dtensor import LOCAL, STAND_IN, another, call_counted, local_shard, over_local
+from .dtensor import LOCAL, STAND_IN, alias_of, call_counted, local_shard, over_local
 from .guard import Guard
 
 _LOOK = "_fsdp_offload_look"
@@ -125,7 +125,7 @@ def uses_of(param: Tensor) -> int:
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
     with vars(param)[_LOOK](param):  # until there is a tensor that counts as one of those over the home
         vars(param)[_USES] = vars(param).get(_USES, 0) + 1
-        other = another(vars(param)[STAND_IN])
+        other = alias_of(vars(param)[STAND_IN])
     if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
         other.requires_grad_().register_hook(_refuse_gradient)
     return other

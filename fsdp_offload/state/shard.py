@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..fsdp.dtensor import another, holders_of, local_shard, over_local
+from ..fsdp.dtensor import alias_of, holders_of, local_shard, over_local
 from .layout import LeafLayout, StateLayout
 
 EntryOf = Callable[[Tensor], dict[str, Any]]
@@ -160,7 +160,7 @@ class StateShard(Housed):
         """Return another tensor over the home of ``name``, whose life can be counted; a write counts for both."""
         value = self.homes[name]
         if type(local_shard(value)) is Tensor:
-            return another(value)
+            return alias_of(value)
         return self._value_over(name, [leaf.detach() for leaf in self.home.leaves[name]])
 
     def on_device(self, name: str, device: torch.device, *, non_blocking: bool = False) -> Tensor:

@@ -214,6 +214,8 @@ WITHOUT = {
 
 def ways_of(name: str) -> list[str]:
     without = {way for pattern, ways in WITHOUT.items() if fnmatch.fnmatch(name, pattern) for way in ways}
+    if name.endswith(":Assorted") and torch.cuda.is_available():
+        without.add("broadcast")  # torch's refuses counters on the device beside homes on the host
     return [way for way in WAYS if way not in without]
 
 
