@@ -455,10 +455,14 @@ class HostUpdates:
         return None if job is None else job.uploaded
 
     def wait_quietly(self, number: int | None = None) -> None:
-        """Block until no update is under way, or not that of one bucket; a failure is kept for who asks next."""
-        for one in list(self._entries) if number is None else [number]:
-            if one in self._entries:
-                self._wait_for(one)
+        """Block until no update is under way, or not that of one bucket; a failure is kept for who asks next.
+
+        Updates before it end first: buckets share parameters, and the counters of the last one count.
+        """
+        for one in list(self._entries) if number is None or number in self._entries else ():
+            self._wait_for(one)
+            if one == number:
+                return
 
     def _wait_for(self, number: int) -> None:
         job = self._jobs[number]

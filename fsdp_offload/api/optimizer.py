@@ -75,7 +75,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         saved = (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).state_dict(self)
         params = params_of(self)
         saved["state"] = {
-            key: engine.as_saved(self, params[key], state) if isinstance(key, int) else state
+            key: engine.handed_out(params[key], engine.as_saved(self, params[key], state))
+            if isinstance(key, int)
+            else state
             for key, state in saved["state"].items()
         }
         return saved

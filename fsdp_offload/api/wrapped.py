@@ -60,8 +60,11 @@ offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 def states_of(optimizer: Optimizer) -> OffloadedState:
     """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    lending = attached(optimizer).engine.lending
     if not isinstance(optimizer.state, OffloadedState):
         optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
+    if lending.entries() is not optimizer.state:  # the user has put it back
+        lending.entries = weakref.ref(optimizer.state)
     return optimizer.state
 
 

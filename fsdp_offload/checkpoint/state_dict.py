@@ -282,7 +282,9 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
         for param in params_of(optimizer)
         if (state := existing.get(param) or reserved.get(param))
     }
-    states.offer([value for state in offered.values() for value in state.values()], engine.core.last_moved)
+    homes = {id(home) for shard in engine.plan.shards.values() for home in shard.homes.values()}
+    states.offer([v for state in offered.values() for v in state.values()], homes, engine.core.last_moved)
+    offered = {param: engine.handed_out(param, state) for param, state in offered.items()}
     # Counters that groups get in the first step would not be asked for, and so not be loaded.
     counters = engine.layouts.group_counters_at_zero() if reserved else {}
     return offered, [{**counters, **group} for group in optimizer.param_groups]

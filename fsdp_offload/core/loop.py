@@ -120,6 +120,8 @@ class Core:
         torn: the bucket whose update runs; after an exception, it may be half updated.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
+        held: buckets that this backward does not update, since others hold tensors over what it would change; where
+            ``frees_all``, it does all the same.
         steps: how many have ended.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
@@ -146,6 +148,7 @@ class Core:
         self.steps = 0
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
+        self.held: set[Bucket] = set()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
@@ -153,7 +156,6 @@ class Core:
         self._of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
-        self._held: set[Bucket] = set()  # not updated in this backward: others hold tensors over what it would change
         self._reduced_at: dict[int, Mark] = {}
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
@@ -165,7 +167,7 @@ class Core:
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
-        self._held = set()
+        self.held = set()
         streamed = {number: item for number, item in weights.items() if item.nbytes}
         self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
         self.timeline.forget()
@@ -293,9 +295,12 @@ class Core:
             final = all(map(self.reductions.is_final, bucket.groups))
             if not final or bucket.number in updated or not updated >= bucket.after:
                 continue
-            if any(item.stays_home() for item in (bucket.state, *bucket.weights)):
-                self._held.add(bucket)  # what they see changes in step(), as without offload
-            elif self.guess is None or may_guess(bucket):
+            is_held = any(item.stays_home() for item in (bucket.state, *bucket.weights))
+            if is_held:
+                self.held.add(bucket)  # what they see changes in step(), as without offload
+            if is_held and not self.frees_all:
+                continue
+            if self.guess is None or may_guess(bucket):
                 found.append(bucket)
                 updated.add(bucket.number)
                 looked_at += self._followers.get(bucket.number, ())
@@ -350,11 +355,11 @@ class Core:
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
         first = not self.timeline.cycle
-        self.cache.moved.held_updates = len(self._held)
+        self.cache.moved.held_updates = len(self.held)
         self.timeline.end()
         self.reductions.end()
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
-        self.done, self._ready, self._undone, self._held = {}, [], set(), set()
+        self.done, self._ready, self._undone, self.held = {}, [], set(), set()
         self.begun = self.is_seen = False
         self._used_by.clear()
         self.steps += 1
@@ -538,6 +543,7 @@ class Core:
         self.begun = self.is_seen = False
         self._used_by.clear()  # else R1 would be waited for at the end of an update that has been abandoned
         self._undone = set()
+        self.held.clear()
         self.reductions.end(stepped=False)
         if self.cache.stopwatch is not None:
             self.cache.stopwatch.forget()

@@ -411,6 +411,13 @@ class Engine:
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
+        if core.frees_all and not core.held.isdisjoint(core.done):
+            warnings.warn(
+                "tensors over optimizer state or parameters are held (a state dict, an entry of optimizer.state), and "
+                "the backward changes them: the GPU has no room for the gradients with which step() could. Let go of "
+                "them before the backward, or keep copies.",
+                stacklevel=2,
+            )
         new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
         if new and self.guesses.made and self._updates.writes_gradients:
             self.refuse("written gradients")
@@ -650,6 +657,7 @@ class Engine:
     def skip_step(self) -> None:
         """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
         self.guesses.skip()
+        self.core.held.clear()
         if self.core.done:
             self.refuse("zero_grad()")
 
@@ -778,11 +786,14 @@ class Engine:
         self.failure = ""
 
     def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
+        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
+        return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
+
+    def handed_out(self, param: Tensor, saved: UserState) -> UserState:
+        """``saved`` with aliases of homes, whose life can be counted."""
         if param not in self.plan.shards:
-            return self.conventions.as_saved(optimizer, param, state, {}, empty=empty)
-        shard = self.plan.shards[param]
-        saved = self.conventions.as_saved(optimizer, param, state, shard.homes, empty=empty)
-        homes = shard.homes
+            return saved
+        shard, homes = self.plan.shards[param], self.plan.shards[param].homes
         return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
 
     @_alone
@@ -854,11 +865,20 @@ class Engine:
     # Looking at it ----------------------------------------------------------------------------------------------------
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Let no other thread in meanwhile; one that does not train waits for the end of the step under way."""
+        """Let no other thread in meanwhile; one that does not train waits for the end of the step under way.
+
+        Raises:
+            RuntimeError: the thread writes a checkpoint, for whose end steps and looks may wait; or no step ends.
+        """
+        if self.core.is_foreign and self.lending.is_read_here():
+            raise RuntimeError(
+                "the thread that writes an asynchronous save looks at the optimizer or its parameters, and what it "
+                "looks at may wait for the end of that save. It has all of them in the state dict that it was given."
+            )
         return self.core.between_steps()
 
     @_alone
-    def handed_out(self, taken: Mapping[Tensor, object]) -> None:
+    def model_handed_out(self, taken: Mapping[Tensor, object]) -> None:
         """Note that ``model.state_dict()`` has taken parameters on the device, and as which tensors."""
         for param, value in taken.items():
             own = param not in self.plan.shards or param in self.plan.streamed or value is param

@@ -5,6 +5,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +71,8 @@ class Arena(Generic[AnyHoused]):
             made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
             shard.sides.append(shard.home_over(made))
             made.clear()  # references are counted
-            shard.sides[-1].own_references = shard.sides[-1].references()
+            if isinstance(shard, StateShard):
+                shard.sides[-1].own(shard.sides[-1].leaves)
 
     def region_of(self, number: int, side: int) -> int:
         """Which region one side of a shard is in: the homes are 0, the spare ones of the first 1, all others 2."""
@@ -396,7 +398,7 @@ class Lending:
         self.guessing: OwnCounters | None = None
         self.entries: Callable[[], OffloadedState | None] = lambda: None
         self._readers: list[Reader] = []  # some of them may have finished
-        self._left: list[tuple[str, Home, object]] = []  # homes that others held when a step left them; their versions
+        self._left: list[tuple[StateShard, Home, object]] = []  # homes that others held when steps left them; versions
         self._is_spoiled = False
 
     def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, Home]:
@@ -445,6 +447,11 @@ class Lending:
             self._is_spoiled = False
             raise RuntimeError(_SPOILED)
 
+    def is_read_here(self) -> bool:
+        """Return whether the calling thread reads homes for a save."""
+        here = threading.current_thread()
+        return any(getattr(one, "thread", None) is here and one.is_reading() for one in self._readers)
+
     def wait(self) -> None:
         """Block until nobody else reads any home."""
         for reader in self._readers:
@@ -466,8 +473,9 @@ class Lending:
 
     def lost_writes(self) -> list[str]:
         """Name state whose old home others have written since a step left it: such a write is lost."""
-        written = [name for name, home, versions in self._left if versions_of([home]) != versions]
-        self._left = [(name, home, versions_of([home])) for name, home, _ in self._left if home.is_held()]
+        self._left = [one for one in self._left if one[1] is not one[0].home]  # a later step has moved it back
+        written = [shard.name for shard, home, versions in self._left if versions_of([home]) != versions]
+        self._left = [(shard, home, versions_of([home])) for shard, home, _ in self._left if home.is_held()]
         return written
 
     # Spare homes ------------------------------------------------------------------------------------------------------
@@ -512,7 +520,7 @@ class Lending:
                 left = shard.home
                 shard.move(states.get)
                 if left.readers and left.is_held():
-                    self._left.append((shard.name, left, versions_of([left])))
+                    self._left.append((shard, left, versions_of([left])))
         self.moving = {}
 
     def commit_guesses(self) -> None:

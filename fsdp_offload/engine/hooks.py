@@ -119,7 +119,7 @@ class ModelHooks:
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:
         named = module.named_parameters(recurse=False)
-        self._engine.handed_out({param: found.get(prefix + name) for name, param in named})
+        self._engine.model_handed_out({param: found.get(prefix + name) for name, param in named})
 
     def _before_load(self, *_: object) -> None:
         with self._engine.between_steps():

@@ -5,7 +5,7 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,7 +109,8 @@ class Weights:
             item = self.items[number] = Item(f"parameters of group {number}", packed[number].nbytes)
             item.home = planned.copies()
             item.version = partial(_versions, [one.param for one in group])
-            item.is_held = partial(_is_held, group, [holders_of(local_shard(one.param)) for one in group])
+            own = {one: holders_of(local) for one in group if (local := local_shard(one.param)).numel()}
+            item.is_held = partial(_is_held, own)
             if planned.changed() != planned.covers():
                 item.stored = partial(planned.copies, self._lending.side_of, planned.changes)
             self._lending.serve(planned, item)
@@ -182,6 +183,6 @@ def _versions(params: Sequence[Tensor]) -> object:
     return [(version_of(param), uses_of(param)) for param in params]
 
 
-def _is_held(group: Sequence[ShardedParameter], holders: Sequence[int]) -> bool:
-    """Return whether anybody else has tensors over the homes of these, which have so many ``holders`` among us."""
-    return any(holders_of(local_shard(one.param)) > count for one, count in zip(group, holders, strict=True))
+def _is_held(own: Mapping[ShardedParameter, int]) -> bool:
+    """Return whether others hold tensors over the homes of these, over which we have ``own`` ones."""
+    return any(holders_of(local_shard(one.param)) > count for one, count in own.items())

@@ -41,22 +41,29 @@ class Home:
     weights: Tensor | None = None  # the parameter's local shard, where this is the home of a parameter and of no state
     stand_in: Tensor | None = None  # the DTensor over that which counts writes through the parameter
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
-    own_references: int = 0  # while no one else holds a tensor over it, and ``optimizer.state`` holds none
+    own_references: dict[str, int] = field(default_factory=dict)  # while no one else holds one, ``optimizer.state`` too
 
-    def references(self) -> int:
-        """Count references to tensors over it: to the objects themselves, and of any views of theirs to the memory."""
-        count = 0
-        for name, leaves in self.leaves.items():
-            if leaves[0] is not self.values[name]:
-                count += sys.getrefcount(self.values[name])
-            for leaf in leaves:
-                count += sys.getrefcount(leaf) + holders_of(leaf)
+    def references(self, name: str) -> int:
+        """Count references to the tensors of ``name``: to the objects, and of views of theirs to the memory."""
+        leaves = self.leaves[name]
+        count = 0 if leaves[0] is self.values[name] else sys.getrefcount(self.values[name])
+        for leaf in leaves:
+            count += sys.getrefcount(leaf) + holders_of(leaf)
         return count
 
-    def is_held(self, entries: Iterable[Mapping[str, Any]] = ()) -> bool:
+    def own(self, names: Iterable[str]) -> None:
+        """Only we hold tensors of ``names`` now, and what others hold is to be state that has left this home."""
+        self.own_references.update((name, self.references(name)) for name in names)
+
+    def is_held(self, entries: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Return whether others hold tensors over it; ``entries`` of the optimizer's state are not others."""
-        count = self.references() - self.own_references
-        return count > sum(entry.get(name) is value for entry in entries for name, value in self.values.items())
+        for name, own in self.own_references.items():
+            count = self.references(name)
+            count -= sum(entry.get(name) is self.values[name] for entry in entries)
+            if count > own:
+                return True
+            self.own_references[name] = count
+        return False
 
     def all_leaves(self) -> Iterator[Tensor]:
         if self.weights is not None:

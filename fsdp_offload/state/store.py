@@ -5,11 +5,13 @@ import functools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ..fsdp.dtensor import version_of
 from .layout import forms_of, leaves_of
@@ -130,7 +132,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
         engine.lending.entries = weakref.ref(self)
-        self._offered: dict[int, tuple[Any, tuple[int, ...]]] = {}  # what was handed out to load into, and its versions
+        self._offered: dict[int, tuple[Callable[[], Any], tuple[int, ...]]] = {}  # handed out to load into; versions
         self.offered_after: object = None  # which step
 
     @property
@@ -142,9 +144,16 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """Return whether others hold the entry of ``param``, through which they see its state."""
         return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
 
-    def offer(self, values: Iterable[Any], after: object = None) -> None:
-        """Note what is handed out to load into, and after which step; nothing: what was is no longer."""
-        self._offered = {at: (value, _versions(value)) for value in values if (at := address_of(value))}
+    def offer(self, values: Iterable[Any], homes: Container[int] = (), after: object = None) -> None:
+        """Note what is handed out to load into, and after which step; nothing: what was is no longer.
+
+        Values whose ``id`` is among ``homes`` are referred to weakly: a reference would count as somebody's.
+        """
+        self._offered = {
+            at: (TensorWeakRef(value) if id(value) in homes else partial(_itself, value), _versions(value))
+            for value in values
+            if (at := address_of(value))
+        }
         self.offered_after = after
 
     @property
@@ -157,11 +166,11 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def is_untouched(self, value: object) -> bool:
         """Return whether ``value`` is what was handed out, and nobody has written it since."""
-        template, versions = self._offered.get(address_of(value), (None, None))
-        return template is not None and _versions(template) == versions
+        refer, versions = self._offered.get(address_of(value), (None, ()))
+        return refer is not None and (template := refer()) is not None and _versions(template) == versions
 
     def is_all_untouched(self) -> bool:
-        return self.has_offered and all(self.is_untouched(value) for value, _ in self._offered.values())
+        return self.has_offered and all(self.is_untouched(refer()) for refer, _ in self._offered.values())
 
     __getitem__ = _waiting(defaultdict.__getitem__)
     get = _waiting(defaultdict.get)
@@ -200,6 +209,10 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def __repr__(self) -> str:
         return repr(self.copy())
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def address_of(value: object) -> int:
@@ -254,9 +267,12 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
                 begin, end = span_of(source)
                 last = bisect.bisect_left(overwritten, (end, 0)) - 1  # spans of homes do not overlap
                 copies.append((source.clone() if last >= 0 and begin < overwritten[last][1] else source, target))
-    for source, target in copies:
+    while copies:
+        source, target = copies.pop()
         target.copy_(source)
+        del source, target  # references are counted
     for shard, state, name, _ in exchanged:
+        shard.home.own([name])
         state[name] = shard.homes[name]
 
 

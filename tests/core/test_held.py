@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy, offload_report, synchronize
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import loop as core_loop
-from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
+from fsdp_offload.fsdp.gradients import is_spent
 from tests.clipping import NEVER, clip
 from tests.overlapping import Loop, Net, adamw, pair, same
 from tests.parity import leaves
@@ -117,6 +118,31 @@ def test_a_write_into_a_home_that_a_save_has_left_is_told(mesh: DeviceMesh) -> N
     with pytest.warns(UserWarning, match="written through a tensor that was fetched before an asynchronous save"):
         loop.train(1, first=3)
     loop.train(1, first=4)  # told once
+
+
+def test_a_home_that_comes_back_is_no_old_one(mesh: DeviceMesh) -> None:
+    """After a second save, state is where it was before the first one."""
+    loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=4096, device_bytes=1 << 20, snapshot_bytes=1 << 22)).train(2)
+    held = loop.optimizer.state[loop.params[0]]["exp_avg"]
+    stager = ArenaStager(loop.optimizer)
+    for at in (2, 3):
+        staged = stager.stage({"optimizer": get_optimizer_state_dict(loop.model, loop.optimizer)})
+        loop.train(1, first=at)
+        del staged
+        stager.close()
+    held.mul_(0.5)
+    loop.train(1, first=4)  # warns of nothing
+
+
+@OVERLAPS
+def test_counters_of_the_cpu_while_a_neighbour_is_held(mesh: DeviceMesh, overlap: str) -> None:
+    """Parameters in several buckets, whose updates are waited for in the order in which they began."""
+    policy = OffloadPolicy(overlap=overlap, host_fraction=1.0, bucket_bytes=1024)
+    loop = Loop(mesh, adamw, policy, net=partial(Net, width=16, layers=2)).train(1)
+    held = [loop.optimizer.state[param]["exp_avg"] for param in loop.params[::3]]
+    loop.train(3, first=1)
+    assert {int(loop.optimizer.state[param]["step"]) for param in loop.params} == {4}
+    del held
 
 
 # What others see ------------------------------------------------------------------------------------------------------
@@ -227,6 +253,49 @@ def test_a_stager_that_reads_after_its_call_has_returned(
             found = copies_of(staged.result())
             assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
         stager.close()
+        for each in (plain, loop):
+            each.step()
+        assert same(plain, loop)
+
+
+LOADS: dict[str, Callable[[Loop], object]] = {
+    "a template that nothing was loaded into": lambda loop: get_optimizer_state_dict(
+        loop.model, loop.optimizer, for_load=True
+    ),
+    "another mapping for a while": lambda loop: _with_another_mapping(loop.optimizer),
+    "a state dict that was loaded": lambda loop: loop.optimizer.load_state_dict(loop.optimizer.state_dict()),
+}
+
+
+def _with_another_mapping(optimizer: Any) -> None:
+    before, optimizer.state = optimizer.state, {}
+    optimizer.offload_report()
+    optimizer.state = before
+
+
+@pytest.mark.parametrize("passing", LOADS.values(), ids=LOADS)
+def test_what_is_over_holds_nothing(mesh: DeviceMesh, passing: Callable[[Loop], object]) -> None:
+    loop = Loop(mesh, adamw, OffloadPolicy(overlap="iteration"), net=partial(Net, width=16, layers=2)).train(4)
+    passing(loop)
+    copies_of(taken_from(loop, loop.params, "state"))
+    loop.train(1, first=4)
+    loop.backward(5)
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    assert set(engine.core.done) == set(engine.core.buckets)
+
+
+def test_without_room_for_gradients_updates_do_not_wait(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have to be kept until ``step()``: what is held changes in the backward, with a warning."""
+    monkeypatch.setattr(Engine, "_gradients_fit", lambda _: False)
+    policy = OffloadPolicy(overlap="iteration", parameters=True)
+    plain, loop = pair(mesh, policy, net=partial(Net, width=16, layers=2))
+    for at in range(6):
+        plain.backward(at)
+        held = loop.optimizer.state_dict() if at > 2 else None
+        with pytest.warns(UserWarning, match="no room for the gradients") if held else nullcontext():
+            loop.backward(at)
+        assert at == 0 or all(map(is_spent, loop.params))
         for each in (plain, loop):
             each.step()
         assert same(plain, loop)
@@ -413,6 +482,20 @@ def test_who_waits_for_a_reader_in_the_middle_of_a_step_is_told(
             in_a_thread(look)
     loop.step()
     assert in_a_thread(lambda: loop.optimizer.state[loop.params[0]])["step"] == 5
+
+
+def test_the_writer_of_a_save_may_not_look(mesh: DeviceMesh) -> None:
+    """A look, or a step, may wait for its end."""
+    loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=4096, device_bytes=1 << 15)).train(2)
+    stager = ArenaStager(loop.optimizer)
+    staged = stager.stage({"optimizer": get_optimizer_state_dict(loop.model, loop.optimizer)})
+
+    def write() -> object:
+        _ = staged.items()
+        return loop.optimizer.state[loop.params[0]]
+
+    with pytest.raises(RuntimeError, match="the thread that writes an asynchronous save looks at the optimizer"):
+        in_a_thread(write)
 
 
 def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMesh) -> None:
