@@ -70,7 +70,7 @@ def alias_of(tensor: Tensor) -> Tensor:
     with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
         alias = tensor.detach()
     if is_dtensor(alias):
-        alias._local_tensor = local_shard(tensor).detach()  # else it has a counter of its own
+        LOCAL.__set__(alias, local_shard(tensor).detach())  # else it has a counter of its own
     return alias
 
 
