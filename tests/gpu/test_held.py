@@ -42,7 +42,7 @@ def test_a_reader_closures_saves_and_interrupts_together(  # noqa: C901  # one i
     rng = random.Random(f"{kind}{parameters}")
     expected, loop = plain(mesh), offloaded(mesh, {"overlap": "iteration", "parameters": parameters})
     reader = Reader(loop, random.Random(1))
-    slow(kind, 200_000)
+    slow(kind, 50_000)
     writer: Writer | None = None
     for at in range(500):
         way = rng.choice(["clip", "closure", "interrupted closure"]) if at > 4 else "clip"
