@@ -300,11 +300,13 @@ class Engine:
 
     def _see_who_holds(self) -> None:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
+        if self.host is None or self.core.begun:
+            return
         looked_at = [bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.exposed]
-        if self.host is not None and looked_at and not self.core.begun:
+        if looked_at:
             self.host.wait_quietly()
-            for item in looked_at:
-                item.exposed = item.stays_home()
+        for item in looked_at:
+            item.exposed = item.stays_home()
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
@@ -793,7 +795,8 @@ class Engine:
         """``saved`` with aliases of homes, whose life can be counted."""
         if param not in self.plan.shards:
             return saved
-        shard, homes = self.plan.shards[param], self.plan.shards[param].homes
+        shard = self.plan.shards[param]
+        homes = shard.homes
         return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
 
     @_alone
