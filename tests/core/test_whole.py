@@ -27,7 +27,7 @@ from tests.conformance.oracle import Loop as Run
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
-from tests.overlapping import Loop, Net, same
+from tests.overlapping import Loop, Net, pair, same
 from tests.parity import (
     Matrices,
     Zoo,
@@ -573,3 +573,43 @@ def run_on_ranks(rank: int, world_size: int) -> None:
 def test_uneven_shards_on_two_ranks(tmp_path: Path) -> None:
     """A sum over ranks is the optimizer's own affair."""
     spawn(run_on_ranks, 2, tmp_path)
+
+
+class Plainly(torch.optim.Optimizer):
+    """In no table: adds gradients up, and evaluates the closure in between."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(state["sum"], alpha=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer")
+def test_homes_that_a_closure_exchanges(mesh: DeviceMesh) -> None:
+    """Each is read before it is written."""
+    plain, loop = pair(mesh, OffloadPolicy(), make=Plainly)
+    for each in (plain, loop):
+        each.train(2)
+        one, other = _alike(each.params)
+        entries = each.optimizer.state[one], each.optimizer.state[other]
+        sums = [entry["sum"] for entry in entries]
+
+        def exchange(optimizer: Any = each.optimizer, one: Any = one, other: Any = other, sums: Any = sums) -> None:
+            optimizer.state[one]["sum"], optimizer.state[other]["sum"] = sums[::-1]
+
+        each.optimizer.step(exchange)
+        del entries, sums
+        each.train(2, first=2)
+    assert same(plain, loop)
+
+
+def _alike(params: list[Any]) -> tuple[Any, Any]:
+    return next((a, b) for n, a in enumerate(params) for b in params[n + 1 :] if a.shape == b.shape)
