@@ -214,7 +214,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine = attachment.engine
         # A step may wait, with the lock, for the thread that writes a save.
         with nullcontext() if engine.lending.is_read_here() else engine.core.lock:
-            return report_of(attachment.engine, states_of(self).unwaited, attachment.parked.host_bytes)
+            return report_of(engine, states_of(self).unwaited, attachment.parked.host_bytes)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

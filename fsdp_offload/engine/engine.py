@@ -5,10 +5,10 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -33,14 +33,12 @@ from ..policy import OffloadPolicy, listed
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
-from .guesses import Guesses
+from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan, versions_of
 from .updates import BucketUpdates
 from .weights import Weights
 
 logger = logging.getLogger(__name__)
-
-AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 
 def _alone(method: AnyMethod) -> AnyMethod:
@@ -382,7 +380,6 @@ class Engine:
 
     # In the backward --------------------------------------------------------------------------------------------------
 
-    @_alone
     def reduced(
         self, number: int, params: Sequence[Tensor], event: object, optimizer: Optimizer, states: StateStore
     ) -> None:
@@ -428,7 +425,6 @@ class Engine:
         else:
             self.guesses.watch_used(new)
 
-    @_alone
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
 
@@ -477,7 +473,6 @@ class Engine:
             problem = "hyperparameters have changed since then"
         return problem
 
-    @_alone
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: take guesses back that have changed them."""
         if self.guesses.made and self.core.has_updated(number):

@@ -339,6 +339,15 @@ class Reader(threading.Thread):
         except BaseException as error:  # noqa: BLE001  # the test raises it
             self.error = error
 
+    def stop(self) -> None:
+        """End it; raises what it has met. It has read at least once."""
+        self.is_over = True
+        self.join(60)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        assert self.reads
+
     def read(self) -> None:
         loop, optimizer = self.loop, self.loop.optimizer
         number = self.rng.randrange(len(loop.params))
@@ -393,11 +402,7 @@ def test_threads_that_read(mesh: DeviceMesh, overlap: str, *, parameters: bool, 
             expected.append(values_of(plain))
             if at == 1:
                 reader.start()
-        reader.is_over = True
-        reader.join(60)
-    if reader.error is not None:
-        raise reader.error
-    assert not reader.is_alive()
+        reader.stop()
     assert reader.seen
     for step, number, name, value in reader.seen:
         if name != "param" or name in counts:
@@ -435,10 +440,7 @@ def test_hooks_run_in_threads_of_their_own(mesh: DeviceMesh, overlap: str) -> No
         loop.step()
         if at == 2:
             reader.start()
-    reader.is_over = True
-    reader.join(60)
-    assert reader.error is None
-    assert reader.reads
+    reader.stop()
     assert same(plain, loop)
 
 
@@ -464,10 +466,7 @@ def test_a_closure_whose_backward_runs_in_another_thread(mesh: DeviceMesh) -> No
             each.optimizer.step(partial(closure, each, at))
         if at == 1:
             reader.start()
-    reader.is_over = True
-    reader.join(60)
-    assert reader.error is None
-    assert reader.reads
+    reader.stop()
     assert all(torch.equal(*map(local_shard, each)) for each in zip(plain.params, loop.params, strict=True))
     assert plain.seen == loop.seen
 

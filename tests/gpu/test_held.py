@@ -35,7 +35,7 @@ class Writer(threading.Thread):
 
 @pytest.mark.parametrize("kind", ["L", "S", "U"])
 @pytest.mark.parametrize("parameters", [False, True])
-def test_a_reader_closures_saves_and_interrupts_together(  # noqa: C901  # one iteration, top to bottom
+def test_a_reader_closures_saves_and_interrupts_together(
     mesh: DeviceMesh, slow: Slow, kind: str, *, parameters: bool
 ) -> None:
     """No other bit, and no thread that waits for ever, in 500 iterations."""
@@ -83,9 +83,4 @@ def test_a_reader_closures_saves_and_interrupts_together(  # noqa: C901  # one i
             reader.start()
         if at % 50 == 49:
             assert same(expected, loop), at
-    reader.is_over = True
-    reader.join(60)
-    assert not reader.is_alive()
-    if reader.error is not None:
-        raise reader.error
-    assert reader.reads
+    reader.stop()
