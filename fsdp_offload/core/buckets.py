@@ -194,5 +194,8 @@ def choose_kept(items: Sequence[Item]) -> None:
     for item in items:
         pool = item.pool
         if pool is not None:
-            fits = left.setdefault(pool, pool.most if pool.count >= pool.most else max(0, pool.count - PASSING))
-            item.kept, left[pool] = fits > 0, fits - 1
+            if pool not in left:
+                left[pool] = pool.most if pool.count >= pool.most else max(0, pool.count - PASSING)
+                pool.passing = pool.count
+            item.kept, left[pool] = left[pool] > 0, left[pool] - 1
+            pool.passing -= item.kept

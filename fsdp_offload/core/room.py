@@ -111,9 +111,9 @@ class Stopwatch:
         if now is None or name in now.copies or nbytes < largest_bytes:
             yield
             return
-        begin = lane.mark()
+        begin = lane.mark(timed=True)
         yield
-        now.copies[name] = nbytes, begin, lane.mark()
+        now.copies[name] = nbytes, begin, lane.mark(timed=True)
 
     def end(self) -> Reading | None:
         """End an iteration; returns the one before it, which the device has finished or will soon, if it is known."""

@@ -15,10 +15,12 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from .driver import CopyCalls, copy_calls
 
 Copy = tuple[Tensor, Tensor]
 """Target and source, of the same shape and dtype; flat ones may be copied in pieces."""
@@ -58,6 +60,10 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     return pieces
 
 
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous()
+
+
 class Mark:
     """A point in a lane that others wait for; of this very class, one that has been passed already."""
 
@@ -90,9 +96,9 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device.index)  # a device would be looked up among all accelerators
 
 
-def mark_on(stream: torch.Stream, device: torch.device) -> EventMark:
-    """Mark the current end of ``stream``, on ``device``, with its time."""
-    event = torch.Event(device, enable_timing=True)
+def mark_on(stream: torch.Stream, device: torch.device, *, timed: bool = True) -> EventMark:
+    """Mark the current end of ``stream``, on ``device``, with its time if ``timed``, which costs the host more."""
+    event = torch.Event(device, enable_timing=timed)
     stream.record_event(event)
     return EventMark(event)
 
@@ -158,10 +164,10 @@ class Lane:
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Note, for lanes that look for races, that others read and write these here now."""
 
-    def mark(self) -> Mark:
-        """Return the current end of this lane."""
+    def mark(self, *, timed: bool = False) -> Mark:
+        """Return the current end of this lane; its time is known if it is ``timed``."""
         with self._in_use:
-            return mark_on(self._now, self._device)
+            return mark_on(self._now, self._device, timed=timed)
 
 
 class TurnsLane(Lane):
@@ -171,17 +177,27 @@ class TurnsLane(Lane):
     last of the copies; pieces of one stream, or gated by a third, do not let it pass.
     """
 
-    def __init__(self, device: torch.device, turn_bytes: int, *, name: str) -> None:
-        """Take turns after ``turn_bytes`` at most."""
+    def __init__(self, device: torch.device, turn_bytes: int, *, name: str, calls: CopyCalls | None = None) -> None:
+        """Take turns after ``turn_bytes`` at most. ``calls``: of the driver, for copies that are not rearranged."""
         super().__init__(device, torch.Stream(device), name=name)
-        self._turn_bytes = turn_bytes
+        self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
+        if calls is not None:
+            assert self._stream is not None
+            self._handles: dict[torch.Stream | None, Any] = {
+                stream: calls.handle_of(stream) for stream in (self._stream, self._next)
+            }
+            self._event = calls.event()
 
     def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
         """In pieces, as many of them in a turn as make up a turn."""
-        pieces, begin = pieces_of(copies, STORED_PIECE_BYTES if alone else self._turn_bytes), 0
+        piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
+            if self._calls is not None and all(map(_is_flat, itertools.chain.from_iterable(copies))):
+                self._copy_by_calls(self._calls, copies, piece_bytes)
+                return
+            pieces, begin = pieces_of(copies, piece_bytes), 0
             for end, (target, _) in enumerate(pieces):
                 if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
                     super().copy(pieces[begin:end])
@@ -190,10 +206,30 @@ class TurnsLane(Lane):
                 self._piece_bytes += target.nbytes
             super().copy(pieces[begin:])
 
+    def _copy_by_calls(self, calls: CopyCalls, copies: Sequence[Copy], piece_bytes: int) -> None:
+        """Issue the pieces of :func:`pieces_of` for flat bytes, which are contiguous, without a tensor for each."""
+        copy, stream, begin, turn_bytes = calls.copy, self._handles[self._stream], 0, self._turn_bytes
+        with calls.current():
+            for target, source in copies:
+                to, at, left_bytes = target.data_ptr(), source.data_ptr(), target.nbytes
+                while left_bytes:
+                    nbytes = min(left_bytes, piece_bytes - begin % piece_bytes)
+                    filled_bytes = self._piece_bytes
+                    if filled_bytes and filled_bytes + nbytes > turn_bytes:
+                        self._take_turns()
+                        stream, filled_bytes = self._handles[self._stream], 0
+                    copy(to, at, nbytes, stream)
+                    to, at, begin, left_bytes = to + nbytes, at + nbytes, begin + nbytes, left_bytes - nbytes
+                    self._piece_bytes = filled_bytes + nbytes
+        torch.autograd.graph.increment_version([target for target, _ in copies])  # as writes through torch count
+
     def _take_turns(self) -> None:
         assert self._stream is not None
-        self._stream.record_event(self._done)
-        self._next.wait_event(self._done)
+        if self._calls is not None:
+            self._calls.hand_over(self._event, self._handles[self._stream], self._handles[self._next])
+        else:
+            self._stream.record_event(self._done)
+            self._next.wait_event(self._done)
         self._stream, self._next = self._next, self._stream
         self._piece_bytes = 0
 
@@ -205,7 +241,7 @@ class SerialLane(Lane):
         """Block the host until somebody else's event has passed; what these lanes were given before has finished."""
         mark.synchronize()
 
-    def mark(self) -> Mark:
+    def mark(self, *, timed: bool = False) -> Mark:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return Mark()
@@ -254,14 +290,15 @@ class Lanes:
             lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
             self.load, self.store, self.update, self.down, self.up, self.compute = lanes
             return
-        self.load = TurnsLane(device, PIECE_BYTES, name="load")  # from homes to places
-        self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store")
+        calls = copy_calls(device)
+        self.load = TurnsLane(device, PIECE_BYTES, name="load", calls=calls)  # from homes to places
+        self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store", calls=calls)
         # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
         self.update = Lane(device, torch.Stream(device, priority=-1), name="update")
         # Gradients and parameters of updates on the CPU: in the streams of loads and stores they would queue behind
         # buckets of the device, which in turn wait for updates and for places.
         self.down = Lane(device, torch.Stream(device), name="down")
-        self.up = TurnsLane(device, PIECE_BYTES, name="up")  # as loads: both hold up small copies of others
+        self.up = TurnsLane(device, PIECE_BYTES, name="up", calls=calls)  # as loads, which hold up small copies
         self.compute = Lane(device)  # the stream that is current
 
     def on(self, stream: torch.Stream | None) -> Lane:

@@ -344,8 +344,8 @@ class Engine:
             self.guesses.take_back()
             core.reset()
             return
-        if core.done or core.torn is not None:
-            done, torn = list(core.done), [core.torn] if core.torn is not None else []
+        if core.done or core.torn:
+            done, torn = list(core.done), core.torn
             self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
                 f"had been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.buckets import Bucket
+from ..core.buckets import LARGEST_BYTES, Bucket
 from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
@@ -21,6 +21,9 @@ from ..state.store import OwnCounters, StateStore
 from .homes import Lending, Plan
 from .weights import Weights
 
+JOINED_BYTES = 4 * LARGEST_BYTES
+"""Of state in one update, about as much as a block of 100 M parameters has: more calls would cost the host time."""
+
 
 class BucketUpdates:
     """Updates of one optimizer. It never refers to the optimizer between steps.
@@ -32,6 +35,7 @@ class BucketUpdates:
         used: by bucket, parameters whose gradients this step has used.
         host: updates buckets on the CPU, if it has any.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
+        joined_bytes: as :class:`Updates`, of this step.
     """
 
     def __init__(
@@ -50,11 +54,16 @@ class BucketUpdates:
         self.without_state: list[Tensor] = []
         self.states: StateStore | None = None
         self.writes_gradients = False
+        self.joined_bytes = 0
         self.used: dict[int, set[Tensor]] = {}
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
         pinned = pinned_implementations(optimizer)
+        # Each range alone decides what becomes of it. What foreach takes beside it grows with what one call updates.
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        joins = self._layouts.capabilities.elementwise and not self._conventions.attributes_by_param
+        self.joined_bytes = (JOINED_BYTES if is_fused else LARGEST_BYTES) if joins else 0
         self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())
@@ -101,10 +110,9 @@ class BucketUpdates:
 
     def _to_update(self, bucket: Bucket) -> list[BoundRange]:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late."""
-        used = self.used.setdefault(bucket.number, set())
-        ranges = [one for one in self._bind(bucket) if one.shard.param not in used]
-        params = {one.shard.param for one in ranges}
-        used |= {param for param in params if self._conventions.gradient(param) is not None}
+        used, bound = self.used.setdefault(bucket.number, set()), self._bind(bucket)
+        ranges = [one for one in bound if one.shard.param not in used] if used else list(bound)
+        used.update(one.shard.param for one in ranges if self._conventions.gradient(one.shard.param) is not None)
         return ranges
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
@@ -113,27 +121,35 @@ class BucketUpdates:
         bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
         return self.host.update(bucket.number, self._to_update(bucket), self.states, moving, after)
 
-    def job(self, bucket: Bucket) -> tuple[list[Tensor], Callable[[], None]]:
+    def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.states is not None
-        ranges = self._to_update(bucket)
+        ranges = [one for bucket in buckets for one in self._to_update(bucket)]
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
         grads = [self._conventions.gradient(one.shard.param) for one in ranges]
         read += [grad for grad in grads if grad is not None]
+        with_grad = [one for one, grad in zip(ranges, grads, strict=True) if grad is not None]
         seen = [one.shard.param for one in ranges if not one.is_alias]
         shared, states = self.shared, self.states
         conventions = self._conventions
-        versions = [version_of(grad) for grad in read]
 
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
             for one, grad in zip(ranges, grads, strict=True):
                 one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
+            versions = list(map(_version, with_grad))
             with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
                 update_bucket(shared, ranges, states)
-            self.writes_gradients |= versions != [version_of(grad) for grad in read]
+            self.writes_gradients |= versions != list(map(_version, with_grad))
             for one in ranges:
                 one.gradient = None  # keeps no gradient
 
         return read, job
+
+
+def _version(bound: BoundRange) -> object:
+    """Change with what an update writes into the gradient that it was given."""
+    grad = bound.gradient
+    assert grad is not None
+    return grad._version if bound.shard.on_locals else version_of(grad)

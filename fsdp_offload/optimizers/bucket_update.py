@@ -148,12 +148,13 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
 
 def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
     """Build the state that the shadow finds: the slot, and the user's scalars, copied if a later range needs them."""
-    state = dict(user_state)
-    for name, value in user_state.items():
-        if name in bound.values and value is not None:
-            state[name] = bound.values[name]
-        elif not bound.last and _is_counter(value):  # tensors of any other size are the user's, and nobody writes them
-            state[name] = value.clone()
+    slot = bound.values
+    state = {name: slot[name] if name in slot and value is not None else value for name, value in user_state.items()}
+    if not bound.last:
+        counters = {name: value for name, value in state.items() if name not in slot and _is_counter(value)}
+        state |= {
+            name: value.clone() for name, value in counters.items()
+        }  # others are the user's, and nobody writes them
     return state
 
 
@@ -167,10 +168,14 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
         if value is not None and value is not slot:
             _fill_slot(bound, name, value)
     if bound.last:
-        for name in user_state.keys() - after.keys():
-            del user_state[name]
+        if user_state.keys() != after.keys():
+            for name in user_state.keys() - after.keys():
+                del user_state[name]
+        homes = bound.shard.homes
         for name, value in after.items():
-            user_state[name] = bound.shard.homes[name] if name in bound.values else value
+            user_state[name] = homes[name] if name in bound.values else value
+        return
+    if after.keys() == user_state.keys():
         return
     for name in after.keys() - bound.values.keys() - user_state.keys():
         if isinstance(after[name], Tensor) and not _is_counter(after[name]):

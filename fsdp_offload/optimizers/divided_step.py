@@ -56,6 +56,7 @@ class DividedStep:
         by_param = self.conventions.attributes_by_param
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._unwatched = {*self._step.attributes(), *self.by_param, *scaler}
+        self._made: dict[str, Any] = {}  # what torch adds to an instance: hook tables, which stay empty
         self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
         self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
         self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
@@ -76,10 +77,9 @@ class DividedStep:
             RuntimeError: a change differs from that of an earlier bucket of the same step, or state is no parameter's.
         """
         # A class that nobody knows may write into entries of a group, so each bucket has copies of them.
-        given = {
-            number: {n: v if self._is_known else _own(v) for n, v in self._groups[number].items()}
-            for number in sorted(params)
-        }
+        given = {number: self._groups[number] for number in sorted(params)}
+        if not self._is_known:
+            given = {number: {n: _own(v) for n, v in entries.items()} for number, entries in given.items()}
         groups = [
             {**entries, **{n: _own(v) for n, v in self._pinned[number].items()}, "params": params[number]}
             for number, entries in given.items()
@@ -87,10 +87,12 @@ class DividedStep:
         attributes = {**self._attributes, **self._step.attributes(), **(by_param or {})}
         attributes |= {"param_groups": groups, "state": defaultdict(dict, state)}
         shadow: Optimizer = object.__new__(self._cls)
-        # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``: not
-        # into those of the real optimizer.
-        Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
-        shadow.__dict__.update(attributes)
+        if not self._made:
+            # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``:
+            # not into those of the real optimizer.
+            Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
+            self._made = {name: value for name, value in shadow.__dict__.items() if name not in attributes}
+        shadow.__dict__.update(self._made | attributes)
         try:
             # A step that nobody knows may call a hooked one of its parent: the logical step has fired hooks already.
             with nullcontext() if self._is_known else no_global_step_hooks():
@@ -108,16 +110,21 @@ class DividedStep:
     def _collect(self, given: Mapping[int, dict[str, Any]], shadow: Optimizer) -> None:
         """Note what a bucket's step has changed of the entries that it was ``given``, and of attributes."""
         for (number, entries), group in zip(given.items(), shadow.param_groups, strict=True):
+            starts, pinned = self._groups[number], self._pinned[number]
             for name, value in group.items():
-                pinned = name == "params" or name in self._pinned[number]
-                if not pinned and _changed(self._groups[number].get(name), entries.get(name), value):
+                start, was = starts.get(name), entries.get(name)
+                if (value is was and was is start) or name == "params" or name in pinned:
+                    continue
+                if _changed(start, was, value):
                     self._note(number, name, value, f"param_groups[{number}][{name!r}]")
-                    if value is not entries.get(name):
+                    if value is not was:
                         self._rebound.add((number, name))
         self.unvisited -= given.keys()
-        for name, value in instance_attributes(shadow).items():
-            # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
-            start = self._attributes.get(name)
+        # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
+        before = self._attributes
+        others = {name: one for name, one in shadow.__dict__.items() if one is not before.get(name, self)}
+        for name, value in _shared(others).items():
+            start = before.get(name)
             if name not in self._unwatched and value is not start and _changed(start, start, value):
                 self._note(None, name, value, f"optimizer.{name}")
 
@@ -165,9 +172,13 @@ def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Attributes that a shadow shares with ``optimizer``: all but its own, and its hooks."""
+    return _shared(optimizer.__dict__)
+
+
+def _shared(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
-        for name, value in optimizer.__dict__.items()
+        for name, value in attributes.items()
         if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
     }
 

@@ -9,6 +9,7 @@ import random
 import sys
 import tomllib
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,17 +35,18 @@ class Counting:
     def __init__(self, weights: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
         self.weights, self.grads = weights, grads
         self.marks: dict[int, Item] = {}
+        self.joined_bytes = 0
 
-    def job(self, bucket: Bucket) -> tuple[list[Tensor], Any]:
-        grads = [self.grads[group] for group in bucket.groups]
-        memory = bucket.state.block.memory[: bucket.state.nbytes].view(torch.int64)
-        creates = not bucket.state.exists
-        places = [self.place(group) for group in bucket.groups]
+    def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Any]:
+        grads = [self.grads[group] for bucket in buckets for group in bucket.groups]
+        states = [(one.state.block.memory[: one.state.nbytes].view(torch.int64), one.state.exists) for one in buckets]
+        places = [self.place(group) for bucket in buckets for group in bucket.groups]
 
         def job() -> None:
-            if creates:
-                memory.zero_()
-            memory.add_(1)
+            for memory, exists in states:
+                if not exists:
+                    memory.zero_()
+                memory.add_(1)
             for place, grad in zip(places, grads, strict=True):
                 place.add_(grad)
 
@@ -72,6 +74,8 @@ class Trial:
         self.weights = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
         self.grads = {g: torch.zeros(2, dtype=torch.int64) for g in range(self.groups)}
         self.updates = Counting(self.weights, self.grads)
+        others = random.Random(self.seed + 1)  # the rest is drawn as ever
+        self.updates.joined_bytes = others.choice([0, 32, 1 << 20])
         self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap, self.updates)
         self.clips = rng.choice([None, 0.0, 0.4, 1.0]) if self.overlap == "iteration" else None  # how often it binds
         self.core.frees_gradients = rng.random() < 0.5 and self.clips is None
@@ -101,6 +105,7 @@ class Trial:
             cut = rng.choice([8, 16])  # in one piece, or two
             pieces = [(home[:cut], 0), *([(home[cut:], cut)] if cut < 16 else [])]
             joined = (g, g - 1) if g and rng.random() < 0.2 else (g,)
+            joined = (g - 1,) if g and others.random() < 0.3 else joined  # two of one group, which an update may join
             if self.clips is not None and not self.streams.issuperset(joined):
                 joined = (g,)  # buckets share no element of parameters, and each has its own way back
             joined = joined if g < self.groups else (ELSEWHERE,)

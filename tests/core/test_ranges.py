@@ -76,11 +76,11 @@ def test_a_step_that_fails_between_two_ranges_while_a_save_reads(monkeypatch: py
     after = seen(plain)
     read(ours)
 
-    def failing(updates: BucketUpdates, bucket: Any) -> Any:
-        if len(updated) == 3:
+    def failing(updates: BucketUpdates, buckets: Any) -> Any:
+        if len(updated) >= 3:
             raise LookupError("no such table")
-        updated.append(bucket)
-        return job(updates, bucket)
+        updated.extend(buckets)
+        return job(updates, buckets)
 
     monkeypatch.setattr(BucketUpdates, "job", failing)
     with pytest.raises(LookupError, match="no such table"):

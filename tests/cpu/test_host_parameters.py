@@ -1,5 +1,6 @@
 """Parameters that the host updates: whoever writes them in between, whatever they look like."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from fsdp_offload.device.driver import CopyCalls
 from fsdp_offload.device.lanes import TurnsLane, pieces_of
 from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
@@ -82,13 +84,28 @@ def test_a_parameter_with_gaps_in_its_memory() -> None:
     make_pair(make, lambda params: optim.RMSprop(params, lr=0.02), policy=ALL_OF_IT).train(5, train)
 
 
+class Calls(CopyCalls):
+    """The driver's calls on host memory."""
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    def current(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        ctypes.memmove(target, source, nbytes)
+        self.pieces.append(nbytes)
+
+
 class Turns(TurnsLane):
     """Without streams: notes how much was copied in each turn."""
 
-    def __init__(self, turn_bytes: int) -> None:
+    def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
         self._piece_bytes = 0
         self._turn_bytes = turn_bytes
+        self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
         self.turns: list[int] = []
 
     def running(self) -> AbstractContextManager[None]:
@@ -99,8 +116,10 @@ class Turns(TurnsLane):
         self._piece_bytes = 0
 
 
-def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["torch", "driver"])
+def test_copies_take_turns_in_pieces(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads and stores do, so that small copies of others wait for less; what is not flat goes in one piece."""
+    calls = Calls() if by == "driver" else None
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
 
     def copies(*sizes: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -108,7 +127,7 @@ def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return [torch.zeros_like(source) for source in sources], sources
 
     targets, sources = copies(60, 30, 20, 100, 5, 95, 1)
-    uploads = Turns(100)
+    uploads = Turns(100, calls)
     pairs = [(target[None], source[None]) for target, source in zip(targets, sources, strict=True)]
     uploads.copy(pairs[:4])
     uploads.copy(pairs[4:])
@@ -116,19 +135,23 @@ def test_copies_take_turns_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, targets, sources))
 
     targets, sources = copies(60, 340, 100, 0, 7)
-    loads = Turns(100)
+    loads = Turns(100, calls)
     for pair in zip(targets, sources, strict=True):
         loads.copy([pair])
     assert loads.turns == [60, 100, 100, 100, 40, 100]
     assert all(map(torch.equal, targets, sources))
 
     (target,), (source,) = copies(10_000)
-    large, cuts = Turns(4096), [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
+    large, cuts = Turns(4096, calls), [(0, 300), (300, 300), (300, 9_000), (9_000, 10_000)]
     pairs = [(target[begin:end], source[begin:end]) for begin, end in cuts]
     assert [one.numel() for one, _ in pieces_of(pairs, 4096)] == [300, 3796, 4096, 808, 1000]
+    before = target._version
     large.copy(pairs)
     assert large.turns == [4096, 4096], "as few as possible"
     assert torch.equal(target, source)
+    assert target._version > before, "autograd sees a write that the driver has made"
+    if calls is not None:
+        assert calls.pieces[-5:] == [300, 3796, 4096, 808, 1000]
     assert pieces_of([], 4096) == []
 
 
