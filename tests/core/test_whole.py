@@ -251,6 +251,14 @@ class Failing(Own):
             raise LookupError("no such table")
 
 
+class Thin(Own):
+    """Keeps what no home can hold: a sparse tensor."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["last"] = local(param.grad).to_sparse()
+        super().update(param, state, group)
+
+
 class Two(NamedTuple):
     one: Tensor
     step: Tensor
@@ -281,6 +289,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "holding": Holding,
     "keeping": Keeping,
     "factors": Factors,
+    "thin": Thin,
     "sharing": Sharing,
     "nesting": partial(Nesting, foreach=True),
     "SGD without state": type("Plain", (SGD,), {}),
@@ -420,6 +429,7 @@ WHERE: dict[str, tuple[set[str], set[str]]] = {
     "growing": ({"seen"}, set()),
     "listing": (set(), {"history", "mean"}),
     "factors": ({"rows", "columns", "root"}, set()),
+    "thin": (set(), {"last"}),
     "nesting": ({"exp_avg", "exp_avg_sq"}, set()),
 }
 
