@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import not_the_same
 from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
@@ -449,6 +450,15 @@ def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], le
     assert offloaded_names(loop.optimizer) == homes
     assert left <= set(report.left_out)
     assert any("not made of dense tensors of its own" in note for note in report.notes) == bool(left)
+
+
+def test_the_first_state_leaves_the_devices_allocator(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: activations would not fit what it has left there."""
+    emptied: list[int] = []
+    loop = lone(mesh, "growing", STATE)
+    monkeypatch.setattr(DeviceLink, "empty_cache", lambda link: emptied.append(loop.scheduler.last_epoch))
+    loop.train(3)
+    assert emptied == [0]
 
 
 def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:
