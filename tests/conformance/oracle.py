@@ -494,14 +494,12 @@ def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, 
         # A step that is left out is none of a scheduler's business here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
-        return _compare(case, device, habits, Waits(patch))
+        patch.setattr(Loop, "waits", Waits(patch), raising=False)
+        return _compare(case, device, habits)
 
 
-def _compare(
-    case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]], waits: Waits
-) -> list[str]:
+def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     loop = Loop(case, device)
-    loop.waits = waits
     runs = (loop, Twin(case, device, loop.hosted))
     folder = _shared_folder()
     try:

@@ -196,8 +196,8 @@ def look_at_parameters(loop: Loop, at: int) -> None:
 
 
 def write_between(loop: Loop, at: int) -> None:
-    """Weights; some of these ways count no version, so that nobody would hear of a checkpoint that has the new ones."""
-    loop.finish_saving()
+    """Weights; some of these ways count no version."""
+    loop.finish_saving()  # nobody would hear of a checkpoint that has some of the new values
     loop.backward(at)
     loop.clip()
     if loop.case.overlap == "forward":

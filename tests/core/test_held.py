@@ -493,18 +493,9 @@ def test_training_goes_on_in_another_thread(mesh: DeviceMesh, monkeypatch: pytes
     """Its forward says so: between the backward and ``step()`` it need not wait for itself."""
     monkeypatch.setattr(core_loop, "STEP_SECONDS", 0.05)
     plain, loop = pair(mesh, OffloadPolicy(overlap=overlap), net=partial(Net, width=16, layers=2))
-    for at in range(6):
-        plain.train(1, first=at)
-
-    def go_on() -> None:
-        loop.backward(4)
-        synchronize(loop.optimizer)
-        loop.step()
-
     loop.train(4)
-    in_a_thread(go_on)
-    loop.train(1, first=5)
-    assert same(plain, loop)
+    in_a_thread(lambda: (loop.backward(4), synchronize(loop.optimizer), loop.step()))
+    assert same(plain.train(6), loop.train(1, first=5))
 
 
 def test_the_writer_of_a_save_may_not_look(mesh: DeviceMesh) -> None:

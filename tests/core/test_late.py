@@ -238,12 +238,10 @@ def entries_exchanged(mesh: DeviceMesh, lanes: LateLanes) -> None:
 
 
 def state_read_behind_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
-    """By the host, which compute has not waited for."""
+    """By the host."""
     optimizer = attach(Coupled([param := nn.Parameter(torch.ones(5))], lr=0.1), policy=OffloadPolicy())
-    for _ in range(2):
-        param.grad = torch.ones(5)
-        optimizer.step()
-        lanes.world.on_host(lambda: None, [optimizer.state[param]["velocity"]])
+    train(optimizer, [torch.ones(5)] * 2)
+    lanes.world.on_host(lambda: None, [optimizer.state[param]["velocity"]])
 
 
 GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)

@@ -453,9 +453,7 @@ def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], le
 
 
 def test_the_first_state_leaves_the_devices_allocator(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once: activations would not fit what it has left there."""
-    emptied: list[int] = []
-    loop = lone(mesh, "growing", STATE)
+    loop, emptied = lone(mesh, "growing", STATE), list[int]()  # once: activations would not fit what is left there
     monkeypatch.setattr(DeviceLink, "empty_cache", lambda link: emptied.append(loop.scheduler.last_epoch))
     loop.train(3)
     assert emptied == [0]
