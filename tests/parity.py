@@ -238,6 +238,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return (
         tensor.detach()
         .cpu()
+        .to_dense()
         .resolve_conj()
         .resolve_neg()
         .reshape(-1)

@@ -62,7 +62,8 @@ class ArenaStager(AsyncStager):
 
     One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
     place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict without ``for_load=True``)
-    spoils the file, and is an error in the next step, the next save or :meth:`close`, and in the log at once.
+    spoils the file. What torch's version counters show of that is an error in the next step, the next save or
+    :meth:`close`, and in the log at once; they do not show ``torch._foreach_*`` on ``param.detach()``, nor NumPy.
     ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's ``DefaultStager``.
 
     Args:

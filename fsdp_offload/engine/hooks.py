@@ -115,7 +115,7 @@ class ModelHooks:
     def _before_state_dict(self, *_: object) -> None:
         with self._engine.between_steps():
             self._engine.check_whole("model.state_dict()")
-            self._bring_home()
+            self._engine.wait_updated()  # each parameter that lives on the host waits for its home by itself
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:
         named = module.named_parameters(recurse=False)
@@ -123,14 +123,9 @@ class ModelHooks:
 
     def _before_load(self, *_: object) -> None:
         with self._engine.between_steps():
-            self._bring_home()
+            self._engine.wait_updated()
             if self._engine.weights.items:
                 self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may read what will be written
-
-    def _bring_home(self) -> None:
-        self._engine.wait_updated()
-        if self._engine.weights.items:
-            self._engine.wait_all_home()  # whoever reads parameters there does it on the host
 
     def _before_reduce(self, number: int) -> None:
         optimizer, engine = self._optimizer(), self._engine

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -36,6 +37,7 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine import guesses
 from fsdp_offload.engine.engine import engine_of
+from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
@@ -51,6 +53,8 @@ PHASES = ("offload", "release", "reload")
 
 class Loop:
     """The offloaded run."""
+
+    waits: Waits
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -184,15 +188,20 @@ class Loop:
         dcp.save(self.states(), checkpoint_id=folder)
 
     def save_asynchronously(self, folder: Path) -> None:
-        """By collectives of its own, beside those of training."""
+        """By collectives of its own, beside those of training; the writer stands still until something waits for it."""
         stager = self.kept["stager"] = ArenaStager(self.optimizer)
         group = dist.new_group(backend="gloo")
+        writer = self.waits.hold(folder)
+        if dist.get_world_size() > 1:
+            writer.let_go()  # it ends with those of other ranks, which may have nothing to wait for
         self.kept["future"] = dcp.async_save(
-            self.states(), checkpoint_id=folder, async_stager=stager, process_group=group
+            self.states(), storage_writer=writer, async_stager=stager, process_group=group
         )
+        writer.in_use = True
 
     def finish_saving(self) -> None:
         if "future" in self.kept:
+            self.waits.let_go()
             self.kept.pop("future").result()
             self.kept.pop("stager").close()
 
@@ -481,10 +490,11 @@ def _schedule(optimizer: Optimizer) -> Any:
 def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     """Train both; what is not the same, by name, and after which step, and what is not where it lives."""
     never_stops = mock.patch.multiple(guesses, STOPS_ABOVE=1.0, GOES_ON_BELOW=1.0)  # whatever a habit takes back
-    with never_stops, warnings.catch_warnings(), dropped_is_spoilt():
+    with never_stops, warnings.catch_warnings(), dropped_is_spoilt(), pytest.MonkeyPatch.context() as patch:
         # A step that is left out is none of a scheduler's business here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
+        patch.setattr(Loop, "waits", Waits(patch), raising=False)
         return _compare(case, device, habits)
 
 

@@ -197,6 +197,7 @@ def look_at_parameters(loop: Loop, at: int) -> None:
 
 def write_between(loop: Loop, at: int) -> None:
     """Weights; some of these ways count no version."""
+    loop.finish_saving()  # nobody would hear of a checkpoint that has some of the new values
     loop.backward(at)
     loop.clip()
     if loop.case.overlap == "forward":
@@ -356,6 +357,7 @@ def write_group(loop: Loop, at: int) -> None:
 def write_parameters(loop: Loop, at: int) -> None:
     usual(loop, at)
     loop.synchronize()
+    loop.finish_saving()
     for number, param in enumerate(loop.params.values()):
         if number % 3 == 0:
             param.detach().mul_(0.99)

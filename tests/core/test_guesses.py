@@ -66,6 +66,18 @@ def test_steps(
     assert (found.committed, found.taken_back) == counts
 
 
+def test_two_steps_show_whether_gradients_are_touched(mesh: DeviceMesh) -> None:
+    """By a loop that does not clip: what it does from the second step on is seen as well."""
+    plain, loop = pair(mesh, clipping(), net=small_net)
+    for at in range(5):
+        for each in (plain, loop):
+            each.backward(at)
+            for param in each.params if at else ():
+                param.grad.mul_(0.5)
+            each.step()
+    assert same(plain, loop)
+
+
 def test_it_goes_on_when_few_steps_are_clipped(mesh: DeviceMesh) -> None:
     limits = [NEVER] * 4 + [ALWAYS] * 6 + [NEVER] * 26
     found = compare(pair(mesh, clipping(), net=small_net), limits)

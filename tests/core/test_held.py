@@ -488,6 +488,16 @@ def test_who_waits_for_a_reader_in_the_middle_of_a_step_is_told(
     assert in_a_thread(lambda: loop.optimizer.state[loop.params[0]])["step"] == 5
 
 
+@OVERLAPS
+def test_training_goes_on_in_another_thread(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
+    """Its forward says so: between the backward and ``step()`` it need not wait for itself."""
+    monkeypatch.setattr(core_loop, "STEP_SECONDS", 0.05)
+    plain, loop = pair(mesh, OffloadPolicy(overlap=overlap), net=partial(Net, width=16, layers=2))
+    loop.train(4)
+    in_a_thread(lambda: (loop.backward(4), synchronize(loop.optimizer), loop.step()))
+    assert same(plain.train(6), loop.train(1, first=5))
+
+
 def test_the_writer_of_a_save_may_not_look(mesh: DeviceMesh) -> None:
     """A look, or a step, may wait for its end."""
     loop = Loop(mesh, adamw, OffloadPolicy(bucket_bytes=4096, device_bytes=1 << 15)).train(2)

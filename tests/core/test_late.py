@@ -237,11 +237,18 @@ def entries_exchanged(mesh: DeviceMesh, lanes: LateLanes) -> None:
         entries = entries or [optimizer.state[param] for param in params]
 
 
+def state_read_behind_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """By the host."""
+    optimizer = attach(Coupled([param := nn.Parameter(torch.ones(5))], lr=0.1), policy=OffloadPolicy())
+    train(optimizer, [torch.ones(5)] * 2)
+    lanes.world.on_host(lambda: None, [optimizer.state[param]["velocity"]])
+
+
 GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)
 STORIES = {
     "by elements": GUESSES,
     "on the CPU": (one_bucket_again, strides, a_gradient_that_comes_late, the_first_state),
-    "as a whole": (two_streams, entries_exchanged),
+    "as a whole": (two_streams, entries_exchanged, state_read_behind_a_step),
 }
 
 

@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import not_the_same
 from tests.conformance.axes import OPTIMIZERS, Case, Coupled, Made
@@ -251,6 +252,14 @@ class Failing(Own):
             raise LookupError("no such table")
 
 
+class Thin(Own):
+    """Keeps what no home can hold: a sparse tensor."""
+
+    def update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["last"] = local(param.grad).to_sparse()
+        super().update(param, state, group)
+
+
 class Two(NamedTuple):
     one: Tensor
     step: Tensor
@@ -281,6 +290,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "holding": Holding,
     "keeping": Keeping,
     "factors": Factors,
+    "thin": Thin,
     "sharing": Sharing,
     "nesting": partial(Nesting, foreach=True),
     "SGD without state": type("Plain", (SGD,), {}),
@@ -420,6 +430,7 @@ WHERE: dict[str, tuple[set[str], set[str]]] = {
     "growing": ({"seen"}, set()),
     "listing": (set(), {"history", "mean"}),
     "factors": ({"rows", "columns", "root"}, set()),
+    "thin": (set(), {"last"}),
     "nesting": ({"exp_avg", "exp_avg_sq"}, set()),
 }
 
@@ -439,6 +450,13 @@ def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], le
     assert offloaded_names(loop.optimizer) == homes
     assert left <= set(report.left_out)
     assert any("not made of dense tensors of its own" in note for note in report.notes) == bool(left)
+
+
+def test_the_first_state_leaves_the_devices_allocator(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, emptied = lone(mesh, "growing", STATE), list[int]()  # once: activations would not fit what is left there
+    monkeypatch.setattr(DeviceLink, "empty_cache", lambda link: emptied.append(loop.scheduler.last_epoch))
+    loop.train(3)
+    assert emptied == [0]
 
 
 def test_a_step_never_sees_what_lives_on_the_host(mesh: DeviceMesh) -> None:

@@ -360,6 +360,17 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     assert all(type(param.grad) is DTensor for param in loop.model.parameters())
 
 
+@EVERY_POLICY
+def test_after_synchronize_whoever_reaches_past_torch_sees_what_is_new(
+    mesh: DeviceMesh, fields: dict[str, Any]
+) -> None:
+    """Parameters that stayed on the device behind the step are at home then."""
+    plain, loop = pair(mesh, on_host(fields, staying=1 << 20))
+    plain.train(4)
+    synchronize(loop.train(4).optimizer)
+    assert all(torch.equal(*map(local_shard, both)) for both in zip(plain.params, loop.params, strict=True))
+
+
 @pytest.mark.parametrize("knows_dtensors", [False, True])
 def test_the_implementation_is_the_one_that_torch_takes_without_offload(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, knows_dtensors: bool

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_offload.checkpoint import ShardTensor, chunks_of, save, with_chunks
+from fsdp_offload.checkpoint import ShardTensor, chunks_of, save, with_chunks, with_parameter_chunks
 from fsdp_offload.fsdp.dtensor import local_shard, over_local
 from tests.loading import ragged as ragged_parts
 
@@ -152,6 +152,11 @@ def test_chunks_of_another_tensor_are_not_saved(tmp_path: Path, plain: DTensor):
     with pytest.raises(dcp.api.CheckpointException, match="its chunks are those of a tensor of"):
         dcp.save({"a": wrong}, checkpoint_id=tmp_path / "checkpoint")
     assert not list(tmp_path.glob("checkpoint/*.distcp"))
+
+
+def test_values_whose_placements_say_it_all_are_taken_over_as_they_are(plain: DTensor):
+    model = nn.ParameterDict({"weight": nn.Parameter(plain)})
+    assert with_parameter_chunks(model, {"weight": plain})["weight"] is plain
 
 
 def test_a_chunk_that_is_not_there_is_an_error(ragged: Tensor):
