@@ -4,14 +4,21 @@
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
 ``iteration:2GiB:bucket_bytes=64MiB``; behind an ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
-Plain training is the first row and the last one, whose faster one counts.
+Plain training is the first row and the last one; the faster one counts.
 
-JSON lines go to stdout; a table for people, a line as soon as its row is there, to stderr. Its columns: ms of an
-iteration (median); over plain; peak and reserved GB of the device after the warm-up; *freed*, plain's peak less the
-row's; *bound*, the larger of plain's ms and the time of all copies at the link's two-way rate, and ms over it; GB up and
-down the link; updates; *ours*, host ms of our hooks and ``step()`` in all threads, and *class*, ms of the user's class's
-own ``step()`` within, which is left out of *ours* (both with ``--host``); CPU ms of the process and of the main thread;
-ms of forward and backward; whether all losses and the last parameters have plain's bits. All are of one iteration.
+JSON lines go to stdout; a table for people, a line as soon as its row is there, to stderr. All its columns are of one
+iteration:
+
+- *ms*, the median, and *x plain*; *fwd ms* and *bwd ms* of it.
+- *peak GB* and *res GB*: allocated and reserved on the device after the warm-up.
+- *freed GB*: plain's peak less the row's. *of hid.*: that over what can hide behind the backward, which is the smaller
+  of what is offloaded and of plain's backward times half of the link's two-way rate.
+- *bound ms*: the larger of plain's and the time of the row's copies at the two-way rate; *x bound*.
+- *up GB* and *down GB* over the link; *updates*.
+- *ours ms* (with ``--host``): wall time in our hooks and ``step()``, in all threads, less *class ms*, the time of the
+  user's class's own ``step()`` in it.
+- *CPU ms* of the process, *main ms* of its main thread.
+- *bits*: whether the losses of all iterations and the parameters after them are plain's.
 """
 
 import json
@@ -46,6 +53,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "parameters_forward": {"overlap": "forward", "parameters": True},
     "parameters": {"overlap": "iteration", "parameters": True},
 }
+_ROOT = Path(__file__).resolve().parents[2]
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -191,25 +199,23 @@ def _run(row: Row, queues: Queues) -> dict[str, Any]:
         for rank in range(row.ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(row.ranks)}
             with Path(folder, f"rank-{rank}.txt").open("w") as output:
-                process = subprocess.Popen(command, env=environment | own, stdout=output, stderr=output)
+                process = subprocess.Popen(command, cwd=_ROOT, env=environment | own, stdout=output, stderr=output)
             processes.append(process)
         try:
-            while any(process.poll() is None for process in processes) and not any(one.poll() for one in processes):
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
             for process in processes:  # others would wait for one that failed
                 process.kill()
                 process.wait()
-        failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
-        if failed or any(process.returncode for process in processes):
-            output = Path(folder, f"rank-{(failed or [0])[0]}.txt").read_text(errors="replace").strip()
-            print(output[-4000:], file=sys.stderr)
-            return {"row": row.name, "error": output.splitlines()[-1] if output else "killed"}
-        return {"row": row.name, **_merged([json.loads(one.read_text()) for one in _results(Path(folder), row.ranks)])}
-
-
-def _results(folder: Path, ranks: int) -> list[Path]:
-    return [folder / f"rank-{rank}.json" for rank in range(ranks)]
+        for rank, code in enumerate(codes):
+            if code:
+                output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
+                print(output[-4000:], file=sys.stderr)
+                errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", output, re.MULTILINE)
+                return {"row": row.name, "error": errors[-1] if errors else f"rank {rank} ended with {code}"}
+        ranks = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(row.ranks)]
+        return {"row": row.name, **_merged(ranks)}
 
 
 _SLOWEST = ("ms", "forward_ms", "backward_ms", "process_cpu_ms", "main_cpu_ms", "issue_ms", "attach_s", "row_s")
@@ -222,9 +228,9 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
     found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
     found |= {name: first[name] for name in ("transformers", "link", "notes") if first.get(name)}
-    if "host" in first:
-        slowest = max(ranks, key=lambda one: float(one["host"].get("ms", 0)))
-        found["host"] = {name: round(value, 2) for name, value in slowest["host"].items()}
+    if "ours" in first:
+        slowest = max(ranks, key=lambda one: float(one["ours"].get("ms", 0)))
+        found["ours"] = {name: round(value, 2) for name, value in slowest["ours"].items()}
     for name in _REPORTED:
         if name in report:
             found[name.partition("/")[2]] = report[name]
@@ -242,7 +248,10 @@ _REPORTED = (
 
 # Comparison -----------------------------------------------------------------------------------------------------------
 
-_COMPARED = ("over_plain", "freed_bytes", "link_bound_ms", "over_bound", "same_losses", "same_parameters")
+_COMPARED = (
+    *("over_plain", "freed_bytes", "freed_of_hideable", "link_bound_ms", "over_bound"),
+    *("same_losses", "same_parameters"),
+)
 
 
 def compare(found: Sequence[dict[str, Any]]) -> None:
@@ -259,9 +268,14 @@ def compare(found: Sequence[dict[str, Any]]) -> None:
         if "peak_bytes" in one:
             one["freed_bytes"] = min(plain["peak_bytes"] for plain in plains) - one["peak_bytes"]
         if link is not None:
-            moved = one.get("loaded_bytes", 0) + one.get("stored_bytes", 0)
-            one["link_bound_ms"] = max(plain_ms, moved / link["two_way_gb_per_s"] / 1e6)
+            bytes_per_ms = link["two_way_gb_per_s"] * 1e6
+            moved_bytes = one.get("loaded_bytes", 0) + one.get("stored_bytes", 0)
+            one["link_bound_ms"] = max(plain_ms, moved_bytes / bytes_per_ms)
             one["over_bound"] = one["ms"] / one["link_bound_ms"]
+            offloaded_bytes = one.get("host_state_bytes", 0) + one.get("host_parameter_bytes", 0)
+            if offloaded_bytes and "freed_bytes" in one:
+                backward_ms = min(plain["backward_ms"] for plain in plains)
+                one["freed_of_hideable"] = one["freed_bytes"] / min(offloaded_bytes, backward_ms * bytes_per_ms / 2)
         one["same_losses"] = one["losses"] == plains[0]["losses"]
         one["same_parameters"] = one["parameters"] == plains[0]["parameters"]
 
@@ -274,6 +288,7 @@ _COLUMNS: dict[str, int] = {
     "peak GB": 7,
     "res GB": 7,
     "freed GB": 8,
+    "of hid.": 7,
     "bound ms": 8,
     "x bound": 7,
     "up GB": 6,
@@ -296,7 +311,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
     def number(name: str, digits: int = 1, scale: float = 1.0, of: Mapping[str, Any] = one) -> str:
         return "-" if name not in of else f"{of[name] / scale:.{digits}f}"
 
-    host = one.get("host", {})
+    ours = one.get("ours", {})
     bits = "-" if "same_losses" not in one else "equal"
     for name in ("losses", "parameters"):
         if not one.get(f"same_{name}", True):
@@ -308,13 +323,14 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
         number("peak_bytes", 2, 1e9),
         number("reserved_bytes", 2, 1e9),
         number("freed_bytes", 2, 1e9),
+        number("freed_of_hideable", 2),
         number("link_bound_ms"),
         number("over_bound", 3),
         number("loaded_bytes", 2, 1e9),
         number("stored_bytes", 2, 1e9),
         number("updates", 0),
-        number("ms", of=host),
-        number("class_step_ms", of=host),
+        number("ms", of=ours),
+        number("class_step_ms", of=ours),
         number("process_cpu_ms", 0),
         number("main_cpu_ms", 0),
         number("forward_ms"),

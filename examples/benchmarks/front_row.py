@@ -146,7 +146,7 @@ class Loop:
             with HostTimes(self).watched() as times:
                 self.iterate(row.iterations)
             self.synchronize()
-            found["host"] = times.per_iteration(row.iterations, offloaded=row.policy is not None)
+            found["ours"] = times.per_iteration(row.iterations, offloaded=row.policy is not None)
         return found
 
     def synchronize(self) -> None:
