@@ -42,6 +42,7 @@ from fsdp_offload.integrations.plain_values import policy_from
 from .front_row import Row, write
 from .models import MODELS
 from .record import print_record, run
+from .step import Masters
 from .timeline import check_matplotlib
 
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -87,7 +88,7 @@ def measure(
     accumulate: Annotated[int, typer.Option(help="Micro-batches in an iteration.")] = 1,
     recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: all, none, or the first N.")] = "all",
     dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.FP32,
-    masters: Annotated[str, typer.Option(help="add_masters: none, fp32 or remainder.")] = "none",
+    masters: Annotated[Masters, typer.Option(help="Masters that are added, in plain training too.")] = Masters.NONE,
     warm: Annotated[int, typer.Option(help="Iterations before the timed ones.")] = 12,
     iterations: Annotated[int, typer.Option(help="Timed iterations.")] = 6,
     queues: Annotated[Queues, typer.Option(help="Queues for copies; see the head of front.py.")] = Queues.IMPORT,
@@ -116,7 +117,7 @@ def measure(
         tokens=tokens,
         recomputed=_recomputed(recompute),
         dtype=dtype.value,
-        masters=masters,
+        masters=masters.value,
         batch=batch,
         accumulate=accumulate,
         warm=warm,
@@ -140,7 +141,8 @@ def measure(
         print("\nAgainst the faster plain row:", _line(list(_COLUMNS)), sep="\n", file=sys.stderr)
         for one in found:
             print(_line(_cells(one)), file=sys.stderr, flush=True)
-            print_record("front-cost", **{key: one[key] for key in ("row", "number", *_COMPARED) if key in one})
+            if "error" not in one:
+                print_record("front-cost", **{key: one[key] for key in ("row", "number", *_COMPARED) if key in one})
     if picture is not None:
         draw_front(found, picture)
 
@@ -212,8 +214,9 @@ def _run(row: Row, queues: Queues) -> dict[str, Any]:
             if code:
                 output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
                 print(output[-4000:], file=sys.stderr)
-                errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", output, re.MULTILINE)
-                return {"row": row.name, "error": errors[-1] if errors else f"rank {rank} ended with {code}"}
+                errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .*)", output, re.MULTILINE)
+                why = [*output.splitlines(), *errors] if code > 0 else []
+                return {"row": row.name, "error": f"rank {rank} ended with {code}: {''.join(why[-1:])}"}
         ranks = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(row.ranks)]
         return {"row": row.name, **_merged(ranks)}
 

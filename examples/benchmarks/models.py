@@ -162,11 +162,13 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 def _recompute(model: Any, blocks: list[nn.Module], count: int) -> None:
     if not count:
         return
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # in new and old transformers
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
         for block in blocks[:count]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         return
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable({"use_reentrant": False})
     if count < len(blocks) and not all(hasattr(block, "gradient_checkpointing") for block in blocks):
         raise SystemExit("This transformers recomputes all blocks of this model or none: --recompute all, or none.")
     for number, block in enumerate(blocks):
