@@ -21,6 +21,7 @@ iteration:
 - *bits*: whether the losses of all iterations and the parameters after them are plain's.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -100,8 +101,8 @@ def measure(
     if picture is not None:
         check_matplotlib()
     if record is not None:
-        lines = map(json.loads, record.read_text(encoding="utf-8").splitlines())
-        found = [line for line in lines if line["bench"] == "front"]
+        lines = record.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.startswith('{"bench": "front",')]
         compare(found)
         draw_front(found, picture or record.with_suffix(".svg"))
         return
@@ -109,6 +110,8 @@ def measure(
         sys.exit("Each row starts its own processes: leave torchrun out, and say --ranks N.")
     if model not in MODELS:
         raise typer.BadParameter(f"--model: there are {', '.join(MODELS)}; got {model}")
+    if MODELS[model][0] != "lean" and importlib.util.find_spec("transformers") is None:
+        sys.exit(f"{model} is a model of transformers: pip install transformers")
     common = Row(
         name="plain",
         policy=None,

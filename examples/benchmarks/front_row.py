@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from .models import build
 from .record import median
 
+_COUNTED = ("hooks", "step", "updates", "class_step", "class_step_beside", "zero_grad")
 QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 
 
@@ -250,7 +251,7 @@ class HostTimes:
         calls = {name: len(seconds.get(name, ())) / iterations for name in ("hooks", "updates", "class_step")}
         return {
             "ms": ms["hooks"] + ms["step"] - ms["class_step"],
-            **{f"{name}_ms": ms[name] for name in ("hooks", "step", "class_step", "class_step_beside", "zero_grad")},
+            **{f"{name}_ms": ms[name] for name in _COUNTED},
             **{f"{name}_calls": count for name, count in calls.items()},
         }
 

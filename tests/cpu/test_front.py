@@ -19,6 +19,7 @@ from examples.benchmarks import front
 from examples.benchmarks.front import Queues, Row, compare, row_of
 from examples.benchmarks.front_row import HostTimes
 from examples.benchmarks.models import MODELS, Trained, build
+from fsdp_offload.device.copy_queues import VARIABLE
 
 COMMON = Row(
     name="plain",
@@ -218,8 +219,10 @@ def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
 
 def test_several_ranks_and_a_row_that_fails(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--model", "lean-tiny", "--ranks", "2", "--accumulate", "2", "--policies")
-    rows, costs, table = measured(capfd, monkeypatch, *options, "iteration step:host_limit_bytes=1000")
-    assert costs == ["plain", "iteration", "plain"]
+    monkeypatch.setenv(VARIABLE, "8")  # which no row inherits
+    rows, costs, table = measured(capfd, monkeypatch, *options, "iteration@32 step:host_limit_bytes=1000")
+    assert costs == ["plain", "iteration@32", "plain"]
+    assert [row.get("copy_queues") for row in rows] == ["default", "32", None, "default"]
     first, iteration, failed, _ = rows
     assert all(row["same_losses"] and row["same_parameters"] for row in (first, iteration, rows[-1]))
     one, other = iteration["losses"]
