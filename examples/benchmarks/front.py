@@ -134,11 +134,12 @@ def measure(
     found = []
     print(_line(list(_COLUMNS)), file=sys.stderr, flush=True)
     for number, (row, row_queues) in enumerate(rows):
-        one = {**_run(replace(row, link=number == 0), row_queues), "number": number}
+        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "imports_first", "link")}
+        one = {"row": row.name, "number": number, "queues": row_queues.value, **asked}
+        one |= _run(replace(row, link=number == 0), row_queues)
         found.append(one)
         compare(found)
-        shown = {key: value for key, value in asdict(row).items() if key not in ("name", "imports_first", "link")}
-        print_record("front", **{"row": row.name, "queues": row_queues.value, **shown, **one})
+        print_record("front", **one)
         print(_line(_cells(one)), file=sys.stderr, flush=True)
     if len(found) > 1:
         print("\nAgainst the faster plain row:", _line(list(_COLUMNS)), sep="\n", file=sys.stderr)
@@ -214,14 +215,14 @@ def _run(row: Row, queues: Queues) -> dict[str, Any]:
                 process.kill()
                 process.wait()
         for rank, code in enumerate(codes):
-            if code:
+            if code and not Path(folder, f"rank-{rank}.json").exists():  # else it was measured, and only its end failed
                 output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
                 print(output[-4000:], file=sys.stderr)
                 errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .*)", output, re.MULTILINE)
                 why = [*output.splitlines(), *errors] if code > 0 else []
-                return {"row": row.name, "error": f"rank {rank} ended with {code}: {''.join(why[-1:])}"}
+                return {"error": f"rank {rank} ended with {code}: {''.join(why[-1:])}"}
         ranks = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(row.ranks)]
-        return {"row": row.name, **_merged(ranks)}
+        return _merged(ranks)
 
 
 _SLOWEST = ("ms", "forward_ms", "backward_ms", "process_cpu_ms", "main_cpu_ms", "issue_ms", "attach_s", "row_s")
@@ -371,8 +372,8 @@ def draw_front(found: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.annotate(one["row"], point, xytext=(5, 4), textcoords="offset points", fontsize=8)
     axes.set_xlabel("GB freed: plain's peak less the row's")
     axes.set_ylabel("% of time over plain, median iteration")
-    devices = {one["device"] for one in found if "device" in one}
-    axes.set_title(", ".join(sorted(devices)), fontsize=9)
+    titles = {f"{one['model']} on {one['ranks']} × {one['device']}" for one in found if "device" in one}
+    axes.set_title(", ".join(sorted(titles)), fontsize=9)
     axes.grid(linewidth=0.3)
     axes.margins(0.15)
     figure.savefig(path)
