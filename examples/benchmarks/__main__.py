@@ -8,7 +8,7 @@ try:
 except ImportError:
     sys.exit("The benchmarks need typer, and matplotlib for pictures: pip install typer matplotlib")
 
-from . import checkpoint, figures, link, sleep, step, train
+from . import checkpoint, figures, front, link, sleep, step, train
 from .record import print_machine
 
 app = typer.Typer(help="Measure offloading on this machine. Results are JSON lines.", no_args_is_help=True)
@@ -22,6 +22,7 @@ def _machine() -> None:
 
 app.command("checkpoint")(checkpoint.measure)
 app.command("figures")(figures.measure)
+app.command("front")(front.measure)
 app.command("link")(link.measure)
 app.command("sleep")(sleep.measure)
 app.command("step")(step.measure)

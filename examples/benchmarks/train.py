@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import OffloadPolicy as FSDPOffloadPolicy
@@ -32,6 +32,7 @@ from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.fully_shard import fsdp_modules
 
 from .link import Link
+from .models import GPT
 from .record import bench_device, median, print_record, run, wall_ms
 from .timeline import Lane, Timeline, check_matplotlib, draw, phase, read_trace, timeline_of
 
@@ -66,46 +67,6 @@ CLIPPED: dict[str, Callable[[int], bool]] = {
     "rarely": lambda step: step % RARELY == RARELY - 1,
     "always": lambda step: True,
 }
-
-
-class GPTBlock(nn.Module):
-    """Attention and a GELU MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(batch, sequence, width)`` to the same."""
-        batch, length, width = x.shape
-        heads = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        inner: Tensor = self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-        return x + inner
-
-
-class GPT(nn.Module):
-    """1.35 G parameters with the defaults of the bench."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, width // 128) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of the next token."""
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def measure(

@@ -15,12 +15,17 @@ def bench(arguments: str) -> list[dict[str, Any]]:
 
 
 STEP = ["machine", "step"]
+FRONT = ["machine", *["front"] * 4, *["front-cost"] * 4]
 
 
 @pytest.mark.parametrize(
     ("arguments", "records"),
     [
         ("link --gib 0.25 --repeats 2", ["machine", "link", *["small-copies"] * 3, "pin"]),
+        (
+            "front --model lean-tiny --tokens 64 --warm 4 --iterations 2 --host --policies iteration@32,parameters",
+            FRONT,
+        ),
         ("step --params 3000000 --tensors 20 --bucket-mib 4 --repeats 2", STEP),
         ("step --params 300000 --tensors 7 --equal --no-sharded --implementation foreach", STEP),
         ("step --params 3000000 --bucket-mib 4 --repeats 2 --masters fp32", STEP),
@@ -44,3 +49,14 @@ def test_sleep(flags: str) -> None:
     param_bytes = 4 * home["params"]
     assert [home["moved_bytes"], resident["moved_bytes"]] == pytest.approx([param_bytes, 3 * param_bytes], rel=0.02)
     assert all(record["freed_bytes"] >= record["moved_bytes"] for record in (resident, home))
+
+
+def test_a_row_of_the_front_has_its_memory_its_queues_and_plain_bits() -> None:
+    pytest.importorskip("transformers")
+    lines = bench("front --model llama-tiny --tokens 64 --warm 4 --iterations 2 --policies iteration,iteration@default")
+    rows = [line for line in lines if line["bench"] == "front"]
+    assert [row["copy_queues"] for row in rows] == ["default", "32", "default", "default"]
+    assert [row["imported_first"] for row in rows] == [False, True, False, False]
+    assert all(row["same_losses"] and row["same_parameters"] for row in rows)
+    assert all(0 < row["peak_bytes"] <= row["reserved_bytes"] and "freed_bytes" in row for row in rows)
+    assert rows[0]["link"]["two_way_gb_per_s"] > 1

@@ -1,0 +1,384 @@
+"""What a freed byte costs: models that users train, plain and offloaded, each row in a fresh process.
+
+``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
+``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
+``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
+``iteration:2GiB:bucket_bytes=64MiB``; behind an ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
+Plain training is the first row and the last one; the faster one counts.
+
+JSON lines go to stdout; a table for people, a line as soon as its row is there, to stderr. All its columns are of one
+iteration:
+
+- *ms*, the median, and *x plain*; *fwd ms* and *bwd ms* of it.
+- *peak GB* and *res GB*: allocated and reserved on the device after the warm-up.
+- *freed GB*: plain's peak less the row's. *of hid.*: that over what can hide behind the backward, which is the smaller
+  of what is offloaded and of plain's backward times half of the link's two-way rate.
+- *bound ms*: the larger of plain's and the time of the row's copies at the two-way rate; *x bound*.
+- *up GB* and *down GB* over the link; *updates*.
+- *ours ms* (with ``--host``): wall time in our hooks and ``step()``, in all threads, less *class ms*, the time of the
+  user's class's own ``step()`` in it.
+- *CPU ms* of the process, *main ms* of its main thread.
+- *bits*: whether the losses of all iterations and the parameters after them are plain's.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fsdp_offload.device.copy_queues import ENOUGH, VARIABLE
+from fsdp_offload.integrations.plain_values import policy_from
+
+from .front_row import Row, write
+from .models import MODELS
+from .record import print_record, run
+from .step import Masters
+from .timeline import check_matplotlib
+
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "step": {},
+    "forward": {"overlap": "forward"},
+    "iteration": {"overlap": "iteration"},
+    "parameters_step": {"parameters": True},
+    "parameters_forward": {"overlap": "forward", "parameters": True},
+    "parameters": {"overlap": "iteration", "parameters": True},
+}
+_ROOT = Path(__file__).resolve().parents[2]
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class Queues(StrEnum):
+    """Number of the driver's queues for copies, which it reads from ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` once.
+
+    Attributes:
+        IMPORT: as users get it, who import fsdp_offload first, which sets it; in plain training, the driver's default.
+        DEFAULT: the driver's default in all rows: CUDA starts before fsdp_offload is imported.
+        ENOUGH: 32 in all rows.
+    """
+
+    IMPORT = "import"
+    DEFAULT = "default"
+    ENOUGH = str(ENOUGH)
+
+
+class Dtype(StrEnum):
+    """Types of parameters, and of the optimizer's state; compute is in bf16."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+def measure(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "llama-3b",
+    policies: Annotated[str, typer.Option(help="Rows between plain and plain.")] = "iteration iteration:640MiB",
+    ranks: Annotated[int, typer.Option(help="Processes, one for each device.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in a micro-batch of a rank.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 4096,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches in an iteration.")] = 1,
+    recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: all, none, or the first N.")] = "all",
+    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.FP32,
+    masters: Annotated[Masters, typer.Option(help="Masters that are added, in plain training too.")] = Masters.NONE,
+    warm: Annotated[int, typer.Option(help="Iterations before the timed ones.")] = 12,
+    iterations: Annotated[int, typer.Option(help="Timed iterations.")] = 6,
+    queues: Annotated[Queues, typer.Option(help="Queues for copies; see the head of front.py.")] = Queues.IMPORT,
+    host: Annotated[bool, typer.Option(help="Count our time on the host, in as many iterations again.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw cost over freed GB (SVG, PNG, by the name).")] = None,
+    record: Annotated[Path | None, typer.Option(help="Draw this record again, and measure nothing.")] = None,
+) -> None:
+    """Time, memory and host time of each policy beside plain training, on the CPU too."""
+    if picture is not None:
+        check_matplotlib()
+    if record is not None:
+        lines = record.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.startswith('{"bench": "front",')]
+        compare(found)
+        draw_front(found, picture or record.with_suffix(".svg"))
+        return
+    if "RANK" in os.environ:
+        sys.exit("Each row starts its own processes: leave torchrun out, and say --ranks N.")
+    if model not in MODELS:
+        raise typer.BadParameter(f"--model: there are {', '.join(MODELS)}; got {model}")
+    if MODELS[model][0] != "lean" and importlib.util.find_spec("transformers") is None:
+        sys.exit(f"{model} is a model of transformers: pip install transformers")
+    common = Row(
+        name="plain",
+        policy=None,
+        imports_first=False,
+        model=model,
+        tokens=tokens,
+        recomputed=_recomputed(recompute),
+        dtype=dtype.value,
+        masters=masters.value,
+        batch=batch,
+        accumulate=accumulate,
+        warm=warm,
+        iterations=iterations,
+        host=host,
+        link=False,
+        ranks=ranks,
+    )
+    names = ["plain", *re.split(r"[,\s]+", policies.strip()), "plain"]
+    rows = [row_of(name, common, queues) for name in names if name]
+    found = []
+    print(_line(list(_COLUMNS)), file=sys.stderr, flush=True)
+    for number, (row, row_queues) in enumerate(rows):
+        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "imports_first", "link")}
+        one = {"row": row.name, "number": number, "queues": row_queues.value, **asked}
+        one |= _run(replace(row, link=number == 0), row_queues)
+        found.append(one)
+        compare(found)
+        print_record("front", **one)
+        print(_line(_cells(one)), file=sys.stderr, flush=True)
+    if len(found) > 1:
+        print("\nAgainst the faster plain row:", _line(list(_COLUMNS)), sep="\n", file=sys.stderr)
+        for one in found:
+            print(_line(_cells(one)), file=sys.stderr, flush=True)
+            if "error" not in one:
+                print_record("front-cost", **{key: one[key] for key in ("row", "number", *_COMPARED) if key in one})
+    if picture is not None:
+        draw_front(found, picture)
+
+
+def _recomputed(text: str) -> int | None:
+    if text in ("all", "none"):
+        return None if text == "all" else 0
+    if not text.isdecimal():
+        raise typer.BadParameter(f"--recompute: all, none or a number of blocks; got {text}")
+    return int(text)
+
+
+def row_of(text: str, common: Row, queues: Queues) -> tuple[Row, Queues]:
+    """Return the row that ``--policies`` names, and its queues.
+
+    Raises:
+        typer.BadParameter: there is no such row.
+    """
+    said, _, own_queues = text.partition("@")
+    name, *fields = said.split(":")
+    try:
+        chosen = Queues(own_queues) if own_queues else queues
+        policy = POLICIES[name]
+        if policy is None and fields:
+            raise ValueError("plain training has no policy")
+        values: dict[str, Any] = dict(policy or {})
+        for one in fields:
+            field, _, value = one.rpartition("=")
+            values[field or "device_bytes"] = _bytes_or_text(value)
+        made = None if policy is None else asdict(policy_from(values))
+    except (KeyError, ValueError, TypeError) as error:
+        raise typer.BadParameter(f"--policies {text}: {error}; there are {', '.join(POLICIES)}") from None
+    imports_first = made is not None and chosen is not Queues.DEFAULT
+    return replace(common, name=text, policy=made, imports_first=imports_first), chosen
+
+
+def _bytes_or_text(text: str) -> Any:
+    match = re.fullmatch(r"([\d.]+)([MG]i?B)", text)
+    return text if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+def _run(row: Row, queues: Queues) -> dict[str, Any]:
+    """Run a row on its ranks, in processes of their own; one that fails has its error in the record."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # our import has set it here
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if queues is Queues.ENOUGH:
+        environment[VARIABLE] = queues.value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "row.json")
+        write(row, path)
+        command = [sys.executable, "-m", f"{__package__}.front_row", str(path)]
+        processes = []
+        for rank in range(row.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(row.ranks)}
+            with Path(folder, f"rank-{rank}.txt").open("w") as output:
+                process = subprocess.Popen(command, cwd=_ROOT, env=environment | own, stdout=output, stderr=output)
+            processes.append(process)
+        try:
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+                time.sleep(0.05)
+        finally:
+            for process in processes:  # others would wait for one that failed
+                process.kill()
+                process.wait()
+        for rank, code in enumerate(codes):
+            if code and not Path(folder, f"rank-{rank}.json").exists():  # else it was measured, and only its end failed
+                output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
+                print(output[-4000:], file=sys.stderr)
+                errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .*)", output, re.MULTILINE)
+                why = [*output.splitlines(), *errors] if code > 0 else []
+                return {"error": f"rank {rank} ended with {code}: {''.join(why[-1:])}"}
+        ranks = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(row.ranks)]
+        return _merged(ranks)
+
+
+_SLOWEST = ("ms", "forward_ms", "backward_ms", "process_cpu_ms", "main_cpu_ms", "issue_ms", "attach_s", "row_s")
+_MOST = ("peak_bytes", "reserved_bytes")
+
+
+def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join what the ranks found: the slowest and fullest one counts, and the first one's report and link."""
+    first, report = ranks[0], ranks[0].get("report", {})
+    found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
+    found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
+    found |= {name: first[name] for name in ("transformers", "link", "notes") if first.get(name)}
+    if "ours" in first:
+        slowest = max(ranks, key=lambda one: float(one["ours"].get("ms", 0)))
+        found["ours"] = {name: round(value, 2) for name, value in slowest["ours"].items()}
+    for name in _REPORTED:
+        if name in report:
+            found[name.partition("/")[2]] = report[name]
+    found["losses"] = [one["losses"] for one in ranks]  # hexadecimal: all bits
+    found["parameters"] = [one["parameters"] for one in ranks]
+    return found
+
+
+_REPORTED = (
+    *(f"step/{name}" for name in ("loaded_bytes", "stored_bytes", "loads", "stores", "updates", "held_updates")),
+    *("iteration/stalled_ms", "iteration/bound_ms", "memory/host_state_bytes", "memory/host_parameter_bytes"),
+    *("memory/kept_state_bytes", "memory/kept_parameter_bytes", "memory/device_bytes"),
+)
+
+
+# Comparison -----------------------------------------------------------------------------------------------------------
+
+_COMPARED = (
+    *("over_plain", "freed_bytes", "freed_of_hideable", "link_bound_ms", "over_bound"),
+    *("same_losses", "same_parameters"),
+)
+
+
+def compare(found: Sequence[dict[str, Any]]) -> None:
+    """Add to all rows what they cost beside plain training, its faster row so far."""
+    plains = [one for one in found if one["row"].startswith("plain") and "error" not in one]
+    if not plains:
+        return
+    plain_ms = min(one["ms"] for one in plains)
+    link = next((one["link"] for one in found if "link" in one), None)
+    for one in found:
+        if "error" in one:
+            continue
+        one["over_plain"] = one["ms"] / plain_ms
+        if "peak_bytes" in one:
+            one["freed_bytes"] = min(plain["peak_bytes"] for plain in plains) - one["peak_bytes"]
+        if link is not None:
+            bytes_per_ms = link["two_way_gb_per_s"] * 1e6
+            moved_bytes = one.get("loaded_bytes", 0) + one.get("stored_bytes", 0)
+            one["link_bound_ms"] = max(plain_ms, moved_bytes / bytes_per_ms)
+            one["over_bound"] = one["ms"] / one["link_bound_ms"]
+            offloaded_bytes = one.get("host_state_bytes", 0) + one.get("host_parameter_bytes", 0)
+            if offloaded_bytes and "freed_bytes" in one:
+                backward_ms = min(plain["backward_ms"] for plain in plains)
+                one["freed_of_hideable"] = one["freed_bytes"] / min(offloaded_bytes, backward_ms * bytes_per_ms / 2)
+        one["same_losses"] = one["losses"] == plains[0]["losses"]
+        one["same_parameters"] = one["parameters"] == plains[0]["parameters"]
+
+
+# Each column's width, and its cell; "-" where there is none.
+_COLUMNS: dict[str, int] = {
+    "row": -26,
+    "ms": 8,
+    "x plain": 7,
+    "peak GB": 7,
+    "res GB": 7,
+    "freed GB": 8,
+    "of hid.": 7,
+    "bound ms": 8,
+    "x bound": 7,
+    "up GB": 6,
+    "down GB": 7,
+    "updates": 7,
+    "ours ms": 7,
+    "class ms": 8,
+    "CPU ms": 7,
+    "main ms": 7,
+    "fwd ms": 7,
+    "bwd ms": 7,
+    "bits": -9,
+}
+
+
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    if "error" in one:
+        return [one["row"], one["error"]]
+
+    def number(name: str, digits: int = 1, scale: float = 1.0, of: Mapping[str, Any] = one) -> str:
+        return "-" if name not in of else f"{of[name] / scale:.{digits}f}"
+
+    ours = one.get("ours", {})
+    bits = "-" if "same_losses" not in one else "equal"
+    for name in ("losses", "parameters"):
+        if not one.get(f"same_{name}", True):
+            bits = f"{name} differ"
+    return [
+        one["row"],
+        number("ms"),
+        number("over_plain", 3),
+        number("peak_bytes", 2, 1e9),
+        number("reserved_bytes", 2, 1e9),
+        number("freed_bytes", 2, 1e9),
+        number("freed_of_hideable", 2),
+        number("link_bound_ms"),
+        number("over_bound", 3),
+        number("loaded_bytes", 2, 1e9),
+        number("stored_bytes", 2, 1e9),
+        number("updates", 0),
+        number("ms", of=ours),
+        number("class_step_ms", of=ours),
+        number("process_cpu_ms", 0),
+        number("main_cpu_ms", 0),
+        number("forward_ms"),
+        number("backward_ms"),
+        bits,
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    pairs = zip(cells, _COLUMNS.values(), strict=False)  # a row that failed has two cells
+    return "  ".join(f"{one:<{-width}}" if width < 0 else f"{one:>{width}}" for one, width in pairs).rstrip()
+
+
+def draw_front(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw each row's cost over the memory that it frees.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for one in found:
+        if "over_plain" in one:
+            is_plain = one["row"].startswith("plain")
+            point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
+            axes.plot(*point, "s" if is_plain else "o", color="#4c566a" if is_plain else "#2f7fc1")
+            axes.annotate(one["row"], point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("GB freed: plain's peak less the row's")
+    axes.set_ylabel("% of time over plain, median iteration")
+    titles = {f"{one['model']} on {one['ranks']} × {one['device']}" for one in found if "device" in one}
+    axes.set_title(", ".join(sorted(titles)), fontsize=9)
+    axes.grid(linewidth=0.3)
+    axes.margins(0.15)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure with the options of ``argv``."""
+    run(measure, argv)

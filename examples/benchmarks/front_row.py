@@ -1,0 +1,316 @@
+"""One rank of one row of :mod:`.front`: trains a model with one policy, or plainly, in a process of its own.
+
+``python -m examples.benchmarks.front_row FILE``, which :mod:`.front` calls, reads a :class:`Row` from the file and
+writes what it found beside it. ``fsdp_offload`` is imported before CUDA starts, as users do, or after it; in plain
+training only after it, for masters, and for the link once everything has been measured.
+"""
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from .models import build
+from .record import median
+
+_COUNTED = ("hooks", "step", "updates", "class_step", "class_step_beside", "zero_grad")
+QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one process trains, the same on each rank.
+
+    Attributes:
+        name: of the row.
+        policy: fields of ``OffloadPolicy``; ``None``: plain training.
+        imports_first: import ``fsdp_offload`` before CUDA starts.
+        model, tokens, recomputed, dtype: see :func:`.models.build`.
+        masters: kind of ``add_masters``, or ``"none"``.
+        batch: sequences in a micro-batch of one rank.
+        accumulate: micro-batches in an iteration.
+        warm, iterations: iterations before the timed ones, and the timed ones.
+        host: count our time on the host, in as many iterations again.
+        link: measure the link afterwards.
+        ranks: how many there are.
+    """
+
+    name: str
+    policy: dict[str, Any] | None
+    imports_first: bool
+    model: str
+    tokens: int
+    recomputed: int | None
+    dtype: str
+    masters: str
+    batch: int
+    accumulate: int
+    warm: int
+    iterations: int
+    host: bool
+    link: bool
+    ranks: int
+
+
+class Loop:
+    """Training of one row."""
+
+    def __init__(self, row: Row, device: torch.device) -> None:
+        self.row, self.device, self.rank = row, device, dist.get_rank()
+        mesh = init_device_mesh(device.type, (row.ranks,))
+        dtype = torch.bfloat16 if row.dtype == "bf16" else torch.float32
+        trained = build(row.model, mesh, dtype=dtype, tokens=row.tokens, recomputed=row.recomputed)
+        self.model, self._loss, self._vocabulary = trained
+        self.params = sum(param.numel() for param in self.model.parameters())
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if row.masters != "none":
+            from fsdp_offload import add_masters
+
+            self.optimizer = add_masters(self.optimizer, row.masters)
+        self.attach_s = 0.0
+        if row.policy is not None:
+            from fsdp_offload import OffloadPolicy, offload_optimizer
+
+            begin = time.perf_counter()
+            offload_optimizer(self.optimizer, model=self.model, policy=OffloadPolicy(**row.policy))
+            self.attach_s = time.perf_counter() - begin
+        self._random = torch.Generator(device).manual_seed(100 + self.rank)
+        self.losses: list[Tensor] = []
+        self.marks: list[list[Any]] = []  # of each iteration: begin, then the ends of each forward and backward
+        self.step: Callable[[], object] = self.optimizer.step
+        self.zero_grad: Callable[[], object] = self.optimizer.zero_grad
+
+    def mark(self) -> Any:
+        """Mark this point of compute; on the CPU, this time."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            marks = [self.mark()]
+            for _ in range(self.row.accumulate):
+                shape = (self.row.batch, self.row.tokens)
+                tokens = torch.randint(self._vocabulary, shape, device=self.device, generator=self._random)
+                loss = self._loss(tokens)
+                marks.append(self.mark())
+                loss.backward()
+                marks.append(self.mark())
+                self.losses.append(loss.detach())
+                del loss  # and its graph, before the next forward makes another one
+            self.marks.append(marks)
+            self.step()
+            self.zero_grad()
+
+    def measure(self) -> dict[str, Any]:
+        """Train; return times, bytes, and what shows that the bits are plain's."""
+        row, on_cpu = self.row, self.device.type == "cpu"
+        self.iterate(row.warm)
+        if not on_cpu:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        self.marks.clear()
+        wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        self.iterate(row.iterations)
+        # Before the device is waited for, which takes CPU time of its own.
+        host_s = (time.perf_counter() - wall, time.process_time() - process, time.thread_time() - thread)
+        self.marks.append([self.mark()])
+        self.synchronize()
+        names = ("issue_ms", "process_cpu_ms", "main_cpu_ms")
+        found = {name: 1e3 * seconds / row.iterations for name, seconds in zip(names, host_s, strict=True)}
+        found |= self._times()
+        if not on_cpu:
+            found["peak_bytes"] = torch.accelerator.max_memory_allocated(self.device)
+            found["reserved_bytes"] = torch.accelerator.max_memory_reserved(self.device)
+        if row.policy is not None:
+            found["report"] = self.optimizer.offload_report().metrics()
+            found["notes"] = list(self.optimizer.offload_report().notes)
+        found |= {"params": self.params, "attach_s": self.attach_s, "parameters": self._digest()}
+        found["losses"] = [loss.item().hex() for loss in self.losses]
+        if row.host:
+            with HostTimes(self).watched() as times:
+                self.iterate(row.iterations)
+            self.synchronize()
+            found["ours"] = times.per_iteration(row.iterations, offloaded=row.policy is not None)
+        return found
+
+    def synchronize(self) -> None:
+        if self.row.policy is not None:
+            self.optimizer.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _times(self) -> dict[str, Any]:
+        def ms(begin: Any, end: Any) -> float:
+            return float(1e3 * (end - begin) if self.device.type == "cpu" else begin.elapsed_time(end))
+
+        parts: defaultdict[str, list[float]] = defaultdict(list)
+        for marks, after in itertools.pairwise(self.marks):
+            parts["all_ms"].append(ms(marks[0], after[0]))
+            spans = [ms(*pair) for pair in itertools.pairwise(marks)]
+            parts["forward_ms"].append(sum(spans[::2]))
+            parts["backward_ms"].append(sum(spans[1::2]))
+        medians = {name: median(parts[name]) for name in ("forward_ms", "backward_ms")}
+        return {"ms": median(parts["all_ms"]), **medians, "all_ms": [round(one, 1) for one in parts["all_ms"]]}
+
+    def _digest(self) -> str:
+        """Return a checksum of all bits of this rank's parameters."""
+        sums = []
+        for value in self.model.state_dict().values():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            bits = local.detach().view(torch.int32 if local.element_size() == 4 else torch.int16)
+            sums.append(bits.sum(dtype=torch.int64).item())
+        return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
+
+
+class HostTimes:
+    """Wall time of ours in all threads: what is entered from outside, less the user's class's own ``step()``.
+
+    A call within another one of ours in the same thread is part of it. Counting takes time by itself, so nothing else
+    is measured meanwhile.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._depth = loop, threading.local()
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)  # appended to by all threads
+
+    @contextmanager
+    def watched(self) -> Iterator["HostTimes"]:
+        """Count, within."""
+        loop, undo = self._loop, []
+
+        def exchange(owner: Any, name: str, value: Any) -> None:
+            undo.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
+        if loop.row.policy is not None:
+            from fsdp_offload.core.loop import Core
+            from fsdp_offload.engine.hooks import ModelHooks
+
+            exchange(ModelHooks, "call", self._entered("hooks", ModelHooks.call))
+            exchange(Core, "update", self._counted("updates", Core.update))
+            step: Any = torch.optim.AdamW.step  # torch's wrapper, around the step as it was written
+            if hasattr(step, "__wrapped__"):
+                exchange(step, "__wrapped__", self._counted("class_step", step.__wrapped__))
+        exchange(loop, "step", self._entered("step", loop.step))
+        exchange(loop, "zero_grad", self._entered("zero_grad", loop.zero_grad))
+        try:
+            yield self
+        finally:
+            for owner, name, value in reversed(undo):
+                setattr(owner, name, value)
+
+    def _entered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self._counted(name, function)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._depth, "is_within", False):
+                return function(*args, **kwargs)
+            self._depth.is_within = True
+            try:
+                return timed(*args, **kwargs)
+            finally:
+                self._depth.is_within = False
+
+        return enter
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                # On a thread of the CPU's updates, a step of the class is within nothing of ours.
+                is_within = name != "class_step" or getattr(self._depth, "is_within", False)
+                self.seconds[name if is_within else "class_step_beside"].append(time.perf_counter() - begin)
+
+        return call
+
+    def per_iteration(self, iterations: int, *, offloaded: bool) -> dict[str, float]:
+        """Milliseconds and calls of one iteration."""
+        seconds = {name: list(values) for name, values in self.seconds.items()}
+        ms = defaultdict(float, {name: 1e3 * sum(values) / iterations for name, values in seconds.items()})
+        if not offloaded:
+            return {"class_step_ms": ms["step"], "zero_grad_ms": ms["zero_grad"]}
+        calls = {name: len(seconds.get(name, ())) / iterations for name in ("hooks", "updates", "class_step")}
+        return {
+            "ms": ms["hooks"] + ms["step"] - ms["class_step"],
+            **{f"{name}_ms": ms[name] for name in _COUNTED},
+            **{f"{name}_calls": count for name, count in calls.items()},
+        }
+
+
+def link_rates(device: torch.device) -> dict[str, float]:
+    """Rates of copies of this rank while all ranks copy, in 10**9 bytes per second."""
+    from .link import Link
+
+    link, found = Link(device), {}
+    for name, ways in (("load", ("load",)), ("store", ("store",)), ("two_way", ("load", "store"))):
+        dist.barrier()
+        found[f"{name}_gb_per_s"] = median([link.gb_per_s(32, **dict.fromkeys(ways, True)) for _ in range(3)])
+    return found
+
+
+def main(path: Path) -> None:
+    """Measure the row in the file ``path``; write ``rank-N.json`` beside it."""
+    row = Row(**json.loads(path.read_text()))
+    start_s = time.perf_counter()
+    if row.imports_first:
+        import fsdp_offload  # noqa: F401
+    asked = os.environ.get(QUEUES, "default")
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    rank, on_cpu = int(os.environ["RANK"]), accelerator.type == "cpu"
+    device = accelerator if on_cpu else torch.device(accelerator.type, rank)
+    if not on_cpu:
+        torch.accelerator.set_device_index(rank)
+        torch.zeros(1, device=device)  # the driver reads its variables now
+    had_ours = "fsdp_offload" in sys.modules
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())
+    store = dist.FileStore(str(path.with_name("store")), row.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=row.ranks)
+    loop = Loop(row, device)
+    found = loop.measure()
+    found |= {
+        "device": "cpu" if on_cpu else torch.cuda.get_device_name(device),
+        "copy_queues": asked,
+        "imported_first": had_ours,
+        "threads": torch.get_num_threads(),
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        "row_s": time.perf_counter() - start_s,
+    }
+    if row.link and not on_cpu:
+        del loop
+        gc.collect()
+        torch.accelerator.empty_cache()
+        found["link"] = link_rates(device)
+    path.with_name(f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # a rank that ends at once would close connections
+    dist.destroy_process_group()
+
+
+def write(row: Row, path: Path) -> None:
+    """Write what :func:`main` reads."""
+    path.write_text(json.dumps(asdict(row)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
