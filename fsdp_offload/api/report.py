@@ -78,13 +78,16 @@ class IterationRecord:
     Attributes:
         iteration_ms: From the end of the step before to the end of the last one, with all that the loop did between.
         stalled_ms: Time of that in which compute waited for items: for loads, and for updates beside the model.
-        bound_ms: The longest of ``iteration_ms - stalled_ms``, the loads at their rate and the stores at theirs, but
-            never more than ``iteration_ms``.
+        bound_ms: The longest of ``iteration_ms - stalled_ms - host_ms``, the loads at their rate and the stores at
+            theirs, but never more than ``iteration_ms``.
+        host_ms: Time in which compute had nothing to do while the host was in this package's hooks of reductions, or in
+            ``step()``. Not measured with ``overlap="step"``.
     """
 
     iteration_ms: float
     stalled_ms: float
     bound_ms: float
+    host_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,8 @@ class OffloadReport:
         if (last := self.iteration) is not None:
             waited = f"{last.stalled_ms:.1f} ms waiting for what is offloaded"
             yield "last iteration", f"{last.iteration_ms:.1f} ms, of it {waited}"
+            if last.host_ms >= 0.05:
+                yield "  late on the host", f"{last.host_ms:.1f} ms, in fsdp_offload"
             yield "  no less than", f"{last.bound_ms:.1f} ms"
 
 
@@ -306,9 +311,10 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     ways = (step.loaded_bytes, step.load_gb_per_s), (step.stored_bytes, step.store_gb_per_s)
     copies_ms = [nbytes / rate / 1e6 for nbytes, rate in ways if rate is not None]
     whole_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
+    host_ms = min(last.host_ms, whole_ms - stalled_ms)
     # The copies that were timed may have shared the link with others: that all are as slow is not proven.
-    bound_ms = min(whole_ms, max(whole_ms - stalled_ms, *copies_ms, 0.0))
-    return step, IterationRecord(iteration_ms=whole_ms, stalled_ms=stalled_ms, bound_ms=bound_ms)
+    bound_ms = min(whole_ms, max(whole_ms - stalled_ms - host_ms, *copies_ms, 0.0))
+    return step, IterationRecord(iteration_ms=whole_ms, stalled_ms=stalled_ms, bound_ms=bound_ms, host_ms=host_ms)
 
 
 def _left_out(engine: Engine) -> tuple[str, ...]:

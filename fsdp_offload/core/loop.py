@@ -224,10 +224,15 @@ class Core:
                 lane.wait(item.ready, *item.beside.values())
             item.known_to.add(lane.name)
 
-    def _timed_wait(self, lane: Lane, *, in_step: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _timed_wait(self, lane: Lane, **how: bool) -> contextlib.AbstractContextManager[None]:
         # A stream that gathers ahead may wait while compute goes on: only compute is timed.
         watch = self.cache.stopwatch if lane is self.lanes.compute else None
-        return contextlib.nullcontext() if watch is None else watch.waiting(in_step=in_step)
+        return contextlib.nullcontext() if watch is None else watch.waiting(**how)
+
+    def timed_call(self) -> contextlib.AbstractContextManager[None]:
+        """Time for how long the device waits for the host within it, where updates do not run on compute."""
+        watch = self.cache.stopwatch if self.mode.lane == "update" else None
+        return contextlib.nullcontext() if watch is None else watch.calling()
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
         """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
@@ -335,7 +340,7 @@ class Core:
         aside = self.mode.lane == "update"
         try:
             # Compute waits here where copies fill the driver's queue: then the host waits, and the forward begins late.
-            with self._timed_wait(self.lanes.compute) if aside else contextlib.nullcontext():
+            with self._timed_wait(self.lanes.compute, with_host=True) if aside else contextlib.nullcontext():
                 self.pump()
                 for item in list(self.cache.held):
                     if item.dirty and not item.stays:
@@ -433,7 +438,7 @@ class Core:
         self.torn = tuple(buckets)
         try:
             with recorded(f"fsdp_offload U {first.state.name}"):
-                lane.run(job, reads=gradients, writes=[memory for item in items for memory in item.place()])
+                lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
         finally:  # an update that fails has issued a part
             self.updated = mark = lane.mark()
         for item in items:

@@ -5,6 +5,7 @@ saves a load and a store, so half of what the link moves in the time of the stal
 iteration, and no measurement apart from training.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
         in_step_ms: of that, in updates that run in ``step()``: they wait for all that moves, however much stays.
         iteration_ms: from the end of the step before to the end of its own.
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
+        host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
     """
 
     stalled_ms: float
@@ -44,6 +46,7 @@ class Reading(NamedTuple):
     load_gb_per_s: float | None = None
     store_gb_per_s: float | None = None
     in_step_ms: float = 0.0
+    host_ms: float = 0.0
 
     @property
     def late_ms(self) -> float:
@@ -51,13 +54,28 @@ class Reading(NamedTuple):
         return self.stalled_ms - self.in_step_ms
 
 
+class _Wait(NamedTuple):
+    """Marks before and behind the waits of compute for one item, and the time that the host took between them."""
+
+    begin: EventMark
+    end: EventMark
+    in_step: bool
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Time for which compute stood still for the item: not because the host issued the wait late."""
+        return max(0.0, self.end.elapsed_ms_since(self.begin) - self.host_ms)
+
+
 @dataclass
 class _Iteration:
-    """Marks of one iteration: two, two for each wait, and two for one load and one store."""
+    """Marks of one iteration: two, two for each wait, two for one load and one store, and two for each call of ours."""
 
     begin: EventMark
     end: EventMark | None = None
-    waits: list[tuple[EventMark, EventMark, bool]] = field(default_factory=list)
+    waits: list["_Wait"] = field(default_factory=list)
+    calls: list[tuple[EventMark, EventMark, list["_Wait"]]] = field(default_factory=list)  # and the waits in each
     copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
 
@@ -65,9 +83,15 @@ class _Iteration:
         """Block the host until the device has come to its end; returns its times."""
         assert self.end is not None
         self.end.synchronize()
-        waits = [(end.elapsed_ms_since(begin), in_step) for begin, end, in_step in self.waits]
-        in_step_ms = sum(ms for ms, in_step in waits if in_step)
-        return Reading(sum(ms for ms, _ in waits), self.end.elapsed_ms_since(self.begin), in_step_ms=in_step_ms)
+        in_step_ms = sum(wait.ms for wait in self.waits if wait.in_step)
+        # Marks of a call are passed one right after the other, unless the device has come to the end of all before it.
+        calls = (end.elapsed_ms_since(begin) - sum(wait.ms for wait in waits) for begin, end, waits in self.calls)
+        host_ms = sum(max(0.0, ms) for ms in calls)
+        return Reading(
+            *(sum(wait.ms for wait in self.waits), self.end.elapsed_ms_since(self.begin)),
+            in_step_ms=in_step_ms,
+            host_ms=host_ms,
+        )
 
     def gb_per_s(self, lane: str) -> float | None:
         """Return the rate of the copy that was timed on ``lane``; blocks the host until it has ended."""
@@ -89,17 +113,36 @@ class Stopwatch:
         self._now: _Iteration | None = None
         self._ended: deque[_Iteration] = deque(maxlen=2)
         self._largest_bytes: dict[str, int] = {}
+        self._in_call: list[_Wait] | None = None  # waits of the call under way
 
     def _mark(self) -> EventMark:
         return mark_on(current_stream(self._device), self._device)
 
     @contextmanager
-    def waiting(self, *, in_step: bool = False) -> Iterator[None]:
-        """Time the waits that the current stream gets in between. ``in_step``: of an update."""
-        begin = self._mark()
+    def waiting(self, *, in_step: bool = False, with_host: bool = False) -> Iterator[None]:
+        """Time the waits that the current stream gets in between.
+
+        ``in_step``: of an update. ``with_host``: the host itself may wait, as for room in a queue of the driver.
+        """
+        begin, began = self._mark(), time.perf_counter()
         yield
         if self._now is not None:
-            self._now.waits.append((begin, self._mark(), in_step))
+            host_ms = 0.0 if with_host else (time.perf_counter() - began) * 1e3
+            wait = _Wait(begin, self._mark(), in_step, host_ms)
+            self._now.waits.append(wait)
+            if self._in_call is not None:
+                self._in_call.append(wait)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Time for how long the device has nothing to do while the host is within; nothing of ours runs on compute."""
+        begin, now, self._in_call = self._mark(), self._now, []
+        try:
+            yield
+        finally:
+            waits, self._in_call = self._in_call, None
+        if now is not None and now is self._now:
+            now.calls.append((begin, self._mark(), waits))
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
@@ -207,7 +250,8 @@ class Room:
                 self.extra, self._calm = self.extra - 1, 0
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
-        waited = f"compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms"
+        late = f", and {reading.host_ms:.1f} ms for the host" if reading.host_ms > tolerated_ms else ""
+        waited = f"compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms{late}"
         self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks

@@ -13,7 +13,7 @@ The serial lanes run the same actions one by one on the current stream and wait 
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -76,10 +76,15 @@ class Mark:
 
 
 class EventMark(Mark):
-    """An event of a stream: ours, or somebody else's."""
+    """An event of a stream: ours, or somebody else's.
 
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
+    Attributes:
+        event: of torch's.
+        lane, number: whose mark it is, and which in the order of that lane; ``None``: no lane that lasts.
+    """
+
+    def __init__(self, event: torch.Event, lane: "Lane | None" = None, number: int = 0) -> None:
+        self.event, self.lane, self.number = event, lane, number
 
     def resolved(self) -> "EventMark":
         return self
@@ -106,9 +111,13 @@ def mark_on(stream: torch.Stream, device: torch.device, *, timed: bool = True) -
 class Lane:
     """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
 
-    def __init__(self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute") -> None:
+    def __init__(
+        self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute", lasts: bool = False
+    ) -> None:
+        """Take a stream, if it is not to be the current one. ``lasts``: no other lane is made of it."""
         self.name = name
-        self._device, self._stream = device, stream
+        self._device, self._stream, self._lasts = device, stream, lasts
+        self._marks, self._seen = 0, dict[Lane, int]()  # made here; of other lanes, the last that this one waits for
         self._in_use = threading.RLock()  # threads share the lanes of a device, and a copy may change a lane's stream
 
     @property
@@ -137,7 +146,16 @@ class Lane:
             known = None if mark is None else mark.resolved()
             if known is not None:
                 with self._in_use:
-                    self._wait(known)
+                    if not self._is_behind(known):
+                        self._wait(known)
+
+    def _is_behind(self, mark: EventMark) -> bool:
+        """Return whether all that this lane is given comes behind ``mark`` anyway: another wait would cost the host."""
+        lane = mark.lane
+        if lane is None or not self._lasts:
+            return False
+        known, self._seen[lane] = self._seen.get(lane, 0), max(self._seen.get(lane, 0), mark.number)
+        return lane is self or known >= mark.number
 
     def _wait(self, mark: EventMark) -> None:
         if type(mark.event) is torch.Event:
@@ -156,8 +174,8 @@ class Lane:
             with self._in_use, self.running():  # one call: other threads of the interpreter run meanwhile
                 torch._foreach_copy_([one for one, _ in copies], [one for _, one in copies], non_blocking=True)
 
-    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races."""
+    def run(self, function: Callable[[], None], reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
+        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races; no other goes through them."""
         with self.running():
             function()
 
@@ -167,7 +185,11 @@ class Lane:
     def mark(self, *, timed: bool = False) -> Mark:
         """Return the current end of this lane; its time is known if it is ``timed``."""
         with self._in_use:
-            return mark_on(self._now, self._device, timed=timed)
+            mark = mark_on(self._now, self._device, timed=timed)
+            if self._lasts:
+                self._marks += 1
+                mark.lane, mark.number = self, self._marks
+            return mark
 
 
 class TurnsLane(Lane):
@@ -179,7 +201,7 @@ class TurnsLane(Lane):
 
     def __init__(self, device: torch.device, turn_bytes: int, *, name: str, calls: CopyCalls | None = None) -> None:
         """Take turns after ``turn_bytes`` at most. ``calls``: of the driver, for copies that are not rearranged."""
-        super().__init__(device, torch.Stream(device), name=name)
+        super().__init__(device, torch.Stream(device), name=name, lasts=True)
         self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
@@ -294,10 +316,10 @@ class Lanes:
         self.load = TurnsLane(device, PIECE_BYTES, name="load", calls=calls)  # from homes to places
         self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store", calls=calls)
         # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
-        self.update = Lane(device, torch.Stream(device, priority=-1), name="update")
+        self.update = Lane(device, torch.Stream(device, priority=-1), name="update", lasts=True)
         # Gradients and parameters of updates on the CPU: in the streams of loads and stores they would queue behind
         # buckets of the device, which in turn wait for updates and for places.
-        self.down = Lane(device, torch.Stream(device), name="down")
+        self.down = Lane(device, torch.Stream(device), name="down", lasts=True)
         self.up = TurnsLane(device, PIECE_BYTES, name="up", calls=calls)  # as loads, which hold up small copies
         self.compute = Lane(device)  # the stream that is current
 

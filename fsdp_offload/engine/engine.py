@@ -229,6 +229,13 @@ class Engine:
         Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
         current stream; where updates run on into the forward, each gather waits for those that it reads.
         """
+        with self.core.timed_call():
+            updated, is_steady = self._step(optimizer, states, kwargs)
+        self._measure(is_steady)
+        return updated
+
+    def _step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Return whether there was any gradient, and whether this iteration was as the one before."""
         core, guesses, updates = self.core, self.guesses, self._updates
         self.check_usable("step()", mid_step=True)
         if lost := self.lending.lost_writes():
@@ -236,7 +243,7 @@ class Engine:
                 f"State of {listed(lost)} was written through a tensor that was fetched before an asynchronous save. "
                 "Steps have moved this state since, and the write is lost. Fetch it from optimizer.state again before "
                 "writing.",
-                stacklevel=2,
+                stacklevel=3,
             )
         self._make_zeroed_gradients(self.plan.shards)
         guesses.look()
@@ -293,8 +300,7 @@ class Engine:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
-        self._measure(repeats and not new and core.cache.nbytes == made)
-        return bool(wanted)
+        return bool(wanted), repeats and not new and core.cache.nbytes == made
 
     def _see_who_holds(self) -> None:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""

@@ -375,11 +375,8 @@ class Guesses:
 
     def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
         """Watch gradients that updates may use, and parameters that they have ``written``."""
-        for tensors, references in ((gradients, self._watched), (written, self._written)):
-            for tensor in tensors:
-                if not is_watched(tensor, self):
-                    watch(tensor, self)
-                    references.append(TensorWeakRef(tensor))
+        self._watched += map(TensorWeakRef, watch(gradients, self))
+        self._written += map(TensorWeakRef, watch(written, self))
 
     def unwatch(self) -> None:
         _unwatch(self._watched)
@@ -417,9 +414,7 @@ class Guesses:
 
 
 def _unwatch(references: list[TensorWeakRef]) -> None:
-    for reference in references:
-        if (tensor := reference()) is not None:
-            unwatch(tensor)
+    unwatch([tensor for reference in references if (tensor := reference()) is not None])
     references.clear()
 
 

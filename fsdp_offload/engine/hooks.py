@@ -143,7 +143,8 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine
         if optimizer is not None:
             event = event if engine.device.type != "cpu" else None
-            engine.reduced(number, self._groups[number].params, event, optimizer, self._get_states(optimizer))
+            with engine.core.timed_call():
+                engine.reduced(number, self._groups[number].params, event, optimizer, self._get_states(optimizer))
 
 
 def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str, *args: Any) -> None:

@@ -91,16 +91,19 @@ _OFTEN = ("grad", "_version", "device", "dtype", "requires_grad", "shape")
 _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class keeps its name
 
 
-def watch(tensor: Tensor, watcher: Watcher) -> None:
-    """Tell ``watcher``, which is not kept alive, what is done with ``tensor`` from now on."""
-    _WATCH.put_on([tensor])
-    if _WATCH.guards(tensor):  # else its class has slots, or is written in C; its versions are all that there is
-        vars(tensor)[_WATCHER] = weakref.ref(watcher)
+def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
+    """Tell ``watcher``, which is not kept alive, what is done with ``tensors``; returns those that it did not watch."""
+    new, reference = [one for one in tensors if not is_watched(one, watcher)], weakref.ref(watcher)
+    _WATCH.put_on(new)
+    for tensor in filter(_WATCH.guards, new):  # of others the class has slots, or is written in C: they have versions
+        vars(tensor)[_WATCHER] = reference
+    return new
 
 
-def unwatch(tensor: Tensor) -> None:
-    vars(tensor).pop(_WATCHER, None)
-    _WATCH.take_off([tensor])
+def unwatch(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        vars(tensor).pop(_WATCHER, None)
+    _WATCH.take_off(tensors)
 
 
 def is_watched(tensor: Tensor, watcher: Watcher) -> bool:

@@ -6,7 +6,7 @@ named as a race.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -129,8 +129,8 @@ class DeferredLane:
         for target, source in pairs:
             self._add(lambda target=target, source=source: target.copy_(source), (source,), (target,))
 
-    def run(self, function: Callable[[], None], reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._add(function, reads, writes)
+    def run(self, function: Callable[[], None], reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
+        self._add(function, list(reads), list(writes))
         if self.fails:
             self.fails = False
             raise IssuedError
