@@ -175,7 +175,7 @@ class Lane:
                 torch._foreach_copy_([one for one, _ in copies], [one for _, one in copies], non_blocking=True)
 
     def run(self, function: Callable[[], None], reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
-        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races; no other goes through them."""
+        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races; others leave them."""
         with self.running():
             function()
 
