@@ -54,16 +54,14 @@ class Pool:
 
 @dataclass(eq=False)
 class Home:
-    """Host bytes of an item; none of parameters that stay on the device.
-
-    Subclasses know who else holds, reads and writes them, and whether there are spare ones. Here there is nobody.
+    """Host bytes of an item, here without spare ones and without others; none of what stays on the device.
 
     Attributes:
         bytes: those that are the home now.
         stored: R2: the last store.
         read: R4, by lane: who still reads them.
-        exposed_at: the number of steps when others first looked at it since the last update, or before that if they
-            hold tensors over it: they may have written it. ``None``: they have not looked.
+        exposed_at: the number of steps when others looked at it, who may have written it since; ``None``: nobody has
+            looked since the last update, nor holds tensors over it.
         seen: the version when others looked, or the place was filled or stored after that.
     """
 
@@ -78,10 +76,7 @@ class Home:
         return self.bytes
 
     def turn(self) -> BytesAtHome | None:
-        """Return the spare bytes if, an update having changed the place, they are to be the home from now on.
-
-        That is where a checkpoint's writer reads this one (R4, without a wait), or the update is a guess.
-        """
+        """After an update: return the spare bytes if they are the home from now on (R4, without a wait; a guess)."""
         return None
 
     def wait_unread(self) -> None:
@@ -98,11 +93,6 @@ class Home:
     def version(self) -> object:
         """Return a count of what others have written here. Our own copies do not count."""
         return None
-
-    @property
-    def is_exposed(self) -> bool:
-        """Return whether others may have written it since the last update."""
-        return self.exposed_at is not None
 
     def see(self) -> None:
         """Note that place and home are the same now."""

@@ -170,8 +170,7 @@ class Core:
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
         self.held = set()
-        streamed = {number: item for number, item in weights.items() if item.nbytes}
-        self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
+        self._gathers = {n: Use(f"gather {n}", (item,), gathers=True) for n, item in weights.items() if item.nbytes}
         self.timeline.forget()
 
     # Threads ----------------------------------------------------------------------------------------------------------
@@ -349,7 +348,7 @@ class Core:
     def _settle_held(self, items: Iterable[Item]) -> None:
         """End the step for those who hold tensors over homes: what they see changes in ``step()`` only, as plain's."""
         for item in items:
-            if item.home.is_exposed and item.home.stored is not None:
+            if item.home.exposed_at is not None and item.home.stored is not None:
                 item.home.stored.synchronize()  # R2, on the host: they may read and write the home from now on
                 if item not in self._of_weights:
                     self.cache.drop(item)  # not every write counts a version: the next step() loads the home again
@@ -570,7 +569,7 @@ class WayBack:
             if item not in self._before:
                 if item.dirty:
                     self.core.cache.put(item)
-                self._before[item] = item.home.bytes, item.home.version() if item.home.is_exposed else None
+                self._before[item] = item.home.bytes, item.home.version() if item.home.exposed_at is not None else None
         for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
             if one is bucket or one in self._stored:
                 self.keep(one)

@@ -166,7 +166,7 @@ class Engine:
         core.choose_kept()
         learns = limit is None and not whole and self.policy.moves_beside_model
         self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
-        self.guesses.replan()
+        self.guesses.old.forget()
 
     def _note_made(self, states: StateStore) -> None:
         """Look which buckets have state by now."""
@@ -272,7 +272,9 @@ class Engine:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
         if self.host is None or self.core.begun:
             return
-        looked_at = [bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.home.is_exposed]
+        looked_at = [
+            bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.home.exposed_at is not None
+        ]
         if looked_at:
             self.host.wait_quietly()
         for item in looked_at:
@@ -862,14 +864,11 @@ class Engine:
         """Note that the calling thread trains, on the current stream."""
         self.core.trained_by(None if self.device.type == "cpu" else current_stream(self.device))
 
-    def _items_of(self, shards: Iterable[StateShard]) -> list[Item]:
-        return [self.plan.buckets[number].state for number in dict.fromkeys(n for s in shards for n in s.buckets)]
-
     @_looking
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
         shard = self.plan.shards.get(param)
-        self._wait([] if shard is None else self._items_of([shard]))
+        self._wait([] if shard is None else [self.plan.buckets[number].state for number in shard.buckets])
 
     @_looking
     def wait_parameter_home(self, param: Tensor) -> None:
@@ -879,8 +878,8 @@ class Engine:
     @_looking
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
-        items = [*self._items_of(self.plan.shards.values()), *self.weights.items.values()]
-        self._wait(items, may_write=may_write)
+        state = (bucket.state for bucket in self.plan.buckets)
+        self._wait([*state, *self.weights.items.values()], may_write=may_write)
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()

@@ -72,6 +72,7 @@ class Guesses:
         committed, taken_back: steps.
         used: by parameter, the gradient that an update of this step has used or would have; its version, and that of
             the parameter then.
+        old: the memory that it takes to take a step back.
         freed: parameters whose gradient was let go of with its update, and their versions then.
         ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
@@ -80,13 +81,13 @@ class Guesses:
         self, core: Core, plan: Plan, updates: BucketUpdates, capabilities: Capabilities, names: Mapping[Tensor, str]
     ) -> None:
         self._core, self._plan, self._updates, self._names = core, plan, updates, names
-        self._old = OldParameters(plan)
+        self.old = OldParameters(plan)
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.way_back = WayBack(core, self._old.pairs_of)
+        self.way_back = WayBack(core, self.old.pairs_of)
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
         self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
@@ -113,7 +114,7 @@ class Guesses:
     def is_ready(self) -> bool:
         """Return whether updates in the backward are guesses."""
         ready = self.announced and self._is_on and not self.unavailable and not self._core.frees_all
-        return ready and bool(self._old.buckets)
+        return ready and bool(self.old.buckets)
 
     @property
     def is_clean(self) -> bool:
@@ -139,10 +140,6 @@ class Guesses:
             return f"{begun}{changed}, so that updates wait for step() until few are. {taken}."
         return f"{begun}updates run ahead of it. {taken}; {changed}."
 
-    def replan(self) -> None:
-        """The buckets are others from now on."""
-        self._old.forget()
-
     # A step -----------------------------------------------------------------------------------------------------------
 
     def may_begin(self) -> bool:
@@ -167,7 +164,7 @@ class Guesses:
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
-        if self.blocked or bucket not in self._old.buckets:
+        if self.blocked or bucket not in self.old.buckets:
             return False
         return all(map(self._may_use, bucket.params))
 
@@ -182,7 +179,7 @@ class Guesses:
         if core.begun or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
             return
         for bucket in core.buckets_of(number):
-            if bucket in self._old.buckets:
+            if bucket in self.old.buckets:
                 self.watch((), self._on_device(bucket.params))
                 self.way_back.keep(bucket)
 
@@ -250,8 +247,8 @@ class Guesses:
         self._is_on = share <= (STOPS_ABOVE if was_on else GOES_ON_BELOW)
         if was_on != self._is_on:
             logger.info("%s", self.sentence)
-        if self._is_on and not self._old.is_known and not self._core.frees_all:
-            self.unavailable = self._old.take()
+        if self._is_on and not self.old.is_known and not self._core.frees_all:
+            self.unavailable = self.old.take()
             if self.unavailable:
                 logger.warning("%s", self.sentence)
 
@@ -362,7 +359,7 @@ class Guesses:
         if self.made:  # all bytes of a bucket move to the spare home
             used = {param for bucket in done for param in bucket.params}
         homes = (bucket.state.home for bucket in done)
-        is_written = any(home.is_exposed and home.seen != home.version() for home in homes)
+        is_written = any(home.exposed_at is not None and home.seen != home.version() for home in homes)
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
 
     def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:

@@ -46,13 +46,7 @@ class Arena(Generic[AnyHoused]):
     """
 
     def __init__(
-        self,
-        shards: Sequence[AnyHoused],
-        layout: ArenaLayout,
-        spare_bytes: int,
-        take: TakeRegion,
-        *,
-        moves: bool = True,
+        self, shards: Sequence[AnyHoused], layout: ArenaLayout, spare_bytes: int, take: TakeRegion, moves: bool = True
     ) -> None:
         """Give each of ``shards`` a home, and the first of them another, of at most ``spare_bytes``."""
         self.moves = moves
@@ -162,7 +156,6 @@ class StateHome(ArenaHome[StateShard]):
     """The home of the state of a bucket."""
 
     def is_held(self) -> bool:
-        """Return whether others hold tensors over the homes of its shards, or entries of ``optimizer.state``."""
         users, copies = self._lending.entries(), self._lending.guessing
         stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
         return any(
@@ -205,18 +198,15 @@ class Plan:
         together: Mapping[Tensor, int],
         host: HostUpdates | None = None,
     ) -> None:
-        self._lending, self._host = lending, host
+        self._layouts, self._policy, self._device, self._lending = layouts, policy, device, lending
+        self._pin, self._host = pin, host
         self.shards: dict[Tensor, StateShard] = {}
         self.buckets: list[Bucket] = []
         self.arenas: list[Arena[StateShard]] = []
         self.of_parameters: Arena[Any] | None = None
         self.streamed: Container[Tensor] = ()
         self.others: list[Region] = []
-        self._layouts = layouts
-        self._policy = policy
         self.bucket_bytes = 0
-        self._device = device
-        self._pin = pin
         self._together = self._joined = together
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -224,11 +214,7 @@ class Plan:
         return (shard for shard in self.shards.values() if shard.on_host)
 
     def add(
-        self,
-        optimizer: Optimizer,
-        params: Iterable[Tensor],
-        states: StateStore,
-        names: Mapping[Tensor, str],
+        self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore, names: Mapping[Tensor, str]
     ) -> None:
         """Learn the layouts of ``params``, check and take memory for their state, and divide it into buckets.
 
@@ -448,9 +434,8 @@ class Lending:
         self.guessing: OwnCounters | None = None
         self.entries: Callable[[], OffloadedState | None] = lambda: None
         self._readers: list[Reader] = []  # some of them may have finished
-        self._left: list[
-            tuple[StateShard, ShardHome, object]
-        ] = []  # homes that others held when steps left them; versions
+        # Homes that others held when steps left them, and their versions.
+        self._left: list[tuple[StateShard, ShardHome, object]] = []
         self._is_spoiled = False
 
     def lend(self, reader: Reader, homes: Iterable[ShardHome]) -> None:

@@ -33,9 +33,12 @@ class Part(Housed):
     sharded: ShardedParameter
 
     @property
+    def local(self) -> Tensor:
+        return local_shard(self.sharded.param)
+
+    @property
     def leaf_layouts(self) -> list[LeafLayout]:
-        local = local_shard(self.sharded.param)
-        return [LeafLayout(tuple(local.shape), local.stride(), local.dtype)]
+        return [LeafLayout(tuple(self.local.shape), self.local.stride(), self.local.dtype)]
 
     def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
         return ShardHome({}, {}, leaves[0])
@@ -56,8 +59,8 @@ class GroupHome(ArenaHome[Part]):
     def __init__(self, packed: Packed, arena: Arena[Part], lending: Lending, trained: Container[Tensor]) -> None:
         super().__init__(packed, arena, lending)
         self._trained = trained
-        own = [(part, local_shard(part.sharded.param)) for part in self.shards]
-        self._own = {part: holders_of(local) for part, local in own if local.numel()}
+        self._params = [part.sharded.param for part in self.shards]
+        self._own = {part: holders_of(local) for part in self.shards if (local := part.local).numel()}
 
     def changing(self) -> Sequence[Part]:
         return [part for part in self.shards if part.sharded.param in self._trained]
@@ -67,12 +70,11 @@ class GroupHome(ArenaHome[Part]):
         return self.bytes if len(changing) == len(self.shards) else self.bytes_of(changing)
 
     def is_held(self) -> bool:
-        """Return whether others hold tensors over the homes of parameters, over which we have ``_own`` ones."""
-        return any(holders_of(local_shard(part.sharded.param)) > count for part, count in self._own.items())
+        return any(holders_of(part.local) > own for part, own in self._own.items())
 
     def version(self) -> object:
         """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
-        return [(version_of(part.sharded.param), uses_of(part.sharded.param)) for part in self.shards]
+        return [(version_of(param), uses_of(param)) for param in self._params]
 
 
 class FixedHome(Home):
@@ -142,7 +144,7 @@ class Weights:
         self.parts.update(parts)
         for part in parts.values():
             assert part.home.weights is not None
-            part.home.weights.copy_(local_shard(part.sharded.param))
+            part.home.weights.copy_(part.local)
             part.sharded.look = look
             part.live_at_home()
         for number, its in packed.items():
@@ -169,7 +171,7 @@ class Weights:
         """A parameter in its place, as a gather reads it: flat."""
         block = self.items[part.number].block
         assert block is not None, "its group is on the device"
-        return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(local_shard(part.sharded.param).dtype)
+        return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(part.local.dtype)
 
     def lend(self, number: int) -> None:
         """Let the gather that follows read the place of a group."""

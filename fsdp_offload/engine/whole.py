@@ -235,7 +235,7 @@ class _Visit:
         engine.lending.commit(states)
         core.cache.flush(self._streamed)
         for item in self._streamed:
-            if item.home.is_exposed and item.home.stored is not None:
+            if item.home.exposed_at is not None and item.home.stored is not None:
                 item.home.stored.synchronize()  # R2, on the host, for whoever still has tensors over the home
         self._give_back()
         if error is None:

@@ -36,7 +36,6 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import ArenaStager
 from fsdp_offload.engine import guesses
 from fsdp_offload.engine.engine import engine_of
-from fsdp_offload.engine.homes import home_of
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
@@ -522,7 +521,6 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
 def _misplaced(loop: Loop) -> list[str]:
     """List what is not where the policy says, or takes more of the device than it says."""
     case, engine = loop.case, engine_of(loop.optimizer)
-    plan = engine.plan
     try:
         assert_at_home(loop.optimizer)
     except AssertionError as error:
@@ -533,7 +531,7 @@ def _misplaced(loop: Loop) -> list[str]:
         return not_at_home(loop.model, loop.optimizer)
     # A range that may not be cut is never less.
     taken = engine.staging_bytes()
-    largest = max((home_of(bucket).packed.nbytes for bucket in plan.buckets), default=0)
+    largest = max((bucket.state.nbytes for bucket in engine.plan.buckets), default=0)
     fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= max(SMALL_BYTES, largest)
     return [] if fits else [f"{taken} bytes of the device are taken"]
 

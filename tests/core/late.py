@@ -173,7 +173,7 @@ def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
         def end(self, *args: Any) -> None:
             self.write()
             super().end(*args)
-            held = [home for item in self._streamed if item.home.is_exposed for home, _ in item.home.bytes]
+            held = [home for item in self._streamed if item.home.exposed_at is not None for home, _ in item.home.bytes]
             lanes.world.check("host", lanes.world.host, held, [])
 
     return Visit

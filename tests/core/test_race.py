@@ -55,53 +55,12 @@ class Counting:
         return self.weights[group] if item.block is None else item.block.memory[:16].view(torch.int64)
 
 
-class StateHome(Home):
-    """As a save that is being written has it: the home is turned to the other one, which nobody reads any more."""
+class ProgramHome(Home):
+    """Has the methods of a program."""
 
-    def __init__(self, trial: "Trial", g: int, pieces: BytesAtHome) -> None:
+    def __init__(self, pieces: BytesAtHome, **methods: Any) -> None:
         super().__init__(pieces)
-        self.trial, self.g = trial, g
-
-    def turn(self) -> BytesAtHome | None:
-        trial, g = self.trial, self.g
-        if g not in trial.spares:
-            return None
-        if trial.guessed is not None:
-            trial.guessed[self] = None
-            return [(trial.spares[g], 0)]
-        if (home := trial.homes[g]).data_ptr() not in trial.reading:
-            return None
-        if (before := trial.reading.pop(trial.spares[g].data_ptr(), None)) is not None:
-            before.synchronize()
-        trial.homes[g], trial.spares[g] = trial.spares[g], home
-        return [(trial.homes[g], 0)]
-
-    def is_held(self) -> bool:
-        return self.g in self.trial.held
-
-    def version(self) -> int:
-        return self.trial.versions[self.g]
-
-
-class WeightsHome(Home):
-    """Turned by guesses alone."""
-
-    def __init__(self, trial: "Trial", g: int) -> None:
-        super().__init__([(trial.weights[g].view(torch.uint8), 0)])
-        self.trial, self.g = trial, g
-
-    def turn(self) -> BytesAtHome | None:
-        trial = self.trial
-        if trial.guessed is None or self in trial.guessed:
-            return None
-        trial.guessed[self] = None
-        return [(trial.weight_spares[self.g].view(torch.uint8), 0)]
-
-    def is_held(self) -> bool:
-        return self.g in self.trial.holders
-
-    def version(self) -> int:
-        return self.trial.weight_versions[self.g]
+        vars(self).update(methods)
 
 
 @dataclass
@@ -127,7 +86,7 @@ class Trial:
             self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
         self.streams = {g for g in range(self.groups) if rng.random() < 0.8} if rng.random() < 0.6 else set()
         self.marks = marks = self.updates.marks = {
-            g: Item(f"w{g}", 16, home=WeightsHome(self, g)) if g in self.streams else Item(f"w{g}", fixed=[weights])
+            g: Item(f"w{g}", 16, home=self.weights_home(g)) if g in self.streams else Item(f"w{g}", fixed=[weights])
             for g, weights in self.weights.items()
         }
         self.holders = {g for g in self.streams if rng.random() < 0.4}  # whose homes stay with somebody who has looked
@@ -145,7 +104,7 @@ class Trial:
             if self.clips is not None and not self.streams.issuperset(joined):
                 joined = (g,)  # buckets share no element of parameters, and each has its own way back
             joined = joined if g < self.groups else (ELSEWHERE,)
-            item = Item(f"s{g}", 16, home=StateHome(self, g, pieces), exists=False)
+            item = Item(f"s{g}", 16, home=self.state_home(g, pieces), exists=False)
             if rng.random() < (0.5 if self.clips is None else 0.9):
                 self.spares[g] = torch.zeros(16, dtype=torch.uint8)
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
@@ -169,6 +128,33 @@ class Trial:
         self.state = [0] * len(buckets)
         self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []
+
+    def state_home(self, g: int, pieces: BytesAtHome) -> Home:
+        def turn() -> BytesAtHome | None:
+            """As a save that is being written has it: turn to the other home, which nobody reads any more."""
+            if g not in self.spares or (self.guessed is None and self.homes[g].data_ptr() not in self.reading):
+                return None
+            if self.guessed is not None:
+                self.guessed[found] = None
+                return [(self.spares[g], 0)]
+            if (before := self.reading.pop(self.spares[g].data_ptr(), None)) is not None:
+                before.synchronize()
+            self.homes[g], self.spares[g] = self.spares[g], self.homes[g]
+            return [(self.homes[g], 0)]
+
+        found = ProgramHome(pieces, turn=turn, is_held=lambda: g in self.held, version=lambda: self.versions[g])
+        return found
+
+    def weights_home(self, g: int) -> Home:
+        def turn() -> BytesAtHome | None:
+            if self.guessed is None or found in self.guessed:
+                return None
+            self.guessed[found] = None
+            return [(self.weight_spares[g].view(torch.uint8), 0)]
+
+        pieces, version = [(self.weights[g].view(torch.uint8), 0)], lambda: self.weight_versions[g]
+        found = ProgramHome(pieces, turn=turn, is_held=lambda: g in self.holders, version=version)
+        return found
 
     def pairs_of(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
         fixed = [g for g in bucket.groups if g not in self.streams]
@@ -328,7 +314,7 @@ class Trial:
             for g in order:
                 assert self.updates.place(g).tolist() == [self.counts[g]] * 2 or g in self.streams
         for g in sorted(self.holders):
-            if self.marks[g].home.is_exposed:
+            if self.marks[g].home.exposed_at is not None:
                 self.lanes.world.check("host", self.lanes.world.host, [self.weights[g]], [])
                 assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
         if rng.random() < 0.3:
