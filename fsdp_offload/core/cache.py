@@ -151,9 +151,8 @@ class Cache:
         if item.exists:
             load.wait(item.home.stored)  # R2: the last store into this home may still be running
             with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
-                load.copy(
-                    [(target, source) for source, target in item.copies(item.home.bytes)], alone=self.copies_alone
-                )
+                pairs = item.copies(item.home.bytes)
+                load.copy([(target, source) for source, target in pairs], alone=self.copies_alone)
             item.ready = item.home.read["load"] = load.mark()
             self.moved.loads += len(item.home.bytes)
             self.moved.loaded_bytes += item.nbytes

@@ -606,9 +606,7 @@ class WayBack:
         for item, (before, _) in self._before.items():
             item.home.bytes = before
             item.home.read.clear()  # the update has waited for its loads, and the next one will for loads after them
-            item.home.expose(
-                core.steps
-            )  # tensors over this home are still the user's, and may be written before step()
+            item.home.expose(core.steps)  # tensors over it are still the user's, and may be written before step()
         for bucket in filter(None, (*core.done, core.torn)):
             pairs = self.pairs_of(bucket)
             if pairs:
