@@ -100,7 +100,7 @@ class Engine:
         self.together, self.loads_in_backward = together, False
         self.room: Room | None = None
         self.lending = Lending(self.conventions.gradient)
-        self.plan = Plan(self.layouts, policy, device, self.lending, pin=self.pinned, together=together, host=host)
+        self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self._link = device_link(device)
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
@@ -133,8 +133,8 @@ class Engine:
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         look = partial(_look_at_parameter, weakref.ref(self))
-        self.weights.move_home(own, look, self.plan.take_region, spare_bytes, self.names)
-        self.plan.of_parameters = self.weights.arena
+        move_home = self.weights.move_home
+        self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, self.names)
         self._take_plan()
 
     # The plan ---------------------------------------------------------------------------------------------------------
@@ -171,8 +171,7 @@ class Engine:
     def _note_made(self, states: StateStore) -> None:
         """Look which buckets have state by now."""
         for bucket in self.core.buckets:
-            if not bucket.state.exists:
-                bucket.state.exists = any(states.get(param) for param in bucket.params)
+            bucket.state.exists = bucket.state.exists or any(map(states.get, bucket.params))
 
     @_alone
     def take_staging(self) -> None:

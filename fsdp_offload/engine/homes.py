@@ -139,17 +139,15 @@ class ArenaHome(Home, Generic[AnyHoused]):
         numbered = ((self._numbers[shard], shard) for shard in shards)
         key = tuple((number, arena.region_of(number, side_of(shard))) for number, shard in numbered)
         if key not in self._known:  # state that moves to and fro comes back to the same few
-            self._known[key] = self._bytes_in(dict(key))
+            found: list[tuple[Tensor, int]] = []
+            regions = dict(key)
+            parts = (part for part in self.packed.leaf_copies if part[0] in regions)
+            for at, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
+                region, begin = arena.regions[at].bytes, arena.begins[at]
+                copies = join_copies((copy for _, copy in run), arena.breaks)
+                found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
+            self._known[key] = found
         return self._known[key]
-
-    def _bytes_in(self, regions: Mapping[int, int]) -> BytesAtHome:
-        found: list[tuple[Tensor, int]] = []
-        parts = (part for part in self.packed.leaf_copies if part[0] in regions)
-        for number, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
-            region, begin = self._arena.regions[number].bytes, self._arena.begins[number]
-            copies = join_copies((copy for _, copy in run), self._arena.breaks)
-            found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
-        return found
 
 
 class StateHome(ArenaHome[StateShard]):
@@ -193,13 +191,11 @@ class Plan:
         policy: OffloadPolicy,
         device: torch.device,
         lending: "Lending",
-        *,
-        pin: bool,
         together: Mapping[Tensor, int],
-        host: HostUpdates | None = None,
+        host: HostUpdates | None,
     ) -> None:
         self._layouts, self._policy, self._device, self._lending = layouts, policy, device, lending
-        self._pin, self._host = pin, host
+        self._pin, self._host = policy.pins(device.type), host
         self.shards: dict[Tensor, StateShard] = {}
         self.buckets: list[Bucket] = []
         self.arenas: list[Arena[StateShard]] = []

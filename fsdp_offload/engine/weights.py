@@ -100,7 +100,6 @@ class Weights:
         groups: those that have any of them, by number.
         items: by number, the item of each of these groups.
         parts: by parameter.
-        arena: their homes.
     """
 
     def __init__(self, lending: Lending) -> None:
@@ -108,7 +107,6 @@ class Weights:
         self.groups: dict[int, Sequence[ShardedParameter]] = {}
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
-        self.arena: Arena[Part] | None = None
 
     def move_home(
         self,
@@ -117,8 +115,8 @@ class Weights:
         take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
-    ) -> None:
-        """Move the parameters of ``groups`` home. After an exception they are where they were.
+    ) -> Arena[Part]:
+        """Move the parameters of ``groups`` home; returns where that is. After an exception they are where they were.
 
         Args:
             groups: of ``fully_shard``.
@@ -139,7 +137,7 @@ class Weights:
             packed[number] = lay_out(ranges, specs, homes)
             for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
                 parts[one.param] = Part(number, offset, one)
-        arena = self.arena = Arena(list(parts.values()), homes, spare_bytes, take)
+        arena = Arena(list(parts.values()), homes, spare_bytes, take)
         self.groups = found
         self.parts.update(parts)
         for part in parts.values():
@@ -150,6 +148,7 @@ class Weights:
         for number, its in packed.items():
             home = GroupHome(its, arena, self._lending, trained)
             self.items[number] = Item(f"parameters of group {number}", its.nbytes, home=home)
+        return arena
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +203,7 @@ class Weights:
             for part in ours:
                 part.live_at_home()
             raise
-        self.groups, self.arena = {}, None
+        self.groups = {}
         self.items.clear()
         self.parts.clear()
 
