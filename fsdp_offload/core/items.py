@@ -52,7 +52,7 @@ class Pool:
     most: int = 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Home:
     """Host bytes of an item, here without spare ones and without others; none of what stays on the device.
 
@@ -108,11 +108,6 @@ class Home:
         """Return whether others hold tensors over it, so that an update must not change it before ``step()``."""
         return self.exposed_at is not None and self.is_held()
 
-    def let_go(self) -> None:
-        """Note that an update makes it old: only who holds tensors over it counts from now on."""
-        if not self.waits_for_step():
-            self.exposed_at = None
-
 
 @dataclass(eq=False, repr=False)
 class Item:
@@ -166,7 +161,8 @@ class Item:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
-        self.home.let_go()
+        if not self.home.waits_for_step():
+            self.home.exposed_at = None  # nobody has looked at what the next store makes of it
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
 

@@ -271,13 +271,12 @@ class Engine:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
         if self.host is None or self.core.begun:
             return
-        looked_at = [
-            bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.home.exposed_at is not None
-        ]
-        if looked_at:
+        homes = [bucket.state.home for bucket in self.core.buckets if bucket.on_host]
+        if any(home.exposed_at is not None for home in homes):
             self.host.wait_quietly()
-        for item in looked_at:
-            item.home.let_go()
+        for home in homes:
+            if not home.waits_for_step():
+                home.exposed_at = None
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
