@@ -278,10 +278,10 @@ def notes_of(engine: Engine) -> Iterator[str]:
         yield f"State {list(left_out)} is not made of dense tensors{own} and stays where the optimizer put it."
     held = engine.core.last_moved.held_updates if engine.core.last_moved is not None else 0
     if held:
-        taken = {item for bucket in engine.core.buckets for item in (bucket.state, *bucket.weights) if item.exposed}
+        steps = {item.home.exposed_at for bucket in engine.core.buckets for item in (bucket.state, *bucket.weights)}
         yield (
             f"{held} updates of the last step waited for step(): tensors over their state or parameters were held, "
-            f"taken after step {min((item.exposed_at for item in taken), default=0)} or later (a state dict, an entry "
+            f"taken after step {min((n for n in steps if n is not None), default=0)} or later (a state dict, an entry "
             "of optimizer.state, a loop's variable). Let go of them, or keep copies."
         )
     if engine.failure:

@@ -33,7 +33,7 @@ from ..engine.engine import Engine, engine_of, find_offloaded
 from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import dense_stride, describe_value, leaves_of
-from ..state.shard import Home
+from ..state.shard import ShardHome
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +137,9 @@ class ArenaStager(AsyncStager):
         values, structure = tree_flatten(state_dict)
         leaves = [leaves_of(value) for value in values]
         every = [*itertools.chain.from_iterable(leaves)]
-        lendings = [engine.lending for engine in engines]
-        homes = {at: (one, home) for one in lendings for at, home in one.homes_under(every, "dcp.async_save").items()}
-        lent: dict[Lending, set[Home]] = defaultdict(set)
+        under = ((one.lending, one.plan.homes_under(every, "dcp.async_save")) for one in engines)
+        homes = {at: (lending, home) for lending, found in under for at, home in found.items()}
+        lent: dict[Lending, set[ShardHome]] = defaultdict(set)
         copied: dict[_Key, Tensor] = {}
         for leaf in every:
             found = homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None

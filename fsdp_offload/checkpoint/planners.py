@@ -359,7 +359,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
         for one in list(offloaded) if self.waits_for_stores else ():
             engine, states = attached(one).engine, states_of(one)
-            homes = set(engine.lending.homes_under(leaves, "nothing has been written").values())
+            homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
             empty = [
                 shard.name
                 for param, shard in engine.plan.shards.items()

@@ -31,7 +31,7 @@ class Bucket:
     """Ranges of shards that are updated together.
 
     Attributes:
-        number: in the plan.
+        number: among all.
         state: the item of their state.
         groups: numbers of the groups of ``fully_shard`` to which its parameters belong.
         weights: the items of these groups' parameters.
@@ -46,15 +46,20 @@ class Bucket:
     number: int
     state: Item
     groups: tuple[int, ...]
-    weights: tuple[Item, ...]
+    weights: tuple[Item, ...] = ()
     params: tuple[Tensor, ...] = ()
     on_host: bool = False
     after: frozenset[int] = frozenset()
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
-    bound: dict[tuple[Block | None, ...], object] = field(default_factory=dict)
+    bound: dict[tuple[Block | None, ...], object] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.connect(self.weights)
+
+    def connect(self, weights: tuple[Item, ...]) -> None:
+        """The parameters of its groups are these items from now on."""
+        self.weights, self.bound = weights, {}
         self.streamed = tuple(item for item in (self.state, *self.weights) if item.nbytes)
         self.use = Use(self.number, self.streamed)
 

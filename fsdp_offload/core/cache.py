@@ -149,15 +149,16 @@ class Cache:
         load = self.lanes.load
         load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
         if item.exists:
-            load.wait(item.at_home)  # R2: the last store into this home may still be running
+            load.wait(item.home.stored)  # R2: the last store into this home may still be running
             with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
-                load.copy([(target, source) for source, target in item.copies()], alone=self.copies_alone)
-            item.ready = item.home_read["load"] = load.mark()
-            self.moved.loads += len(item.home)
+                pairs = item.copies(item.home.bytes)
+                load.copy([(target, source) for source, target in pairs], alone=self.copies_alone)
+            item.ready = item.home.read["load"] = load.mark()
+            self.moved.loads += len(item.home.bytes)
             self.moved.loaded_bytes += item.nbytes
         else:
             item.ready = load.mark()  # nothing to load; but the update that fills the place has to come after R1
-        item.see()
+        item.home.see()
         item.used.clear()
         item.known_to.clear()
 
@@ -166,27 +167,27 @@ class Cache:
 
     def changed(self, item: Item, mark: Mark) -> None:
         """Note that an update has changed the place of ``item``, up to ``mark``."""
-        spare = item.spare_home()
-        if spare is not None:
+        home = item.home
+        if (spare := home.turn()) is not None:
             # R4: a checkpoint's writer reads the old home, and the spare one may be written. The item's loads and
             # stores ended before the update, which has waited for them.
-            item.home, item.home_read = spare, {}
+            home.bytes, home.read = spare, {}
         item.written(mark)
 
     def put(self, item: Item) -> None:
         """Store ``item`` home."""
-        item.wait_unread()  # R4: a checkpoint's writer may still be reading this home, and there is no spare one
-        store = self.lanes.store
+        home, store = item.home, self.lanes.store
+        home.wait_unread()  # R4: a checkpoint's writer may still be reading this home, and there is no spare one
         store.wait(item.ready)  # R3: the update may still be writing the place
-        store.wait(*item.home_read.values())  # R4: a load, or a checkpoint, may still be reading this home
-        copies = item.copies(changed=True)
-        nbytes = sum(home.numel() for home, _ in copies)
+        store.wait(*home.read.values())  # R4: a load, or a checkpoint, may still be reading this home
+        copies = item.copies(home.changed())
+        nbytes = sum(one.numel() for one, _ in copies)
         with recorded(f"fsdp_offload S {item.name}"), self._timed(store, nbytes):
             store.copy(copies)
-        item.at_home = item.used["store"] = store.mark()
-        item.home_read.clear()
+        home.stored = item.used["store"] = store.mark()
+        home.read.clear()
         item.dirty = False
-        item.see()
+        home.see()
         self.moved.stores += len(copies)
         self.moved.stored_bytes += nbytes
 

@@ -8,7 +8,7 @@ The marks that protect bytes are kept here, with the bytes, and nowhere else. Ea
 - R4: a write to a home waits for its readers, or goes to the item's spare home instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -55,6 +55,63 @@ class Pool:
 
 
 @dataclass(eq=False, repr=False)
+class Home:
+    """Host bytes of an item, here without spare ones and without others; none of what stays on the device.
+
+    Attributes:
+        bytes: those that are the home now.
+        stored: R2: the last store.
+        read: R4, by lane: who still reads them.
+        exposed_at: the number of steps when others looked at it, who may have written it since; ``None``: nobody has
+            looked since the last update, nor holds tensors over it.
+        seen: the version when others looked, or the place was filled or stored after that.
+    """
+
+    bytes: BytesAtHome = ()
+    stored: Mark | None = None
+    read: dict[str, Mark] = field(default_factory=dict)
+    exposed_at: int | None = None
+    seen: object = None
+
+    def changed(self) -> BytesAtHome:
+        """Return the part of ``bytes`` that updates change."""
+        return self.bytes
+
+    def turn(self) -> BytesAtHome | None:
+        """After an update: return the spare bytes if they are the home from now on (R4, without a wait; a guess)."""
+        return None
+
+    def wait_unread(self) -> None:
+        """Block the host until no checkpoint's writer reads what a store will write (R4, on the host)."""
+
+    def is_held(self) -> bool:
+        """Return whether others have tensors over it. Called only while it is exposed.
+
+        State that is held is updated in ``step()`` alone, which also stores it, and lies at home between steps:
+        whatever others write there counts, seen or not. Parameters that are held are stored behind their update.
+        """
+        return False
+
+    def version(self) -> object:
+        """Return a count of what others have written here. Our own copies do not count."""
+        return None
+
+    def see(self) -> None:
+        """Note that place and home are the same now."""
+        if self.exposed_at is not None:  # nobody else can have written it otherwise, and counting costs time
+            self.seen = self.version()
+
+    def expose(self, step: int) -> None:
+        """Note that others are about to look at it, which is as new as the place, and may write it."""
+        if self.exposed_at is None:
+            self.exposed_at, self.seen = step, self.version()
+
+    def waits_for_step(self) -> bool:
+        """Return whether others hold tensors over it, so that an update must not change it before ``step()``."""
+        return self.exposed_at is not None and self.is_held()
+
+
+@dataclass(eq=False, repr=False)
 class Item:
     """Bytes with a home: the state of one bucket, or the parameters of one group.
 
@@ -64,93 +121,58 @@ class Item:
         name: for people.
         nbytes: of its place.
         pool: whose blocks it fits.
-        home: its host bytes.
-        stored: returns the part of ``home`` that updates change; ``None``: they change all of it.
+        home: its bytes on the host.
         fixed: tensors of parameters that stay on the device, for lanes that look for races.
-        wait_unread: blocks the host until no checkpoint's writer reads the home (R4, on the host).
-        spare_home: called when an update has changed the place; returns the spare home if it is to be the home from now
-            on, since a checkpoint's writer reads this one (R4, without a wait), or the update is a guess.
-        is_held: returns whether others have tensors over the home. Called only while ``exposed``. State that is held
-            is updated in ``step()`` alone, which also stores it, and lies at home between steps: whatever others write
-            there counts, seen or not. Parameters that are held are stored behind their update.
-        version: counts what others have written into the home. Our own copies do not count.
         exists: there is something at home or in the place; before the first step there is no state.
         block: its place; ``None``: it is not on the device.
         dirty: its home is older than its place.
         kept: prefetches do not evict it, and it is stored only when somebody asks.
-        at_home: R2: the last store.
         ready: R3: whoever filled or changed the place.
         updated: the last update, wherever its bytes are by now.
         beside: by bucket: updates on the CPU, whose parts of the parameters are others than those of ``updated``.
-        home_read: R4, by lane: who still reads the home.
         used: by lane: who has read the place since it was filled or changed.
         known_to: lanes that have waited for ``ready`` already.
-        exposed: others have looked at the home since the last update, or hold tensors over it, and may have written it.
-        exposed_at: the number of steps by then.
-        seen: the version when the home was looked at, or the place was filled or stored after that.
     """
 
     name: str
     nbytes: int = 0
     pool: Pool | None = None
-    home: BytesAtHome = ()
-    stored: Callable[[], BytesAtHome] | None = None
+    home: Home = field(default_factory=Home)
     fixed: Sequence[Tensor] = ()
-    wait_unread: Callable[[], None] = lambda: None
-    spare_home: Callable[[], BytesAtHome | None] = lambda: None
-    is_held: Callable[[], bool] = lambda: False
-    version: Callable[[], object] = lambda: None
     exists: bool = True
     block: Block | None = None
     dirty: bool = False
     kept: bool = False
-    at_home: Mark | None = None
     ready: Mark | None = None
     updated: Mark | None = None
     beside: dict[int, Mark] = field(default_factory=dict)
-    home_read: dict[str, Mark] = field(default_factory=dict)
     used: dict[str, Mark] = field(default_factory=dict)
     known_to: set[str] = field(default_factory=set)
-    exposed: bool = False
-    exposed_at: int = 0
-    seen: object = None
 
     @property
     def stays(self) -> bool:
         """Return whether it is stored only when somebody asks, and not behind its update."""
-        return self.kept and not self.exposed
+        return self.kept and self.home.exposed_at is None
 
     def is_fresh(self) -> bool:
         """Return whether the place counts: it is newer than the home, or nobody has written the home since."""
-        return not self.exposed or self.dirty or self.seen == self.version()
-
-    def see(self) -> None:
-        """Note that place and home are the same now."""
-        if self.exposed:  # nobody else can have written it otherwise, and counting costs time
-            self.seen = self.version()
-
-    def expose(self, step: int) -> None:
-        """Note that others are about to look at the home, which is as new as the place, and may write it."""
-        if not self.exposed:
-            self.exposed, self.exposed_at, self.seen = True, step, self.version()
-
-    def stays_home(self) -> bool:
-        """Return whether others hold tensors over the home, so that an update must not change it before ``step()``."""
-        return self.exposed and self.is_held()
+        home = self.home
+        return home.exposed_at is None or self.dirty or home.seen == home.version()
 
     def written(self, mark: Mark) -> None:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
-        self.exposed = self.stays_home()
+        if not self.home.waits_for_step():
+            self.home.exposed_at = None  # nobody has looked at what the next store makes of it
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()
 
-    def copies(self, *, changed: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of bytes at home and in the place; ``changed``: those that an update may have changed."""
+    def copies(self, at_home: BytesAtHome) -> list[tuple[Tensor, Tensor]]:
+        """Pair bytes ``at_home``, some or all of them, with those in the place."""
         assert self.block is not None, self.name
-        memory, home = self.block.memory, self.stored() if changed and self.stored is not None else self.home
-        return [(one, memory[offset : offset + one.numel()]) for one, offset in home]
+        memory = self.block.memory
+        return [(one, memory[offset : offset + one.numel()]) for one, offset in at_home]
 
     def place(self) -> Sequence[Tensor]:
         """The bytes that an update of it writes."""

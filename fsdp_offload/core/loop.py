@@ -166,16 +166,17 @@ class Core:
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
 
-    def take(self, buckets: Sequence[Bucket], weights: dict[int, Item]) -> None:
+    def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
         """Be about these from now on. Nothing is under way."""
-        self.buckets, self.weights = list(buckets), weights
+        self.buckets, self.weights = buckets, weights
+        for bucket in buckets:
+            bucket.connect(tuple(weights[number] for number in bucket.groups))
         self.cache.bound = [one.bound for one in buckets]
         self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
         self.held = set()
-        streamed = {number: item for number, item in weights.items() if item.nbytes}
-        self._gathers = {number: Use(f"gather {number}", (item,), gathers=True) for number, item in streamed.items()}
+        self._gathers = {n: Use(f"gather {n}", (item,), gathers=True) for n, item in weights.items() if item.nbytes}
         self.timeline.forget()
 
     # Threads ----------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class Core:
             final = all(map(self.reductions.is_final, bucket.groups))
             if not final or bucket.number in updated or not updated >= bucket.after:
                 continue
-            is_held = any(item.stays_home() for item in (bucket.state, *bucket.weights))
+            is_held = any(item.home.waits_for_step() for item in (bucket.state, *bucket.weights))
             if is_held:
                 self.held.add(bucket)  # what they see changes in step(), as without offload
             if is_held and not self.frees_all:
@@ -358,8 +359,8 @@ class Core:
     def _settle_held(self, items: Iterable[Item]) -> None:
         """End the step for those who hold tensors over homes: what they see changes in ``step()`` only, as plain's."""
         for item in items:
-            if item.exposed and item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host: they may read and write the home from now on
+            if item.home.exposed_at is not None and item.home.stored is not None:
+                item.home.stored.synchronize()  # R2, on the host: they may read and write the home from now on
                 if item not in self._of_weights:
                     self.cache.drop(item)  # not every write counts a version: the next step() loads the home again
 
@@ -483,7 +484,7 @@ class Core:
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.exists = True
-        bucket.state.at_home = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
+        bucket.state.home.stored = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
         for item in bucket.weights:
             item.beside[bucket.number] = mark
             item.known_to.clear()
@@ -513,7 +514,7 @@ class Core:
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item in self._of_weights or not item.stays_home():
+        if item in self._of_weights or not item.home.waits_for_step():
             return False
         return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
 
@@ -538,13 +539,14 @@ class Core:
         items, updated = list(items), self._updated_items()
         self.cache.flush(items)
         for item in items:
-            if item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host
-            for mark in item.home_read.values():
+            home = item.home
+            if home.stored is not None:
+                home.stored.synchronize()  # R2, on the host
+            for mark in home.read.values():
                 mark.synchronize()  # R4, on the host: whoever looks may write
-            item.expose(self.steps)
+            home.expose(self.steps)
             if may_write and item not in updated:  # of those, the device has newer bytes, and a write cannot count
-                item.seen = None
+                home.seen = None
         if self.updated is not None:
             self.updated.synchronize()  # counters, which are written where they are
 
@@ -607,7 +609,7 @@ class WayBack:
             if item not in self._before:
                 if item.dirty:
                     self.core.cache.put(item)
-                self._before[item] = item.home, item.version() if item.exposed else None
+                self._before[item] = item.home.bytes, item.home.version() if item.home.exposed_at is not None else None
         for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
             if one is bucket or one in self._stored:
                 self.keep(one)
@@ -633,7 +635,7 @@ class WayBack:
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
-        return any(seen is not None and item.version() != seen for item, (_, seen) in self._before.items())
+        return any(seen is not None and item.home.version() != seen for item, (_, seen) in self._before.items())
 
     def roll_back(self) -> None:
         """Undo all updates of this step, for what follows on the compute stream."""
@@ -641,10 +643,10 @@ class WayBack:
         core.wait_updated()  # updates read gradients that the user may write from now on
         lanes.load.wait(core.updated)  # R1: which has waited for gathers; an update that failed has marked no item
         core.cache.forget(self._before)
-        for item, (home, _) in self._before.items():
-            item.home = home
-            item.home_read.clear()  # the update has waited for its loads, and the next one will for loads after them
-            item.expose(core.steps)  # tensors over this home are still the user's, and may be written before step()
+        for item, (before, _) in self._before.items():
+            item.home.bytes = before
+            item.home.read.clear()  # the update has waited for its loads, and the next one will for loads after them
+            item.home.expose(core.steps)  # tensors over it are still the user's, and may be written before step()
         for bucket in (*core.done, *core.torn):
             pairs = self.pairs_of(bucket)
             if pairs:

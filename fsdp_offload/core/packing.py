@@ -54,7 +54,7 @@ class Packed(NamedTuple):
     nbytes: int  # of the slot
 
 
-class Homes(NamedTuple):
+class ArenaLayout(NamedTuple):
     """Where shards live in an arena."""
 
     offsets: tuple[tuple[int, ...], ...]  # for each shard, where each leaf begins
@@ -73,7 +73,7 @@ class Homes(NamedTuple):
         return self.ends[count - 1] if count else 0
 
 
-def place_homes(shards: Iterable[Sequence[int]]) -> Homes:
+def place_homes(shards: Iterable[Sequence[int]]) -> ArenaLayout:
     """Place shards one after the other; each is given as the bytes of its leaves."""
     offsets, ends, breaks = [], [], [0]
     end = 0
@@ -84,10 +84,10 @@ def place_homes(shards: Iterable[Sequence[int]]) -> Homes:
         *begins, end = itertools.accumulate(map(aligned, leaf_nbytes), initial=end)
         offsets.append(tuple(begins))
         ends.append(end)
-    return Homes(tuple(offsets), tuple(ends), tuple(breaks[1:]))
+    return ArenaLayout(tuple(offsets), tuple(ends), tuple(breaks[1:]))
 
 
-def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Packed, ...], Homes]:
+def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Packed, ...], ArenaLayout]:
     """Pack ``shards``, in the given order, into buckets of at most ``bucket_bytes`` as far as cuts allow.
 
     Where there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
@@ -147,7 +147,7 @@ def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int
     return min(start + max(1, units) * CUT_NUMEL, shard.numel)
 
 
-def lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Homes) -> Packed:
+def lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: ArenaLayout) -> Packed:
     """Lay ``ranges`` of ``shards`` end to end in a slot."""
     leaf_offsets: list[tuple[int, ...]] = []
     copies: list[tuple[int, Move]] = []

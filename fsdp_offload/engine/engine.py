@@ -13,7 +13,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
@@ -34,9 +33,9 @@ from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import AnyMethod, Guesses
-from .homes import Lending, Plan, versions_of
+from .homes import Lending, Plan
 from .updates import BucketUpdates
-from .weights import Weights
+from .weights import FixedHome, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +99,8 @@ class Engine:
         self.pinned = policy.pins(device.type)
         self.together, self.loads_in_backward = together, False
         self.room: Room | None = None
-        self.plan = Plan(self.layouts, policy, device, pin=self.pinned, together=together, host=host)
-        self.lending = Lending(self.plan, self.conventions.gradient)
+        self.lending = Lending(self.conventions.gradient)
+        self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self._link = device_link(device)
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
@@ -113,9 +112,9 @@ class Engine:
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
-        self._taken = -1  # the generation of the plan that the core is about
+        self._is_taken = True  # the core has what the plan has
         self._param_ids: list[list[int]] = []  # of each group
-        self._handed_out: dict[Tensor, list[TensorWeakRef]] = {}  # tensors over parameters that stay on the device
+        self._fixed: dict[int, FixedHome] = {}  # of groups whose parameters stay on the device
         self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
         self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         # Homes and places must not go while a copy still uses them. This runs before the attributes are dropped.
@@ -135,9 +134,9 @@ class Engine:
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         look = partial(_look_at_parameter, weakref.ref(self))
-        self.weights.move_home(own, look, self.plan.take_region, spare_bytes, self.names)
-        self.plan.of_parameters = self.weights.arena
-        self._taken = -1
+        move_home = self.weights.move_home
+        self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, self.names)
+        self._take_plan()
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
@@ -150,56 +149,33 @@ class Engine:
         self.core.wait_updated()
         self.core.settle()
 
-    def _take_plan(self, states: StateStore | None = None) -> None:
-        """If the plan has changed, hand its buckets to the core; everything has been brought home before."""
-        if self._taken != self.plan.generation:
-            core = self.core
-            core.cache.release()
-            numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
-            streamed = self.weights.items
-            params = {number: [p for p in self.plan.shards if self.together.get(p) == number] for number in numbers}
-            weights = {
-                number: Item(
-                    f"parameters of group {number}",
-                    is_held=partial(_are_held, weakref.ref(self), params[number]),
-                    exposed=bool(self._handed_out),
-                )
-                for number in numbers
-            } | streamed
-            buckets = [self._bucket(number, weights) for number in range(self.plan.bucket_count)]
-            core.take(buckets, weights)
-            limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
-            whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
-            state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
-            pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self.plan.bucket_bytes, limit)
-            share_out(pools, limit)
-            core.choose_kept()
-            learns = limit is None and not whole and self.policy.moves_beside_model
-            self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
-            self._taken = self.plan.generation
-        if states is not None:
-            for bucket in self.core.buckets:
-                if not bucket.state.exists:
-                    bucket.state.exists = any(states.get(param) for param in bucket.params)
+    def _take_plan(self) -> None:
+        """The plan has changed: hand its buckets to the core. Everything has been brought home before."""
+        core, buckets, streamed = self.core, self.plan.buckets, self.weights.items
+        core.cache.release()
+        for bucket in buckets:
+            bucket.state.exists = False  # until somebody looks
+        numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
+        fixed = {number: self._fixed.setdefault(number, FixedHome()) for number in numbers}
+        weights = {number: Item(f"parameters of group {number}", home=home) for number, home in fixed.items()}
+        core.take(buckets, weights | streamed)
+        limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
+        whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
+        state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
+        pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self.plan.bucket_bytes, limit)
+        share_out(pools, limit)
+        core.choose_kept()
+        learns = limit is None and not whole and self.policy.moves_beside_model
+        self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
+        self.guesses.old.forget()
+        self._is_taken = True
 
-    def _bucket(self, number: int, weights: Mapping[int, Item]) -> Bucket:
-        planned = self.plan[number]
-        shards = planned.covers()
-        home = planned.copies()
-        item = Item(
-            f"state {number}",
-            planned.bucket.nbytes if home else 0,
-            home=home,
-            version=lambda: versions_of(home for shard in shards for home in shard.sides),
-            exists=False,
-            is_held=partial(self.lending.is_held, number),
-        )
-        self.lending.serve(planned, item)
-        groups = tuple(dict.fromkeys(self.together.get(shard.param, ELSEWHERE) for shard in shards))
-        marks = tuple(weights[group] for group in groups)
-        params = tuple(shard.param for shard in shards)
-        after = frozenset(other for shard in shards for other in shard.buckets if other < number)
-        return Bucket(number, item, groups, marks, params, not planned.arena.moves, after)
+    def _note_made(self, states: StateStore) -> None:
+        """Look which buckets have state by now."""
+        if not self._is_taken:  # an interrupt came in between
+            self._take_plan()
+        for bucket in self.core.buckets:
+            bucket.state.exists = bucket.state.exists or any(map(states.get, bucket.params))
 
     @_alone
     def take_staging(self) -> None:
@@ -208,7 +184,6 @@ class Engine:
         Frees what state that is home now has left in the device's allocator, which activations would not fit.
         """
         self._link.empty_cache()
-        self._take_plan()
         self._take_blocks()
 
     def _take_blocks(self) -> None:
@@ -261,7 +236,7 @@ class Engine:
                 "Nothing has been changed." if not core.begun else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
-            self._take_plan(states)
+            self._note_made(states)
         except BaseException:
             guesses.take_back()
             if not core.begun:
@@ -306,11 +281,12 @@ class Engine:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
         if self.host is None or self.core.begun:
             return
-        looked_at = [bucket.state for bucket in self.core.buckets if bucket.on_host and bucket.state.exposed]
-        if looked_at:
+        homes = [bucket.state.home for bucket in self.core.buckets if bucket.on_host]
+        if any(home.exposed_at is not None for home in homes):
             self.host.wait_quietly()
-        for item in looked_at:
-            item.exposed = item.stays_home()
+        for home in homes:
+            if not home.waits_for_step():
+                home.exposed_at = None
 
     def _leave_room(self, buckets: Iterable[Bucket]) -> None:
         """Leave out a block where state is created, which takes as much."""
@@ -397,8 +373,8 @@ class Engine:
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
         begin = None
         if not core.begun and not self.failure:
-            stale = self._taken != self.plan.generation or not self._groups_as_before(optimizer)
-            stale = stale or any(map(is_trained, self._unplanned))  # step() will take them over
+            # What is trained and not planned, step() will take over.
+            stale = not self._groups_as_before(optimizer) or any(map(is_trained, self._unplanned))
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
@@ -448,7 +424,7 @@ class Engine:
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
             self._follow_groups(optimizer, states)
-            self._take_plan(states)
+            self._note_made(states)
 
     def _gradients_fit(self) -> bool:
         if self.device.type == "cpu":
@@ -697,8 +673,7 @@ class Engine:
         if self.core.away:
             self._adopt_exchanged(states)
             self.core.away = False
-        if self._taken == self.plan.generation:
-            self.core.prefetch()
+        self.core.prefetch()
 
     # The parameters and their state -----------------------------------------------------------------------------------
 
@@ -721,14 +696,15 @@ class Engine:
             for name in state.keys() - self.conventions.without_dispensable(param, state).keys():
                 del state[name]
         self.settle()
+        self._is_taken = False
         self.plan.add(optimizer, params, states, self.names)
         if self.host is not None:
             self.host.forget()  # buckets are others from now on
+        self._take_plan()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
             self.plan.shards[param].existed = bool(states.get(param))
-        if self._taken >= 0:
-            self._take_plan(states)
+        self._note_made(states)
 
     @_alone
     def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
@@ -850,8 +826,8 @@ class Engine:
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.settle()
-        self.core.cache.release()
         self.plan.clear()
+        self._take_plan()
         if self.host is not None:
             self.host.forget()
 
@@ -888,30 +864,20 @@ class Engine:
             own = param not in self.plan.shards or param in self.plan.streamed or value is param
             if own or not isinstance(value, Tensor):
                 continue
-            alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
+            home = self._fixed[self.together.get(param, ELSEWHERE)]
             # Views of a local tensor keep it alive, and so the reference to it.
-            self._handed_out[param] = [*alive, TensorWeakRef(value), TensorWeakRef(local_shard(value))]
-            if (number := self.together.get(param, ELSEWHERE)) in self.core.weights:
-                self.core.weights[number].expose(self.core.steps)
-
-    def are_held(self, params: Iterable[Tensor]) -> bool:
-        """Return whether others hold some of ``params``, on the device, as they were handed out."""
-        return any(one() is not None for param in params for one in self._handed_out.get(param, ()))
+            home.hand_out(param, value, local_shard(value))
+            home.expose(self.core.steps)
 
     def trained_here(self) -> None:
         """Note that the calling thread trains, on the current stream."""
         self.core.trained_by(None if self.device.type == "cpu" else current_stream(self.device))
 
-    def _items_of(self, shards: Iterable[StateShard]) -> list[Item]:
-        if self._taken != self.plan.generation:
-            return []  # everything has been brought home
-        return [self.core.buckets[number].state for number in dict.fromkeys(n for s in shards for n in s.buckets)]
-
     @_looking
     def wait_home(self, param: Tensor) -> None:
         """Block the host until the home of this parameter's state is up to date."""
         shard = self.plan.shards.get(param)
-        self._wait([] if shard is None else self._items_of([shard]))
+        self._wait([] if shard is None else [self.plan.buckets[number].state for number in shard.buckets])
 
     @_looking
     def wait_parameter_home(self, param: Tensor) -> None:
@@ -921,8 +887,8 @@ class Engine:
     @_looking
     def wait_all_home(self, *, may_write: bool = True) -> None:
         """Block the host until every home is up to date."""
-        items = [*self._items_of(self.plan.shards.values()), *self.weights.items.values()]
-        self._wait(items, may_write=may_write)
+        state = (bucket.state for bucket in self.plan.buckets)
+        self._wait([*state, *self.weights.items.values()], may_write=may_write)
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()
@@ -954,11 +920,6 @@ def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], op
         for name in dict(set(old) ^ set(new))
         if number < len(groups)
     )
-
-
-def _are_held(engine: "weakref.ref[Engine]", params: Iterable[Tensor]) -> bool:
-    found = engine()
-    return found is not None and found.are_held(params)
 
 
 @contextmanager

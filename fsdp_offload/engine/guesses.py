@@ -32,7 +32,7 @@ from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, u
 from ..optimizers import Capabilities
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore, is_exchanged
-from .homes import Plan
+from .homes import Plan, home_of
 from .updates import BucketUpdates
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Guesses:
         committed, taken_back: steps.
         used: by parameter, the gradient that an update of this step has used or would have; its version, and that of
             the parameter then.
+        old: the memory that it takes to take a step back.
         freed: parameters whose gradient was let go of with its update, and their versions then.
         ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
@@ -80,13 +81,13 @@ class Guesses:
         self, core: Core, plan: Plan, updates: BucketUpdates, capabilities: Capabilities, names: Mapping[Tensor, str]
     ) -> None:
         self._core, self._plan, self._updates, self._names = core, plan, updates, names
-        self._old = OldParameters(plan)
+        self.old = OldParameters(plan)
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.way_back = WayBack(core, self._old.pairs_of)
+        self.way_back = WayBack(core, self.old.pairs_of)
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
         self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
@@ -113,7 +114,7 @@ class Guesses:
     def is_ready(self) -> bool:
         """Return whether updates in the backward are guesses."""
         ready = self.announced and self._is_on and not self.unavailable and not self._core.frees_all
-        return ready and bool(self._old.buckets) and self._old.are_of_this_plan
+        return ready and bool(self.old.buckets)
 
     @property
     def is_clean(self) -> bool:
@@ -163,7 +164,7 @@ class Guesses:
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
-        if self.blocked or bucket.number not in self._old.buckets:
+        if self.blocked or bucket not in self.old.buckets:
             return False
         return all(map(self._may_use, bucket.params))
 
@@ -178,7 +179,7 @@ class Guesses:
         if core.begun or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
             return
         for bucket in core.buckets_of(number):
-            if bucket.number in self._old.buckets:
+            if bucket in self.old.buckets:
                 self.watch((), self._on_device(bucket.params))
                 self.way_back.keep(bucket)
 
@@ -246,8 +247,8 @@ class Guesses:
         self._is_on = share <= (STOPS_ABOVE if was_on else GOES_ON_BELOW)
         if was_on != self._is_on:
             logger.info("%s", self.sentence)
-        if self._is_on and not self._old.are_of_this_plan and not self._core.frees_all:
-            self.unavailable = self._old.take()
+        if self._is_on and not self.old.is_known and not self._core.frees_all:
+            self.unavailable = self.old.take()
             if self.unavailable:
                 logger.warning("%s", self.sentence)
 
@@ -357,8 +358,8 @@ class Guesses:
         used = {param for params in self._updates.used.values() for param in params}
         if self.made:  # all bytes of a bucket move to the spare home
             used = {param for bucket in done for param in bucket.params}
-        items = (bucket.state for bucket in done)
-        is_written = any(item.exposed and item.seen != item.version() for item in items)
+        homes = (bucket.state.home for bucket in done)
+        is_written = any(home.exposed_at is not None and home.seen != home.version() for home in homes)
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
 
     def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
@@ -426,31 +427,31 @@ class OldParameters:
     """The memory that it takes to take a step back.
 
     Attributes:
-        buckets: numbers of those whose updates can be taken back.
+        buckets: those whose updates can be taken back.
+        is_known: which these are.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.buckets: frozenset[int] = frozenset()
-        self._generation = -1  # of the plan, for which there is memory
         self._region: Region | None = None
-        self._begins: dict[int, int] = {}
-        self._pairs: dict[int, tuple[list[int], list[Copy]]] = {}
+        self.forget()
 
-    @property
-    def are_of_this_plan(self) -> bool:
-        """Return whether :meth:`take` has seen all buckets."""
-        return self._generation == self._plan.generation
+    def forget(self) -> None:
+        """The buckets of the plan are others: nothing is known of them."""
+        self.buckets: frozenset[Bucket] = frozenset()
+        self.is_known = False
+        self._begins: dict[Bucket, int] = {}
+        self._pairs: dict[Bucket, tuple[list[int], list[Copy]]] = {}
 
     def take(self) -> str:
         """Take the memory, if there is as much; else say how much it would be."""
         plan = self._plan
-        self.buckets, self._generation = frozenset(), plan.generation
-        numbers = self._takeable()
+        self.forget()
+        self.is_known, buckets = True, self._takeable()
         begins, nbytes = {}, 0
-        for number in numbers:
-            begins[number] = nbytes
-            nbytes += sum(aligned(param.numel()) for param in self._ranges(number))
+        for bucket in buckets:
+            begins[bucket] = nbytes
+            nbytes += sum(aligned(param.numel()) for param in self._ranges(bucket))
         plan.others = [one for one in plan.others if one is not self._region]
         self._region = None
         needed_bytes = plan.missing_spare_bytes() + nbytes
@@ -462,10 +463,10 @@ class OldParameters:
             return f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
         self._region = region
         plan.others.append(region)
-        self._begins, self._pairs, self.buckets = begins, {}, frozenset(numbers)
+        self._begins, self.buckets = begins, frozenset(buckets)
         return ""
 
-    def _takeable(self) -> list[int]:
+    def _takeable(self) -> list[Bucket]:
         """Buckets of shards all of whose buckets are such: ranges of a parameter are updated in order."""
         plan = self._plan
 
@@ -473,27 +474,28 @@ class OldParameters:
             fixed = local_shard(shard.param).is_contiguous() and not has_inner_tensors(shard.param)
             return not (shard.on_host or shard.layout.left_out) and (fixed or shard.param in plan.streamed)
 
-        left = {number for number in range(plan.bucket_count) if all(map(is_takeable, plan[number].covers()))}
-        while torn := {n for n in left if any(not left.issuperset(shard.buckets) for shard in plan[n].covers())}:
+        shards = {bucket.number: home_of(bucket).shards for bucket in plan.buckets}
+        left = {number for number, its in shards.items() if all(map(is_takeable, its))}
+        while torn := {n for n in left if any(not left.issuperset(shard.buckets) for shard in shards[n])}:
             left -= torn
-        return sorted(left)
+        return [bucket for bucket in plan.buckets if bucket.number in left]
 
-    def _ranges(self, number: int) -> Iterable[Tensor]:
+    def _ranges(self, bucket: Bucket) -> Iterable[Tensor]:
         """Flat bytes on the device of the parameters in a bucket that stay there."""
-        planned = self._plan[number]
-        for piece, shard in zip(planned.bucket.ranges, planned.covers(), strict=True):
+        home = home_of(bucket)
+        for piece, shard in zip(home.packed.ranges, home.shards, strict=True):
             if shard.param not in self._plan.streamed:
                 flat = local_shard(shard.param).detach().view(-1)
                 yield flat[piece.start : piece.stop].view(torch.uint8)
 
     def pairs_of(self, bucket: Bucket) -> Sequence[Copy]:
         addresses = [local_shard(param).data_ptr() for param in bucket.params]
-        known, pairs = self._pairs.get(bucket.number, ([], []))
+        known, pairs = self._pairs.get(bucket, ([], []))
         if known != addresses:
             assert self._region is not None, "guesses begin when there is memory"
-            pairs, at = [], self._begins[bucket.number]
-            for param in self._ranges(bucket.number):
+            pairs, at = [], self._begins[bucket]
+            for param in self._ranges(bucket):
                 pairs += [(self._region.bytes[at : at + param.numel()], param)] if param.numel() else []
                 at += aligned(param.numel())
-            self._pairs[bucket.number] = addresses, pairs
+            self._pairs[bucket] = addresses, pairs
         return pairs

@@ -7,17 +7,15 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.buckets import ELSEWHERE, bucketing
-from ..core.items import BytesAtHome, Item
-from ..core.packing import Homes, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
+from ..core.buckets import ELSEWHERE, Bucket, bucketing
+from ..core.items import BytesAtHome, Home, Item
+from ..core.packing import ArenaLayout, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
 from ..cpu_update import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
@@ -26,7 +24,7 @@ from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
-from ..state.shard import Home, Housed, Reader, StateShard
+from ..state.shard import Housed, Reader, ShardHome, StateShard
 from ..state.store import OffloadedState, OwnCounters, StateStore
 
 logger = logging.getLogger(__name__)
@@ -34,10 +32,6 @@ logger = logging.getLogger(__name__)
 AnyHoused = TypeVar("AnyHoused", bound=Housed)
 TakeRegion = Callable[[int, Sequence[int]], Region]
 """Takes host memory of so many bytes, with offsets that no copy crosses."""
-
-
-def _always(_: object) -> bool:
-    return True
 
 
 class Arena(Generic[AnyHoused]):
@@ -52,21 +46,21 @@ class Arena(Generic[AnyHoused]):
     """
 
     def __init__(
-        self, shards: Sequence[AnyHoused], homes: Homes, spare_bytes: int, take: TakeRegion, *, moves: bool = True
+        self, shards: Sequence[AnyHoused], layout: ArenaLayout, spare_bytes: int, take: TakeRegion, moves: bool = True
     ) -> None:
         """Give each of ``shards`` a home, and the first of them another, of at most ``spare_bytes``."""
         self.moves = moves
-        self.shards, self.breaks, self._homes = shards, frozenset(homes.breaks), homes
-        self._with_spare = homes.count_within(spare_bytes)
-        nbytes = homes.nbytes, homes.end_of(self._with_spare)
+        self.shards, self.breaks, self._layout = shards, frozenset(layout.breaks), layout
+        self._with_spare = layout.count_within(spare_bytes)
+        nbytes = layout.nbytes, layout.end_of(self._with_spare)
         self.begins = [0, 0]
-        self.regions = [take(n, homes.breaks) for n in nbytes]
+        self.regions = [take(n, layout.breaks) for n in nbytes]
         self._settle(self.regions[0], 0, 0, len(shards))
         self._settle(self.regions[1], 0, 0, self._with_spare)
 
     def _settle(self, region: Region, begin: int, first: int, last: int) -> None:
         made: list[Tensor] = []
-        for shard, offsets in zip(self.shards[first:last], self._homes.offsets[first:last], strict=True):
+        for shard, offsets in zip(self.shards[first:last], self._layout.offsets[first:last], strict=True):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
             made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
             shard.sides.append(shard.home_over(made))
@@ -80,7 +74,7 @@ class Arena(Generic[AnyHoused]):
 
     def _first_without_spare(self) -> int:
         """The page on which the first home without a spare one begins."""
-        return self._homes.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # else breaks would not be pages
+        return self._layout.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # else breaks would not be pages
 
     @property
     def missing_bytes(self) -> int:
@@ -96,53 +90,86 @@ class Arena(Generic[AnyHoused]):
         """
         begin = self._first_without_spare()
         if self.missing_bytes:
-            region = take(self.missing_bytes, [at - begin for at in self._homes.breaks if at > begin])
+            region = take(self.missing_bytes, [at - begin for at in self._layout.breaks if at > begin])
             self.regions.append(region)
             self.begins.append(begin)
             self._settle(region, begin, self._with_spare, len(self.shards))
 
 
-@dataclass(frozen=True)
-class PlannedBucket(Generic[AnyHoused]):
-    """Ranges that move together between an arena and a place; its numbers are those of the arena's shards.
+class ArenaHome(Home, Generic[AnyHoused]):
+    """The home of ranges that move together between an arena and a place.
 
-    ``changes``: which of the shards updates may change.
+    Attributes:
+        packed: the ranges; its numbers are those of the arena's shards.
+        shards: that of each range.
     """
 
-    bucket: Packed
-    arena: Arena[AnyHoused]
-    changes: Callable[[AnyHoused], bool] = _always
-    _known_copies: dict[tuple[tuple[int, int], ...], BytesAtHome] = field(default_factory=dict, init=False)
+    def __init__(self, packed: Packed, arena: Arena[AnyHoused], lending: "Lending") -> None:
+        super().__init__()
+        self.packed, self._arena, self._lending = packed, arena, lending
+        self._numbers = {arena.shards[piece.shard]: piece.shard for piece in packed.ranges}
+        self.shards = list(self._numbers)
+        self._known: dict[tuple[tuple[int, int], ...], BytesAtHome] = {}
+        self.follow()
 
-    def covers(self) -> list[AnyHoused]:
-        """The shards of which it holds at least a range."""
-        return [self.arena.shards[piece.shard] for piece in self.bucket.ranges]
+    def changing(self) -> Sequence[AnyHoused]:
+        """Return those of ``shards`` that updates may change."""
+        return self.shards
 
-    def changed(self) -> list[AnyHoused]:
-        return list(filter(self.changes, self.covers()))
+    def follow(self) -> None:
+        """Be where the shards are now."""
+        self.bytes = self.bytes_of(self.shards)
 
-    def copies(
-        self,
-        side_of: Callable[[AnyHoused], int] = lambda shard: shard.side,
-        only: Callable[[AnyHoused], bool] = _always,
-    ) -> BytesAtHome:
-        """The bytes at home, and the offset of each in a place. ``side_of``: a shard's side; ``only``: of which."""
-        if not self.arena.moves:
+    def turn(self) -> BytesAtHome | None:
+        if not self._lending.turn(self.changing()):
+            return None
+        if self._lending.guessing is None:
+            self._lending.move_parameters()
+        return self.bytes_of(self.shards)
+
+    def wait_unread(self) -> None:
+        for one in self.changing():
+            one.sides[self._lending.side_of(one)].wait_unread()
+
+    def bytes_of(self, shards: Iterable[AnyHoused]) -> BytesAtHome:
+        """Return the newest bytes of some of its ``shards``, and the offset of each in a place."""
+        arena, side_of = self._arena, self._lending.side_of
+        if not arena.moves:
             return []
-        shards = [(piece.shard, self.arena.shards[piece.shard]) for piece in self.bucket.ranges]
-        key = tuple((number, self.arena.region_of(number, side_of(shard))) for number, shard in shards if only(shard))
-        if key not in self._known_copies:  # state that moves to and fro comes back to the same few
-            self._known_copies[key] = self._copies_of(dict(key))
-        return self._known_copies[key]
+        numbered = ((self._numbers[shard], shard) for shard in shards)
+        key = tuple((number, arena.region_of(number, side_of(shard))) for number, shard in numbered)
+        if key not in self._known:  # state that moves to and fro comes back to the same few
+            found: list[tuple[Tensor, int]] = []
+            regions = dict(key)
+            parts = (part for part in self.packed.leaf_copies if part[0] in regions)
+            for at, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
+                region, begin = arena.regions[at].bytes, arena.begins[at]
+                copies = join_copies((copy for _, copy in run), arena.breaks)
+                found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
+            self._known[key] = found
+        return self._known[key]
 
-    def _copies_of(self, regions: Mapping[int, int]) -> BytesAtHome:
-        found: list[tuple[Tensor, int]] = []
-        parts = (part for part in self.bucket.leaf_copies if part[0] in regions)
-        for number, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
-            region, begin = self.arena.regions[number].bytes, self.arena.begins[number]
-            copies = join_copies((copy for _, copy in run), self.arena.breaks)
-            found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
-        return found
+
+class StateHome(ArenaHome[StateShard]):
+    """The home of the state of a bucket."""
+
+    def is_held(self) -> bool:
+        users, copies = self._lending.entries(), self._lending.guessing
+        stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
+        return any(
+            (users is not None and users.is_entry_held(shard.param))
+            or shard.home.is_held([store.get(shard.param) for store in stores])
+            for shard in self.shards
+        )
+
+    def version(self) -> object:
+        return versions_of(home for shard in self.shards for home in shard.sides)
+
+
+def home_of(bucket: Bucket) -> StateHome:
+    """The home of the state of a bucket of a :class:`Plan`."""
+    assert isinstance(bucket.state.home, StateHome)
+    return bucket.state.home
 
 
 class Plan:
@@ -150,12 +177,12 @@ class Plan:
 
     Attributes:
         shards: by parameter, in planning order: the same on every rank.
+        buckets: in planning order, by their numbers.
         arenas: their homes.
         of_parameters: the homes of parameters, if these are on the host.
         streamed: these parameters.
         others: other host memory.
         bucket_bytes: of state, at most where it may be cut; known when there is any.
-        generation: grows whenever buckets are added or dropped; not where a shard moves among the places that it has.
     """
 
     def __init__(
@@ -163,39 +190,27 @@ class Plan:
         layouts: Layouts,
         policy: OffloadPolicy,
         device: torch.device,
-        *,
-        pin: bool,
+        lending: "Lending",
         together: Mapping[Tensor, int],
-        host: HostUpdates | None = None,
+        host: HostUpdates | None,
     ) -> None:
-        self._host = host
-        self.generation = 0
+        self._layouts, self._policy, self._device, self._lending = layouts, policy, device, lending
+        self._pin, self._host = policy.pins(device.type), host
         self.shards: dict[Tensor, StateShard] = {}
+        self.buckets: list[Bucket] = []
         self.arenas: list[Arena[StateShard]] = []
         self.of_parameters: Arena[Any] | None = None
         self.streamed: Container[Tensor] = ()
         self.others: list[Region] = []
-        self._layouts = layouts
-        self._policy = policy
         self.bucket_bytes = 0
-        self._device = device
-        self._pin = pin
         self._together = self._joined = together
-        self._buckets: list[PlannedBucket[StateShard]] = []
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def host_shards(self) -> Iterator[StateShard]:
         return (shard for shard in self.shards.values() if shard.on_host)
 
-    def __getitem__(self, number: int) -> PlannedBucket[StateShard]:
-        return self._buckets[number]
-
     def add(
-        self,
-        optimizer: Optimizer,
-        params: Iterable[Tensor],
-        states: StateStore,
-        names: Mapping[Tensor, str],
+        self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore, names: Mapping[Tensor, str]
     ) -> None:
         """Learn the layouts of ``params``, check and take memory for their state, and divide it into buckets.
 
@@ -214,7 +229,7 @@ class Plan:
             else:
                 layout = in_dtypes_of(self._layouts.learn(optimizer, param, group, name), state)
             shards.append(StateShard(param, name, elementwise, False, layout, group_of[param]))
-        if not self._buckets:
+        if not self.buckets:
             sizes = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
             self.bucket_bytes, self._joined = bucketing(
                 self._policy, elementwise=elementwise, together=self._together, sizes=sizes
@@ -225,7 +240,6 @@ class Plan:
             shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
         self._take_homes(shards)
         self.shards.update((shard.param, shard) for shard in shards)
-        self.generation += 1
 
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
         """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
@@ -277,10 +291,14 @@ class Plan:
         cpu_arena = Arena(cpu_shards, cpu_homes, cpu_spare_bytes, self.region, moves=False)
         self.arenas += [cpu_arena, arena]
         for packed, its in (*((one, cpu_arena) for one in cpu_buckets), *((one, arena) for one in buckets)):
-            planned = PlannedBucket(packed, its)
-            for shard in dict.fromkeys(planned.covers()):
-                shard.buckets.append(len(self._buckets))
-            self._buckets.append(planned)
+            number, home = len(self.buckets), StateHome(packed, its, self._lending)
+            item = Item(f"state {number}", packed.nbytes if home.bytes else 0, home=home, exists=False)
+            params = tuple(shard.param for shard in home.shards)
+            groups = tuple(dict.fromkeys(self._together.get(param, ELSEWHERE) for param in params))
+            after = frozenset(other for shard in home.shards for other in shard.buckets)
+            self.buckets.append(Bucket(number, item, groups, (), params, not its.moves, after))
+            for shard in home.shards:
+                shard.buckets.append(number)
 
     @property
     def _all_arenas(self) -> list[Arena[Any]]:
@@ -312,9 +330,26 @@ class Plan:
             if arena.moves:
                 arena.take_spare(self.region)
 
-    @property
-    def bucket_count(self) -> int:
-        return len(self._buckets)
+    def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, ShardHome]:
+        """Return the homes over which some of ``leaves`` lie, by address.
+
+        Raises:
+            RuntimeError: a step has left one of them for its spare home; says so of ``what``.
+        """
+        addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
+        found = {
+            leaf.data_ptr(): (one, home)
+            for one in self.housed()
+            for home in one.sides
+            for leaf in home.all_leaves()
+            if leaf.data_ptr() in addresses
+        }
+        if any(home is not one.home for one, home in found.values()):
+            raise RuntimeError(
+                f"{what}: this state dict was made before the last step, and its tensors hold old state. Make a new "
+                "one with get_optimizer_state_dict() right before saving."
+            )
+        return {address: home for address, (_, home) in found.items()}
 
     def check_host_memory(self, nbytes: int) -> None:
         """Raise a MemoryError if there is no host memory for so much beside what is held."""
@@ -336,16 +371,14 @@ class Plan:
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
     def bind(
-        self, number: int, block: Tensor | None, weights_at: Callable[[Tensor, int, int], Tensor | None]
+        self, bucket: Bucket, block: Tensor | None, weights_at: Callable[[Tensor, int, int], Tensor | None]
     ) -> list[BoundRange]:
         """Bind the ranges of a bucket whose place is ``block``, for the optimizer to see.
 
         ``weights_at``: the range of a parameter on the device, if its home is on the host.
         """
-        planned = self._buckets[number]
-        bound = []
-        for piece, offsets in zip(planned.bucket.ranges, planned.bucket.leaf_offsets, strict=True):
-            shard = planned.arena.shards[piece.shard]
+        home, bound = home_of(bucket), []
+        for shard, piece, offsets in zip(home.shards, home.packed.ranges, home.packed.leaf_offsets, strict=True):
             if shard.on_host:
                 values = {}  # each update finds out which home it is
             else:
@@ -359,11 +392,10 @@ class Plan:
 
     def clear(self) -> None:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
-        self.generation += 1
         self.shards.clear()
         self.arenas.clear()
         self.others.clear()
-        self._buckets.clear()
+        self.buckets.clear()
 
 
 # Homes that others read -----------------------------------------------------------------------------------------------
@@ -381,7 +413,7 @@ class Lending:
     A shard with a spare home lives in either, in turns. Without one, or where that is read as well, the store waits for
     the reader::
 
-        a save lends homes ──▶ updates of the next step: spare_home() ──▶ commit(): optimizer.state follows
+        a save lends homes ──▶ updates of the next step: Home.turn() ──▶ commit(): optimizer.state follows
 
     A shard may be cut into several buckets. Each of them has its bytes in the spare home from its own update on, and
     all of them have been updated when the step is complete: then the shard lives there.
@@ -392,37 +424,17 @@ class Lending:
         entries: ``optimizer.state``, weakly: its entries are not held by others.
     """
 
-    def __init__(self, plan: Plan, gradient: Callable[[Tensor], Tensor | None]) -> None:
-        self._plan, self._gradient = plan, gradient
+    def __init__(self, gradient: Callable[[Tensor], Tensor | None]) -> None:
+        self._gradient = gradient
         self.moving: dict[Housed, None] = {}
         self.guessing: OwnCounters | None = None
         self.entries: Callable[[], OffloadedState | None] = lambda: None
         self._readers: list[Reader] = []  # some of them may have finished
-        self._left: list[tuple[StateShard, Home, object]] = []  # homes that others held when steps left them; versions
+        # Homes that others held when steps left them, and their versions.
+        self._left: list[tuple[StateShard, ShardHome, object]] = []
         self._is_spoiled = False
 
-    def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, Home]:
-        """Return the homes over which some of ``leaves`` lie, by address.
-
-        Raises:
-            RuntimeError: a step has left one of them for its spare home; says so of ``what``.
-        """
-        addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
-        found = {
-            leaf.data_ptr(): (one, home)
-            for one in self._plan.housed()
-            for home in one.sides
-            for leaf in home.all_leaves()
-            if leaf.data_ptr() in addresses
-        }
-        if any(home is not one.home for one, home in found.values()):
-            raise RuntimeError(
-                f"{what}: this state dict was made before the last step, and its tensors hold old state. Make a new "
-                "one with get_optimizer_state_dict() right before saving."
-            )
-        return {address: home for address, (_, home) in found.items()}
-
-    def lend(self, reader: Reader, homes: Iterable[Home]) -> None:
+    def lend(self, reader: Reader, homes: Iterable[ShardHome]) -> None:
         """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""
         homes = list(homes)
         for home in homes:
@@ -458,19 +470,6 @@ class Lending:
             reader.wait()
         self._readers, self._left = [], []
 
-    # Homes over which others hold tensors -----------------------------------------------------------------------------
-
-    def is_held(self, number: int) -> bool:
-        """Return whether others hold tensors over the homes of a bucket, or entries of ``optimizer.state``."""
-        planned = self._plan[number]
-        users, copies = self.entries(), self.guessing
-        stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
-        return any(
-            (users is not None and users.is_entry_held(shard.param))
-            or shard.home.is_held([store.get(shard.param) for store in stores])
-            for shard in dict.fromkeys(planned.covers())
-        )
-
     def lost_writes(self) -> list[str]:
         """Name state whose old home others have written since a step left it: such a write is lost."""
         self._left = [one for one in self._left if one[1] is not one[0].home]  # a later step has moved it back
@@ -480,14 +479,8 @@ class Lending:
 
     # Spare homes ------------------------------------------------------------------------------------------------------
 
-    def serve(self, planned: PlannedBucket[Any], item: Item) -> None:
-        """Let the item of a bucket ask here for its home."""
-        item.spare_home = partial(self._spare_home, planned)
-        item.wait_unread = partial(self._wait_unread, planned)
-
-    def turn(self, planned: PlannedBucket[AnyHoused]) -> list[AnyHoused]:
-        """An update changes a bucket; returns what of it lives in the other home when the step is complete."""
-        shards = planned.changed()
+    def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
+        """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
         for shard in shards:
             spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):
@@ -498,20 +491,9 @@ class Lending:
         # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
         return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._gradient(one.param) is not None
 
-    def _spare_home(self, planned: PlannedBucket[Any]) -> BytesAtHome | None:
-        if not self.turn(planned):
-            return None
-        if self.guessing is None:
-            self._move_parameters()
-        return planned.copies(self.side_of)
-
     def side_of(self, one: Housed) -> int:
         """Which of its places is the newest."""
         return 1 - one.side if one in self.moving else one.side
-
-    def _wait_unread(self, planned: PlannedBucket[Any]) -> None:
-        for one in planned.changed():
-            one.sides[self.side_of(one)].wait_unread()
 
     def commit(self, states: StateStore, done: Container[int] | None = None) -> None:
         """A step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
@@ -525,13 +507,13 @@ class Lending:
 
     def commit_guesses(self) -> None:
         self.guessing = None
-        self._move_parameters()
+        self.move_parameters()
 
     def drop_guesses(self) -> None:
         """Updates of this step have been taken back: nothing moves."""
         self.guessing, self.moving = None, {}
 
-    def _move_parameters(self) -> None:
+    def move_parameters(self) -> None:
         for one in [one for one in self.moving if not isinstance(one, StateShard)]:
             one.move(lambda _: {})
             del self.moving[one]
@@ -556,7 +538,7 @@ def _passing_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> int:
     return 2 * sum(aligned(numel * param.element_size()) for numel, param in numels)
 
 
-def versions_of(homes: Iterable[Home]) -> list[tuple[int, ...]]:
+def versions_of(homes: Iterable[ShardHome]) -> list[tuple[int, ...]]:
     """Changes with every write into one of the homes: through a DTensor, its local tensor, or what that consists of."""
     found = []
     for home in homes:

@@ -18,7 +18,7 @@ from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
 from ..state.store import OwnCounters, StateStore
-from .homes import Lending, Plan
+from .homes import Lending, Plan, home_of
 from .weights import Weights
 
 JOINED_BYTES = 4 * LARGEST_BYTES
@@ -87,7 +87,7 @@ class BucketUpdates:
         if self.states is not None and self.lending.moving:
             self.lending.commit(self.states, {bucket.number for bucket in done})
             for bucket in buckets:
-                bucket.state.home = self._plan[bucket.number].copies()
+                home_of(bucket).follow()
         self.finish()
 
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
@@ -99,7 +99,7 @@ class BucketUpdates:
             if len(bucket.bound) > 32:
                 bucket.bound.clear()  # blocks that came and went
             memory = None if block is None else block.memory
-            bound = self._plan.bind(bucket.number, memory, self._weights.place)
+            bound = self._plan.bind(bucket, memory, self._weights.place)
             bucket.bound[blocks] = bound
         return bound
 
@@ -117,8 +117,8 @@ class BucketUpdates:
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         assert self.host is not None and self.states is not None
-        moving = self.lending.turn(self._plan[bucket.number])
-        bucket.state.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
+        moving = self.lending.turn(home_of(bucket).shards)
+        bucket.state.home.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
         return self.host.update(bucket.number, self._to_update(bucket), self.states, moving, after)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:

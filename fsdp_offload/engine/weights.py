@@ -5,20 +5,20 @@ Frozen parameters of the model are among them; those that another optimizer upda
 """
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from ..core.items import Item
+from ..core.items import BytesAtHome, Home, Item
 from ..core.packing import Packed, Range, ShardSpec, lay_out, place_homes
 from ..fsdp.dtensor import holders_of, local_shard, version_of
 from ..fsdp.homed import Look, ShardedParameter, uses_of
 from ..state.layout import LeafLayout
-from ..state.shard import EntryOf, Home, Housed
-from .homes import Arena, Lending, PlannedBucket, TakeRegion
+from ..state.shard import EntryOf, Housed, ShardHome
+from .homes import Arena, ArenaHome, Lending, TakeRegion
 
 
 @dataclass(eq=False)
@@ -33,12 +33,15 @@ class Part(Housed):
     sharded: ShardedParameter
 
     @property
-    def leaf_layouts(self) -> list[LeafLayout]:
-        local = local_shard(self.sharded.param)
-        return [LeafLayout(tuple(local.shape), local.stride(), local.dtype)]
+    def local(self) -> Tensor:
+        return local_shard(self.sharded.param)
 
-    def home_over(self, leaves: Sequence[Tensor]) -> Home:
-        return Home({}, {}, leaves[0])
+    @property
+    def leaf_layouts(self) -> list[LeafLayout]:
+        return [LeafLayout(tuple(self.local.shape), self.local.stride(), self.local.dtype)]
+
+    def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
+        return ShardHome({}, {}, leaves[0])
 
     def move(self, _: EntryOf) -> None:
         self.side = 1 - self.side
@@ -50,6 +53,46 @@ class Part(Housed):
         home.stand_in = self.sharded.live_at(home.weights, home.stand_in)
 
 
+class GroupHome(ArenaHome[Part]):
+    """The home of the parameters of a group, of which updates change those that are ``trained``."""
+
+    def __init__(self, packed: Packed, arena: Arena[Part], lending: Lending, trained: Container[Tensor]) -> None:
+        super().__init__(packed, arena, lending)
+        self._trained = trained
+        self._params = [part.sharded.param for part in self.shards]
+        self._own = {part: holders_of(local) for part in self.shards if (local := part.local).numel()}
+
+    def changing(self) -> Sequence[Part]:
+        return [part for part in self.shards if part.sharded.param in self._trained]
+
+    def changed(self) -> BytesAtHome:
+        changing = self.changing()
+        return self.bytes if len(changing) == len(self.shards) else self.bytes_of(changing)
+
+    def is_held(self) -> bool:
+        return any(holders_of(part.local) > own for part, own in self._own.items())
+
+    def version(self) -> object:
+        """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
+        return [(version_of(param), uses_of(param)) for param in self._params]
+
+
+class FixedHome(Home):
+    """Of the parameters of a group that stay on the device: without bytes, and others may hold the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handed_out: dict[Tensor, list[TensorWeakRef]] = {}
+
+    def hand_out(self, param: Tensor, *tensors: Tensor) -> None:
+        """Note that others have got ``tensors``, over ``param``."""
+        alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
+        self._handed_out[param] = [*alive, *map(TensorWeakRef, tensors)]
+
+    def is_held(self) -> bool:
+        return any(one() is not None for of_param in self._handed_out.values() for one in of_param)
+
+
 class Weights:
     """The parameters of one optimizer that live on the host; none before :meth:`move_home`.
 
@@ -57,7 +100,6 @@ class Weights:
         groups: those that have any of them, by number.
         items: by number, the item of each of these groups.
         parts: by parameter.
-        arena: their homes.
     """
 
     def __init__(self, lending: Lending) -> None:
@@ -65,7 +107,6 @@ class Weights:
         self.groups: dict[int, Sequence[ShardedParameter]] = {}
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
-        self.arena: Arena[Part] | None = None
 
     def move_home(
         self,
@@ -74,8 +115,8 @@ class Weights:
         take: TakeRegion,
         spare_bytes: int,
         trained: Container[Tensor],
-    ) -> None:
-        """Move the parameters of ``groups`` home. After an exception they are where they were.
+    ) -> Arena[Part]:
+        """Move the parameters of ``groups`` home; returns where that is. After an exception they are where they were.
 
         Args:
             groups: of ``fully_shard``.
@@ -96,24 +137,18 @@ class Weights:
             packed[number] = lay_out(ranges, specs, homes)
             for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
                 parts[one.param] = Part(number, offset, one)
-        arena = self.arena = Arena(list(parts.values()), homes, spare_bytes, take)
+        arena = Arena(list(parts.values()), homes, spare_bytes, take)
         self.groups = found
         self.parts.update(parts)
         for part in parts.values():
             assert part.home.weights is not None
-            part.home.weights.copy_(local_shard(part.sharded.param))
+            part.home.weights.copy_(part.local)
             part.sharded.look = look
             part.live_at_home()
-        for number, group in found.items():
-            planned = PlannedBucket(packed[number], arena, lambda part: part.sharded.param in trained)
-            item = self.items[number] = Item(f"parameters of group {number}", packed[number].nbytes)
-            item.home = planned.copies()
-            item.version = partial(_versions, [one.param for one in group])
-            own = {one: holders_of(local) for one in group if (local := local_shard(one.param)).numel()}
-            item.is_held = partial(_is_held, own)
-            if planned.changed() != planned.covers():
-                item.stored = partial(planned.copies, self._lending.side_of, planned.changes)
-            self._lending.serve(planned, item)
+        for number, its in packed.items():
+            home = GroupHome(its, arena, self._lending, trained)
+            self.items[number] = Item(f"parameters of group {number}", its.nbytes, home=home)
+        return arena
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +170,7 @@ class Weights:
         """A parameter in its place, as a gather reads it: flat."""
         block = self.items[part.number].block
         assert block is not None, "its group is on the device"
-        return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(local_shard(part.sharded.param).dtype)
+        return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(part.local.dtype)
 
     def lend(self, number: int) -> None:
         """Let the gather that follows read the place of a group."""
@@ -168,7 +203,7 @@ class Weights:
             for part in ours:
                 part.live_at_home()
             raise
-        self.groups, self.arena = {}, None
+        self.groups = {}
         self.items.clear()
         self.parts.clear()
 
@@ -176,13 +211,3 @@ class Weights:
 def _padded_nbytes(one: ShardedParameter) -> int:
     """Bytes of a parameter with the padding that a gather reads behind it."""
     return one.padded_numel * local_shard(one.param).itemsize
-
-
-def _versions(params: Sequence[Tensor]) -> object:
-    """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
-    return [(version_of(param), uses_of(param)) for param in params]
-
-
-def _is_held(own: Mapping[ShardedParameter, int]) -> bool:
-    """Return whether others hold tensors over the homes of these, over which we have ``own`` ones."""
-    return any(holders_of(local_shard(one.param)) > count for one, count in own.items())

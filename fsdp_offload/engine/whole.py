@@ -59,7 +59,7 @@ class WholeEngine(Engine):
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
             self._adopt_fitting(optimizer, states)
-            self._take_plan(states)
+            self._note_made(states)
             visit = _Visit(self, optimizer, states)
             self.core.is_visited = True
         error: BaseException | None = None
@@ -235,8 +235,8 @@ class _Visit:
         engine.lending.commit(states)
         core.cache.flush(self._streamed)
         for item in self._streamed:
-            if item.exposed and item.at_home is not None:
-                item.at_home.synchronize()  # R2, on the host, for whoever still has tensors over the home
+            if item.home.exposed_at is not None and item.home.stored is not None:
+                item.home.stored.synchronize()  # R2, on the host, for whoever still has tensors over the home
         self._give_back()
         if error is None:
             core.cache.moved.updates += len(core.buckets)
@@ -251,8 +251,7 @@ class _Visit:
     def _store(self, states: StateStore, kept: Container[int]) -> None:
         """Store copies, and what the step has put in their place, unless the optimizer has ``kept`` their memory."""
         engine, moved = self._engine, self._engine.core.cache.moved
-        for number in range(engine.plan.bucket_count):
-            engine.lending.turn(engine.plan[number])
+        engine.lending.turn([*engine.plan.shards.values()])
         changed = any(states.get(shard.param).get(name) is not value for (shard, name), value in self._lent.items())
         stay = staying(self._optimizer, states, engine.plan.shards) if changed else frozenset()
         copies: list[tuple[Tensor, Tensor]] = []
@@ -302,7 +301,7 @@ class _Visit:
         """
         if self._versions != self._written(states):
             return True
-        pairs = [pair for item in self._streamed for pair in item.copies()]
+        pairs = [pair for item in self._streamed for pair in item.copies(item.home.bytes)]
         for (shard, name), value in self._lent.items():
             pairs += zip(shard.home.leaves[name], leaves_of(value), strict=True)
         return not all(same_bits(home, copy.to(home.device)) for home, copy in pairs)

@@ -33,7 +33,7 @@ class Reader(Protocol):
 
 
 @dataclass(eq=False)
-class Home:
+class ShardHome:
     """Memory for one parameter's state."""
 
     leaves: dict[str, list[Tensor]]  # dense tensors over it, by state name
@@ -86,15 +86,15 @@ class Home:
 class Housed(ABC):
     """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter."""
 
-    sides: list[Home] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
+    sides: list[ShardHome] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
     side: int = field(default=0, kw_only=True)  # which of them is the home now
 
     @property
-    def home(self) -> Home:
+    def home(self) -> ShardHome:
         return self.sides[self.side]
 
     @property
-    def spare(self) -> Home | None:
+    def spare(self) -> ShardHome | None:
         return self.sides[1 - self.side] if len(self.sides) > 1 else None
 
     @property
@@ -103,7 +103,7 @@ class Housed(ABC):
         """All leaves, value by value: the order in which they lie in a bucket."""
 
     @abstractmethod
-    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+    def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
         """A home of it over ``leaves``, one for each leaf layout."""
 
     @abstractmethod
@@ -153,10 +153,10 @@ class StateShard(Housed):
             return {name: leaves[0] for name, leaves in home.leaves.items()}
         return {name: leaves[0].view(-1)[start:stop] for name, leaves in home.leaves.items()}
 
-    def home_over(self, leaves: Sequence[Tensor]) -> Home:
+    def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
         remaining = iter(leaves)
         by_name = {name: [next(remaining) for _ in value.leaves] for name, value in self.layout.values.items()}
-        return Home(by_name, {name: self._value_over(name, of_value) for name, of_value in by_name.items()})
+        return ShardHome(by_name, {name: self._value_over(name, of_value) for name, of_value in by_name.items()})
 
     def move(self, entry_of: EntryOf) -> None:
         state, old = entry_of(self.param), self.homes

@@ -531,7 +531,6 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
 def _misplaced(loop: Loop) -> list[str]:
     """List what is not where the policy says, or takes more of the device than it says."""
     case, engine = loop.case, engine_of(loop.optimizer)
-    plan = engine.plan
     try:
         assert_at_home(loop.optimizer)
     except AssertionError as error:
@@ -542,7 +541,7 @@ def _misplaced(loop: Loop) -> list[str]:
         return not_at_home(loop.model, loop.optimizer)
     # A range that may not be cut is never less.
     taken = engine.staging_bytes()
-    largest = max((plan[number].bucket.nbytes for number in range(plan.bucket_count)), default=0)
+    largest = max((bucket.state.nbytes for bucket in engine.plan.buckets), default=0)
     fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= max(SMALL_BYTES, largest)
     return [] if fits else [f"{taken} bytes of the device are taken"]
 

@@ -173,7 +173,7 @@ def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
         def end(self, *args: Any) -> None:
             self.write()
             super().end(*args)
-            held = [home for item in self._streamed if item.exposed for home, _ in item.home]
+            held = [home for item in self._streamed if item.home.exposed_at is not None for home, _ in item.home.bytes]
             lanes.world.check("host", lanes.world.host, held, [])
 
     return Visit
@@ -212,7 +212,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     def wait_home_late(core: Core, items: Iterable[Item], **options: Any) -> None:
         items = list(items)
         wait_home(core, items, **options)
-        lanes.world.check("host", lanes.world.host, [home for item in items for home, _ in item.home], [])
+        lanes.world.check("host", lanes.world.host, [home for item in items for home, _ in item.home.bytes], [])
 
     def on_device_late(shard: StateShard, name: str, *args: Any, **options: Any) -> Tensor:
         lanes.compute.touch(reads=shard.home.leaves[name])

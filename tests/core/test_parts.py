@@ -103,7 +103,7 @@ def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "")
     for item in items.values():
         item.pool = cache.pools[0]
     for name in held:
-        items[name].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+        items[name].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
         cache.fetch(items[name])
     for name in kept:
         items[name].kept = True
@@ -127,7 +127,7 @@ def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "")
 )
 def test_the_victim_is_what_is_used_last(held: str, kept: str, come: str, wanted: str, must: bool, left: str) -> None:
     cache, items = cache_of("abcd", held, 2, kept, come)
-    items[wanted].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+    items[wanted].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
     cache.fetch(items[wanted], must=must, distance=cache.timeline.distance(items[wanted]))
     assert sorted(item.name for item in cache.held) == sorted(left)
     assert cache.pools[0].made == 2
@@ -144,7 +144,7 @@ def test_a_pinned_item_is_no_victim_and_the_update_takes_one_block_more() -> Non
 
 def test_a_place_that_was_not_filled_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, items = cache_of("a", "", 1)
-    items["a"].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+    items["a"].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
 
     def interrupt(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
@@ -169,7 +169,7 @@ def test_a_device_without_memory_for_another_block(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError
 
     cache, items = cache_of("ab", "a", 2)
-    items["b"].home = [(torch.zeros(8, dtype=torch.uint8), 0)]
+    items["b"].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
     monkeypatch.setattr(Cache, "_take", refuse)
     for _ in range(2):
         assert cache.fetch(items["b"], must=must, distance=0) == must

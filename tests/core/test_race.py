@@ -11,7 +11,6 @@ import tomllib
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import loop as loop_module
 from fsdp_offload.core.buckets import ELSEWHERE, Bucket, make_pools, need
-from fsdp_offload.core.items import Item
+from fsdp_offload.core.items import BytesAtHome, Home, Item
 
 from .deferred import DeferredLanes, IssuedError
 
@@ -58,6 +57,14 @@ class Counting:
         return self.weights[group] if item.block is None else item.block.memory[:16].view(torch.int64)
 
 
+class ProgramHome(Home):
+    """Has the methods of a program."""
+
+    def __init__(self, pieces: BytesAtHome, **methods: Any) -> None:
+        super().__init__(pieces)
+        vars(self).update(methods)
+
+
 @dataclass
 class Trial:
     """One random program."""
@@ -83,14 +90,7 @@ class Trial:
             self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
         self.streams = {g for g in range(self.groups) if rng.random() < 0.8} if rng.random() < 0.6 else set()
         self.marks = marks = self.updates.marks = {
-            g: Item(
-                *(f"w{g}", 16),
-                home=[(weights.view(torch.uint8), 0)],
-                is_held=lambda g=g: g in self.holders,
-                version=lambda g=g: self.weight_versions[g],
-            )
-            if g in self.streams
-            else Item(f"w{g}", fixed=[weights])
+            g: Item(f"w{g}", 16, home=self.weights_home(g)) if g in self.streams else Item(f"w{g}", fixed=[weights])
             for g, weights in self.weights.items()
         }
         self.holders = {g for g in self.streams if rng.random() < 0.4}  # whose homes stay with somebody who has looked
@@ -109,18 +109,13 @@ class Trial:
             if self.clips is not None and not self.streams.issuperset(joined):
                 joined = (g,)  # buckets share no element of parameters, and each has its own way back
             joined = joined if g < self.groups else (ELSEWHERE,)
-            item = Item(f"s{g}", 16, home=pieces, exists=False, version=lambda g=g: self.versions[g])
-            item.is_held = lambda g=g: g in self.held
+            item = Item(f"s{g}", 16, home=self.state_home(g, pieces), exists=False)
             if rng.random() < (0.5 if self.clips is None else 0.9):
-                spare = torch.zeros(16, dtype=torch.uint8)
-                self.spares[g] = spare
-                item.spare_home = partial(self.spare_home, g, item)
+                self.spares[g] = torch.zeros(16, dtype=torch.uint8)
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
-        self.guessed: dict[Item, None] | None = None  # changed by guesses of this iteration
+        self.guessed: dict[Home, None] | None = None  # changed by guesses of this iteration
         self.old = {g: torch.zeros(2, dtype=torch.int64) for g in self.weights}
         self.weight_spares = {g: torch.zeros(2, dtype=torch.int64) for g in self.streams}
-        for g in self.streams if self.clips is not None else ():
-            marks[g].spare_home = partial(self.spare_weights, g, marks[g])
         self.way_back = self.way_back_class(self.core, self.pairs_of)
         self.versions = [0] * len(buckets)
         self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
@@ -139,23 +134,32 @@ class Trial:
         self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []
 
-    def spare_home(self, g: int, item: Item) -> list[tuple[Tensor, int]] | None:
-        """As a save that is being written has it: the home is turned to the other one, which nobody reads any more."""
-        if self.guessed is not None:
-            self.guessed[item] = None
-            return [(self.spares[g], 0)]
-        if (home := self.homes[g]).data_ptr() not in self.reading:
-            return None
-        if (before := self.reading.pop(self.spares[g].data_ptr(), None)) is not None:
-            before.synchronize()
-        self.homes[g], self.spares[g] = self.spares[g], home
-        return [(self.homes[g], 0)]
+    def state_home(self, g: int, pieces: BytesAtHome) -> Home:
+        def turn() -> BytesAtHome | None:
+            """As a save that is being written has it: turn to the other home, which nobody reads any more."""
+            if g not in self.spares or (self.guessed is None and self.homes[g].data_ptr() not in self.reading):
+                return None
+            if self.guessed is not None:
+                self.guessed[found] = None
+                return [(self.spares[g], 0)]
+            if (before := self.reading.pop(self.spares[g].data_ptr(), None)) is not None:
+                before.synchronize()
+            self.homes[g], self.spares[g] = self.spares[g], self.homes[g]
+            return [(self.homes[g], 0)]
 
-    def spare_weights(self, g: int, item: Item) -> list[tuple[Tensor, int]] | None:
-        if self.guessed is None or item in self.guessed:
-            return None
-        self.guessed[item] = None
-        return [(self.weight_spares[g].view(torch.uint8), 0)]
+        found = ProgramHome(pieces, turn=turn, is_held=lambda: g in self.held, version=lambda: self.versions[g])
+        return found
+
+    def weights_home(self, g: int) -> Home:
+        def turn() -> BytesAtHome | None:
+            if self.guessed is None or found in self.guessed:
+                return None
+            self.guessed[found] = None
+            return [(self.weight_spares[g].view(torch.uint8), 0)]
+
+        pieces, version = [(self.weights[g].view(torch.uint8), 0)], lambda: self.weight_versions[g]
+        found = ProgramHome(pieces, turn=turn, is_held=lambda: g in self.holders, version=version)
+        return found
 
     def pairs_of(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
         fixed = [g for g in bucket.groups if g not in self.streams]
@@ -183,7 +187,7 @@ class Trial:
         self.guessed = None
         for bucket in self.core.buckets:  # its writer still reads the home that the bucket has again
             if (mark := self.reading.get(self.homes[bucket.number].data_ptr())) is not None:
-                bucket.state.home_read["reader"] = mark
+                bucket.state.home.read["reader"] = mark
         for g in range(self.groups):  # the user reads what is on the device, and writes all gradients
             if g not in self.streams:
                 self.lanes.compute.touch(reads=[self.weights[g]])
@@ -194,11 +198,11 @@ class Trial:
     def commit(self) -> None:
         guessed, self.guessed = self.guessed or {}, None
         for bucket in self.core.buckets:
-            if bucket.state in guessed:
+            if bucket.state.home in guessed:
                 g = bucket.number
                 self.homes[g], self.spares[g] = self.spares[g], self.homes[g]
         for g in self.streams:
-            if self.marks[g] in guessed:
+            if self.marks[g].home in guessed:
                 self.weights[g], self.weight_spares[g] = self.weight_spares[g], self.weights[g]
         self.way_back.end()
 
@@ -315,7 +319,7 @@ class Trial:
             for g in order:
                 assert self.updates.place(g).tolist() == [self.counts[g]] * 2 or g in self.streams
         for g in sorted(self.holders):
-            if self.marks[g].exposed:
+            if self.marks[g].home.exposed_at is not None:
                 self.lanes.world.check("host", self.lanes.world.host, [self.weights[g]], [])
                 assert self.weights[g].tolist() == [self.counts[g]] * 2, (self.seed, g)
         if rng.random() < 0.3:
@@ -381,11 +385,11 @@ class Trial:
         for bucket in self.core.buckets:
             item = bucket.state
             if item.exists:
-                reader.wait(item.at_home)
+                reader.wait(item.home.stored)
                 copy = torch.zeros(16, dtype=torch.uint8)
                 self.lanes.world.forget(copy)
                 reader.copy([(copy, self.homes[bucket.number])])
-                item.home_read["reader"] = mark = reader.mark()
+                item.home.read["reader"] = mark = reader.mark()
                 self.reading[self.homes[bucket.number].data_ptr()] = mark
                 self.saves.append((copy, self.state[bucket.number], mark))
 

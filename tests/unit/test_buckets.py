@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_offload.core import packing
-from fsdp_offload.core.packing import CUT_NUMEL, Homes, Move, Packed, Range, ShardSpec, join_copies, plan_buckets
+from fsdp_offload.core.packing import CUT_NUMEL, ArenaLayout, Move, Packed, Range, ShardSpec, join_copies, plan_buckets
 from fsdp_offload.device.arena import ALIGN_BYTES
 
 
@@ -36,7 +36,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def copies_of(bucket: Packed, homes: Homes) -> list[Move]:
+def copies_of(bucket: Packed, homes: ArenaLayout) -> list[Move]:
     return join_copies((copy for _, copy in bucket.leaf_copies), homes.breaks)
 
 
@@ -94,7 +94,7 @@ def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects
     assert max(moved, default=-1) < homes.nbytes
 
 
-def leaves_at_home(specs: list[ShardSpec], homes: Homes) -> list[tuple[int, int]]:
+def leaves_at_home(specs: list[ShardSpec], homes: ArenaLayout) -> list[tuple[int, int]]:
     """Offset and bytes of each leaf."""
     leaves = [zip(offsets, spec.leaf_nbytes, strict=True) for spec, offsets in zip(specs, homes.offsets, strict=True)]
     return list(itertools.chain.from_iterable(leaves))
