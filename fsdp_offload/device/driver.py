@@ -71,4 +71,5 @@ def copy_calls(device: torch.device) -> CopyCalls | None:
         from cuda.bindings import driver
     except ImportError:
         return None
+    torch.cuda.init()
     return CopyCalls(driver, device)

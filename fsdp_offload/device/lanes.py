@@ -216,7 +216,8 @@ class TurnsLane(Lane):
         """In pieces, as many of them in a turn as make up a turn."""
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
-            if self._calls is not None and all(map(_is_flat, itertools.chain.from_iterable(copies))):
+            flat = not is_traced() and all(map(_is_flat, itertools.chain.from_iterable(copies)))
+            if self._calls is not None and flat:
                 self._copy_by_calls(self._calls, copies, piece_bytes)
                 return
             pieces, begin = pieces_of(copies, piece_bytes), 0
@@ -294,8 +295,12 @@ class HostFlag:
 def recorded(name: str) -> AbstractContextManager[object]:
     """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
-    tracing = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return torch.profiler.record_function(name) if tracing else nullcontext()
+    return torch.profiler.record_function(name) if is_traced() else nullcontext()
+
+
+def is_traced() -> bool:
+    """Return whether torch's profiler records: it names the range of its own copies, and not of the driver's."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 # One device -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
     buckets = set(found[Lane.LOAD])
     assert len(buckets) > 20
     assert set(found[Lane.STORE]) == buckets
-    updated_buckets = set(found[Lane.UPDATE]) - {None}
-    assert updated_buckets == set(range(len(updated_buckets))) >= buckets  # some are kept
+    updated_buckets = set(found[Lane.UPDATE]) - {None}  # of updates that joined several, the first
+    assert 0 in updated_buckets <= set(range(max(buckets) + 1))  # some are kept
+    assert len(updated_buckets) > len(buckets) / 4
     # The host does one thing at a time: an op and what it consists of are not both there.
     assert all(one.end_ms <= after.begin_ms for one, after in itertools.pairwise(timeline.spans))
