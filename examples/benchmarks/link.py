@@ -94,13 +94,13 @@ class Link:
         stream = torch.Stream(self._device)
         events = [[torch.Event(self._device, enable_timing=True) for _ in range(2)] for _ in range(_SMALL_COPIES)]
         torch.accelerator.synchronize(self._device)
-        begin = lanes[-1].mark()
+        begin = lanes[-1].mark(timed=True)
         for lane in lanes:
             for chunk in range(chunks // len(lanes)):
                 lane.copy([(self._slots[chunk % 2], self._hosts[chunk % 2].bytes)])
         for lane in lanes[:-1]:
             lanes[-1].wait(lane.mark())
-        end = lanes[-1].mark()
+        end = lanes[-1].mark(timed=True)
         with stream:
             for asked, ended in events:
                 torch.cuda._sleep(_SLEEP_CYCLES)  # so that they are spread over the time of the loads

@@ -329,9 +329,9 @@ class Bench:
         """
         self.iterate(optimizer, 1, clip=clip)
         compute = device_link(self._device).lanes(serial=False).compute
-        begin = compute.mark()
+        begin = compute.mark(timed=True)
         self.iterate(optimizer, count, clip=clip)
-        end = compute.mark()
+        end = compute.mark(timed=True)
         end.synchronize()
         return end.elapsed_ms_since(begin) / count
 

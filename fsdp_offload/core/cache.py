@@ -6,7 +6,7 @@ where there is nothing to do; ``put`` always stores.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -61,11 +61,11 @@ class Timeline:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]
 
-    def upcoming(self, most: int) -> Iterator[tuple[int, Use]]:
-        """Yield what comes next, nearest first, into the next iteration."""
-        count = len(self.cycle)
-        for ahead in range(min(count, most)):
-            yield ahead, self.cycle[(self._at + ahead) % count]
+    def upcoming(self, most: int) -> list[Use]:
+        """List what comes next, nearest first, into the next iteration."""
+        cycle = self.cycle
+        count, at = min(len(cycle), most), self._at % max(1, len(cycle))
+        return [*cycle[at : at + count], *cycle[: max(0, at + count - len(cycle))]]
 
     def distance(self, item: Item) -> int:
         """Count uses until the next one of ``item``."""

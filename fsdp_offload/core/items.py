@@ -163,7 +163,7 @@ class Item:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
-        if not self.home.waits_for_step():
+        if self.home.exposed_at is not None and not self.home.is_held():
             self.home.exposed_at = None  # nobody has looked at what the next store makes of it
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()

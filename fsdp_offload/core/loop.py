@@ -74,6 +74,7 @@ class Reductions:
     def __init__(self) -> None:
         self._counts: dict[int, int] = defaultdict(int)
         self._before: deque[dict[int, int]] = deque(maxlen=4)
+        self._most: dict[int, int] = {}  # of these steps
         self._least = 0
 
     @property
@@ -89,23 +90,22 @@ class Reductions:
 
     def is_final(self, group: int) -> bool:
         """Return whether no further reduction is expected. In the first step, nobody knows."""
-        expected = self._expected(group) or self._least
+        expected = self._most.get(group, 0) or self._least
         return 0 < expected <= self._counts.get(group, 0)
-
-    def _expected(self, group: int) -> int:
-        return max((counts.get(group, 0) for counts in self._before), default=0)
 
     def is_expected(self, group: int) -> bool:
         """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
-        return not self._before or self._expected(group) > 0
+        return not self._before or group in self._most
 
     def next_is_final(self, group: int) -> bool:
-        return self._counts.get(group, 0) + 1 == self._expected(group)
+        return self._counts.get(group, 0) + 1 == self._most.get(group, 0)
 
     def end(self, *, stepped: bool = True) -> None:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
         if stepped and self._counts:
             self._before.append(dict(self._counts))
+            groups = {group for counts in self._before for group in counts}
+            self._most = {group: max(counts.get(group, 0) for counts in self._before) for group in groups}
         self._counts = defaultdict(int)
 
 
@@ -255,7 +255,7 @@ class Core:
         return self._followers.get(bucket.number, ())
 
     def has_updated(self, number: int) -> bool:
-        return any(number in bucket.groups for bucket in self.done)
+        return not self.done.keys().isdisjoint(self.buckets_of(number))
 
     def uses(self, number: int) -> None:
         """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
@@ -307,7 +307,8 @@ class Core:
             final = all(map(self.reductions.is_final, bucket.groups))
             if not final or bucket.number in updated or not updated >= bucket.after:
                 continue
-            is_held = any(item.home.waits_for_step() for item in (bucket.state, *bucket.weights))
+            looked_at_home = [one for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
+            is_held = any(item.home.is_held() for item in looked_at_home)
             if is_held:
                 self.held.add(bucket)  # what they see changes in step(), as without offload
             if is_held and not self.frees_all:
@@ -419,7 +420,7 @@ class Core:
         creates = not first.state.exists
         # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
         lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
-        cache.pinned = tuple(dict.fromkeys(item for one in buckets for item in one.streamed))
+        cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
         guess = self.guess if self.stepping is None else None
@@ -429,7 +430,7 @@ class Core:
         lane.wait(*self._with_gradients(first))
         if creates:
             lane.wait(self.updated)  # of another lane: ``updated`` is the end of all
-        items = dict.fromkeys(item for one in buckets for item in (one.state, *one.weights))
+        items = {item: None for one in buckets for item in (one.state, *one.weights)}
         with self._timed_wait(lane, in_step=True):
             for item in items:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
@@ -500,7 +501,7 @@ class Core:
             return
         gathers = loads = 0
         full = []
-        for distance, use in self.timeline.upcoming(AHEAD):
+        for distance, use in enumerate(self.timeline.upcoming(AHEAD)):
             gathers += use.gathers
             if gathers > GATHERS_AHEAD:
                 return
@@ -514,7 +515,7 @@ class Core:
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item in self._of_weights or not item.home.waits_for_step():
+        if item.home.exposed_at is None or item in self._of_weights or not item.home.is_held():
             return False
         return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
 
@@ -616,8 +617,8 @@ class WayBack:
 
     def keep(self, bucket: Bucket) -> None:
         """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
-        pairs, versions = self.pairs_of(bucket), [version_of(param) for param in bucket.params]
-        if not pairs or self._stored.get(bucket) == versions:
+        versions = [version_of(param) for param in bucket.params]
+        if self._stored.get(bucket) == versions or not (pairs := self.pairs_of(bucket)):
             return
         lanes = self.core.lanes
         lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too

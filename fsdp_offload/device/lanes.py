@@ -143,7 +143,7 @@ class Lane:
     def wait(self, *marks: Mark | None) -> None:
         """Let what follows in this lane start only after ``marks``; the host goes on, unless one is the CPU's."""
         for mark in marks:
-            known = None if mark is None else mark.resolved()
+            known = None if mark is None or type(mark) is Mark else mark.resolved()
             if known is not None:
                 with self._in_use:
                     if not self._is_behind(known):
@@ -292,10 +292,13 @@ class HostFlag:
         return bool(self._value)
 
 
+_NOTHING = nullcontext()
+
+
 def recorded(name: str) -> AbstractContextManager[object]:
     """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
-    return torch.profiler.record_function(name) if is_traced() else nullcontext()
+    return torch.profiler.record_function(name) if is_traced() else _NOTHING
 
 
 def is_traced() -> bool:
@@ -311,7 +314,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, *, serial: bool) -> None:
         """With ``serial``, and on the CPU, none overlaps another."""
-        self._device = device
+        self._device, self._others = device, dict[int, Lane]()
         if serial or device.type == "cpu":
             names = ("load", "store", "update", "down", "up", "compute")
             lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
@@ -332,7 +335,10 @@ class Lanes:
         """Return the lane of a stream of torch's; ``None`` is the current one."""
         if stream is None or isinstance(self.compute, SerialLane):
             return self.compute
-        return Lane(self._device, stream, name=f"stream {stream.stream_id}")
+        if (lane := self._others.get(stream.stream_id)) is None:
+            lane = Lane(self._device, stream, name=f"stream {stream.stream_id}", lasts=True)
+            self._others[stream.stream_id] = lane
+        return lane
 
     def event(self, event: object) -> Mark:
         """Return a mark for an event of torch's; without one, the point that compute has reached."""

@@ -372,14 +372,13 @@ class Engine:
         core.away = False
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
         begin = None
-        if not core.begun and not self.failure:
-            # What is trained and not planned, step() will take over.
-            stale = not self._groups_as_before(optimizer) or any(map(is_trained, self._unplanned))
+        if core.mode.begin == "final" and not core.begun and not self.failure:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = core.guess is not None
-            if may_begin and not stale:
+            # Last: with many groups it takes long. What is trained and not planned, step() will take over.
+            if may_begin and self._groups_as_before(optimizer) and not any(map(is_trained, self._unplanned)):
                 begin = partial(self._begin, optimizer, states)
         try:
             before = set(core.done)

@@ -376,8 +376,9 @@ class Guesses:
 
     def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
         """Watch gradients that updates may use, and parameters that they have ``written``."""
-        self._watched += map(TensorWeakRef, watch(gradients, self))
-        self._written += map(TensorWeakRef, watch(written, self))
+        for tensors, references in ((gradients, self._watched), (written, self._written)):
+            if tensors:
+                references += map(TensorWeakRef, watch(tensors, self))
 
     def unwatch(self) -> None:
         _unwatch(self._watched)
@@ -395,8 +396,10 @@ class Guesses:
 
     @_from_any_thread
     def writes(self, tensors: Sequence[Tensor]) -> None:
-        if self._tell_by_version(tensors):
-            return
+        if not self._tell_by_version(tensors):
+            self._note_write()
+
+    def _note_write(self) -> None:
         if not self.announced:
             self._touched = True
             return
@@ -406,8 +409,9 @@ class Guesses:
     @_from_any_thread
     def shares(self, tensors: Sequence[Tensor]) -> None:
         """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
-        self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
-        self.writes(tensors)
+        if not self._tell_by_version(tensors):
+            self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
+            self._note_write()
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Parameters may be looked at, and written, until an update that is a guess has written them."""

@@ -481,6 +481,8 @@ class Lending:
 
     def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
         """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
+        if self.guessing is None and not (self._readers or self.moving):
+            return []  # nothing has a reason to move
         for shard in shards:
             spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):

@@ -1,6 +1,7 @@
 """The user's own optimizer, run on one bucket after the other of a logical step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class BucketUpdates:
         block = bucket.state.block
         blocks = tuple(item.block for item in bucket.streamed)
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
-        if bound is None or not all(one.still_valid() for one in bound):
+        if bound is None or any(map(BoundRange.has_moved, bound)):
             if len(bucket.bound) > 32:
                 bucket.bound.clear()  # blocks that came and went
             memory = None if block is None else block.memory
@@ -112,7 +113,7 @@ class BucketUpdates:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late."""
         used, bound = self.used.setdefault(bucket.number, set()), self._bind(bucket)
         ranges = [one for one in bound if one.shard.param not in used] if used else list(bound)
-        used.update(one.shard.param for one in ranges if self._conventions.gradient(one.shard.param) is not None)
+        used.update([one.shard.param for one in ranges if self._conventions.gradient(one.shard.param) is not None])
         return ranges
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
@@ -128,28 +129,26 @@ class BucketUpdates:
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
         grads = [self._conventions.gradient(one.shard.param) for one in ranges]
         read += [grad for grad in grads if grad is not None]
-        with_grad = [one for one, grad in zip(ranges, grads, strict=True) if grad is not None]
         seen = [one.shard.param for one in ranges if not one.is_alias]
+        seen += [grad for param in seen if (grad := self._conventions.gradient(param)) is not None]
         shared, states = self.shared, self.states
-        conventions = self._conventions
 
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
             for one, grad in zip(ranges, grads, strict=True):
                 one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
-            versions = list(map(_version, with_grad))
-            with torch.no_grad(), bare([*seen, *(g for p in seen if (g := conventions.gradient(p)) is not None)]):
+            before = _versions(ranges)
+            with torch.no_grad(), bare(seen) if seen else nullcontext():
                 update_bucket(shared, ranges, states)
-            self.writes_gradients |= versions != list(map(_version, with_grad))
+            self.writes_gradients |= before != _versions(ranges)
             for one in ranges:
                 one.gradient = None  # keeps no gradient
 
         return read, job
 
 
-def _version(bound: BoundRange) -> object:
-    """Change with what an update writes into the gradient that it was given."""
-    grad = bound.gradient
-    assert grad is not None
-    return grad._version if bound.shard.on_locals else version_of(grad)
+def _versions(ranges: Iterable[BoundRange]) -> list[object]:
+    """Change with what an update writes into the gradients that it was given."""
+    given = [(one.gradient, one.shard.on_locals) for one in ranges if one.gradient is not None]
+    return [grad._version if is_local else version_of(grad) for grad, is_local in given]

@@ -8,7 +8,7 @@ commits it.
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import torch
@@ -36,15 +36,14 @@ class BoundRange:
     last: bool  # no later range of the same shard follows: this one commits the parameter's scalars
     address: int  # of the local shard when it was bound; another one means that the storage was exchanged
     gradient: Tensor | None = None  # what the next update uses
+    is_alias: bool = field(init=False)  # the optimizer sees another tensor than the user's, and is handed its gradient
 
-    def still_valid(self) -> bool:
-        """Return whether the local shard is still the memory it was bound to."""
-        return local_shard(self.shard.param).data_ptr() == self.address
+    def __post_init__(self) -> None:
+        self.is_alias = self.param is not self.shard.param
 
-    @property
-    def is_alias(self) -> bool:
-        """Return whether the optimizer sees another tensor than the user's, which has to be handed its gradient."""
-        return self.param is not self.shard.param
+    def has_moved(self) -> bool:
+        """Return whether the local shard is other memory than that it was bound to."""
+        return local_shard(self.shard.param).data_ptr() != self.address
 
     def part_of(self, grad: Tensor | None) -> Tensor | None:
         if grad is None or not self.shard.on_locals:

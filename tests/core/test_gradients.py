@@ -150,3 +150,14 @@ def test_a_load_forgets_which_updates_have_used_gradients(loops: tuple[Loop, Loo
         loop.optimizer.load_state_dict(saved)
         assert not engine_of(loop.optimizer).core._used_by
         loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_a_backward_looks_at_param_groups_only_to_begin(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """With hundreds of groups, a look takes as long as the updates."""
+    loop, looks, real = Loop(mesh, adamw, OffloadPolicy(overlap=overlap)).train(4), [], Engine._groups_as_before
+    monkeypatch.setattr(Engine, "_groups_as_before", lambda *args: looks.append(args) or real(*args))
+    loop.backward(4)
+    assert len(looks) == (overlap == "iteration")
