@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import TypeVar
 
 from torch import Tensor
@@ -13,8 +14,9 @@ from .items import Block, Item, Pool, Use
 LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
 """State of large groups is cut at the first, that of small groups is joined up to the second: few, large operations."""
 
-PASSING = 3
-"""Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored."""
+PASSING, MOST_PASSING = 3, 5
+"""Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored. A few more where one
+update takes several buckets of a usual group: each update costs the host more than it takes the device."""
 
 SMALL_BLOCKS, MOST_BUCKETS = 16, 288
 """With a limit, updates in the backward get small blocks: fewer bytes are in transit, and more state stays for the next
@@ -147,11 +149,18 @@ def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
 
 
 def pools_for(
-    state: Sequence[Item], weights: Sequence[Item], buckets: Sequence[Bucket], bucket_bytes: int, nbytes: int | None
+    state: Sequence[Item],
+    weights: Sequence[Item],
+    buckets: Sequence[Bucket],
+    bucket_bytes: int,
+    nbytes: int | None,
+    *,
+    joins: bool = False,
 ) -> list[Pool]:
     """Make pools for all items. Those of parameters, which profit more from blocks than state, come first.
 
     Parameters are loaded twice an iteration and stored once. What an update needs fits ``nbytes``, if that is possible.
+    ``joins``: an update in the backward takes all buckets of a group, as far as they fit.
     """
     sizes = sorted(item.nbytes for item in weights)
     usual_bytes = sizes[len(sizes) // 2] if sizes else 0
@@ -161,6 +170,10 @@ def pools_for(
         # One block that fits everything of a kind takes less than one of each size.
         pools = [*make_pools(weights, sizes[-1] if sizes else 0), *make_pools(state, 1 << 62)]
         need(pools, buckets)
+    for pool in pools if joins else ():
+        alike = Counter(one.groups for one in buckets if one.state.pool is pool and one.groups != (ELSEWHERE,))
+        usual = median_high(alike.values()) if alike else 0
+        pool.transit = max(PASSING, min(MOST_PASSING, usual + 1))
     return pools
 
 
@@ -174,17 +187,17 @@ def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
 def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
     """Divide ``nbytes`` among ``pools``, those that profit most in front; ``None``: use few blocks.
 
-    Each pool gets its least first, even if that exceeds ``nbytes``; then blocks for items in transit, up to
-    ``PASSING``; then, with ``nbytes``, blocks for kept items.
+    Each pool gets its least first, even if that exceeds ``nbytes``; then blocks for items in transit; then, with
+    ``nbytes``, blocks for kept items.
     """
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
     for pool in pools:
         pool.count = pool.least
         if nbytes is None or left < 0:  # fewer than ``most`` are allowed: even the only bucket leaves the device
             pool.most = max(pool.most, pool.least + 1)
-    for limit in (PASSING, PASSING + 1) if nbytes is None else (PASSING, 1 << 30):
+    for beyond in (0, 1 if nbytes is None else 1 << 30):
         for pool in pools:
-            more = min(limit, pool.most) - pool.count
+            more = min(pool.transit + beyond, pool.most) - pool.count
             more = max(0, min(more, left // pool.nbytes))
             pool.count += more
             left -= more * pool.nbytes
@@ -194,13 +207,13 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
 
 
 def choose_kept(items: Sequence[Item]) -> None:
-    """Keep the first of ``items`` in forward order, needed first: all if they fit, else leave ``PASSING`` blocks."""
+    """Keep the first of ``items`` in forward order, needed first: all if they fit, else leave those in transit room."""
     left: dict[Pool, int] = {}
     for item in items:
         pool = item.pool
         if pool is not None:
             if pool not in left:
-                left[pool] = pool.most if pool.count >= pool.most else max(0, pool.count - PASSING)
+                left[pool] = pool.most if pool.count >= pool.most else max(0, pool.count - pool.transit)
                 pool.passing = pool.count
             item.kept, left[pool] = left[pool] > 0, left[pool] - 1
             pool.passing -= item.kept

@@ -42,6 +42,7 @@ class Pool:
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
         least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
+        transit: so many are for items that pass through: one is loaded, some are updated, one is stored.
         passing: those that no kept item takes.
     """
 
@@ -51,6 +52,7 @@ class Pool:
     free: list[Block] = field(default_factory=list)
     least: int = 1
     most: int = 1
+    transit: int = 3
     passing: int = 1
 
 

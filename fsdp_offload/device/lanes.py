@@ -336,7 +336,7 @@ class Lanes:
         if stream is None or isinstance(self.compute, SerialLane):
             return self.compute
         if (lane := self._others.get(stream.stream_id)) is None:
-            lane = Lane(self._device, stream, name=f"stream {stream.stream_id}", lasts=True)
+            lane = Lane(self._device, stream, name=f"stream {stream.stream_id}")
             self._others[stream.stream_id] = lane
         return lane
 

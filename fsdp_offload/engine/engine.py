@@ -162,7 +162,9 @@ class Engine:
         limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
         whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
         state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
-        pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, self.plan.bucket_bytes, limit)
+        joins = self.policy.updates_in_backward and self.layouts.capabilities.joins
+        sizes = self.plan.bucket_bytes, limit
+        pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, *sizes, joins=joins)
         share_out(pools, limit)
         core.choose_kept()
         learns = limit is None and not whole and self.policy.moves_beside_model

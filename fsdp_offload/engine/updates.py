@@ -61,10 +61,10 @@ class BucketUpdates:
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
         pinned = pinned_implementations(optimizer)
-        # What is not in the table is checked bucket by bucket. What foreach allocates grows with what a call updates.
-        is_fused, can = all(group.get("fused") for group in optimizer.param_groups), self._layouts.capabilities
-        joins = can.elementwise and can.known and not self._conventions.attributes_by_param
-        self.joined_bytes = (JOINED_BYTES if is_fused else LARGEST_BYTES) if joins else 0
+        # What foreach allocates grows with what a call updates.
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)
+        joined_bytes = JOINED_BYTES if is_fused else LARGEST_BYTES
+        self.joined_bytes = joined_bytes if self._layouts.capabilities.joins else 0
         self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())

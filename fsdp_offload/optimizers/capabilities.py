@@ -98,6 +98,11 @@ class Capabilities:
     moves_whole: bool = False  # nobody has said so: all state is loaded, stepped plainly, and stored
     conventions: Conventions = field(default_factory=Conventions)
 
+    @property
+    def joins(self) -> bool:
+        """Return whether one update may take several buckets. What is in no table is checked bucket by bucket."""
+        return self.elementwise and self.known and not self.conventions.attributes_by_param
+
     def host_options(self, group: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, Any]:
         """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.
 

@@ -6,7 +6,7 @@ iterations whose waits are estimated.
 
 from collections.abc import Callable
 
-from ..core.buckets import PASSING, Bucket, bucketing, choose_kept, pools_for, share_out
+from ..core.buckets import Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.items import Item
 from ..core.packing import ShardSpec, plan_buckets
 from ..core.room import TOLERATED, Reading, Room
@@ -56,7 +56,8 @@ class Blocks:
         self._weights = [item for item in weights if item.nbytes]
         self.host_bytes = homes.nbytes + sum(item.nbytes for item in weights)
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
-        self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit)
+        joins = policy.updates_in_backward
+        self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit, joins=joins)
         share_out(self.pools, limit)
         self.learns = limit is None and policy.moves_beside_model
         self.least_bytes = self.nbytes
@@ -71,7 +72,7 @@ class Blocks:
     def passing_bytes(self) -> int:
         """Those through which state passes."""
         pools = {item.pool for item in self._state}
-        return sum(min(PASSING, pool.count) * pool.nbytes for pool in pools if pool is not None)
+        return sum(min(pool.transit, pool.count) * pool.nbytes for pool in pools if pool is not None)
 
     def _choose_kept(self) -> None:
         choose_kept(self._state)

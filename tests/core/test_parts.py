@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from fsdp_offload import add_masters, offload_optimizer
-from fsdp_offload.core.buckets import Bucket, bucket_bytes_for, choose_kept, joined_groups, make_pools, share_out
+from fsdp_offload.core.buckets import (
+    ELSEWHERE,
+    Bucket,
+    bucket_bytes_for,
+    choose_kept,
+    joined_groups,
+    make_pools,
+    pools_for,
+    share_out,
+)
 from fsdp_offload.core.cache import NEVER, Cache, Pool, Timeline
 from fsdp_offload.core.items import Item, Use
 from fsdp_offload.core.loop import Reductions
@@ -257,6 +266,21 @@ def test_what_is_in_front_gets_more_blocks() -> None:
         first.least = second.least = 1
         share_out([first, second], nbytes)
         assert (first.count, second.count) == counts, nbytes
+
+
+@pytest.mark.parametrize(("in_groups", "transit"), [([1, 1, 1], 3), ([2, 2, 9], 3), ([4, 4, 4, 9], 5), ([9, 9], 5)])
+def test_an_update_may_take_all_buckets_of_a_usual_group(in_groups: list[int], transit: int) -> None:
+    """One block more is loaded meanwhile. What ``fully_shard`` does not gather counts for nothing."""
+    groups = [group for group, count in enumerate(in_groups) for _ in range(count)] + [ELSEWHERE] * 20
+    buckets = [Bucket(n, Item(f"s{n}", 8), (group,), ()) for n, group in enumerate(groups)]
+    state = [bucket.state for bucket in buckets]
+    (pool,) = pools_for(state, [], buckets, 8, None, joins=True)
+    share_out([pool], None)
+    assert (pool.transit, pool.count) == (transit, transit + 1)
+    choose_kept(state)
+    assert (sum(item.kept for item in state), pool.passing) == (1, transit)
+    (pool,) = pools_for(state, [], buckets, 8, None)
+    assert pool.transit == 3
 
 
 def end(room: Room, stalled_ms: float, in_step_ms: float = 0, steady: bool = True, free_bytes: int = 1 << 40) -> int:
