@@ -458,7 +458,7 @@ class Engine:
 
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: take guesses back that have changed them."""
-        if self.guesses.made and self.core.has_updated(number):
+        if self.core.guess is not None and self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
 
     # Parameters and state of a step -----------------------------------------------------------------------------------

@@ -415,7 +415,8 @@ class Guesses:
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Parameters may be looked at, and written, until an update that is a guess has written them."""
-        return all(tensor.requires_grad and not (self.made and tensor in self.used) for tensor in tensors)
+        written = self.used if self.made else ()
+        return all(tensor.requires_grad and tensor not in written for tensor in tensors)
 
 
 def _unwatch(references: list[TensorWeakRef]) -> None:

@@ -48,7 +48,10 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
-    return vars(tensor).get(STAND_IN, tensor)._version, local_shard(tensor)._version
+    local = (
+        LOCAL.__get__(tensor) if isinstance(tensor, DTensor) else tensor
+    )  # local_shard(), without a call: it is often
+    return vars(tensor).get(STAND_IN, tensor)._version, local._version
 
 
 def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -142,7 +142,7 @@ class StateShard(Housed):
     @property
     def homes(self) -> dict[str, Tensor]:
         """The tensors that ``optimizer.state[param]`` holds, by name."""
-        return self.home.values
+        return self.sides[self.side].values
 
     def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
         """The state on one of its sides, or a flat range of it, as the optimizer sees it."""
