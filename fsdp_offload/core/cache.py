@@ -67,13 +67,17 @@ class Timeline:
         count, at = min(len(cycle), most), self._at % max(1, len(cycle))
         return [*cycle[at : at + count], *cycle[: max(0, at + count - len(cycle))]]
 
-    def distance(self, item: Item) -> int:
-        """Count uses until the next one of ``item``."""
-        positions = self._positions.get(item)
-        if not positions:
-            return NEVER
-        index = bisect.bisect_left(positions, self._at)
-        return positions[index] - self._at if index < len(positions) else positions[0] + len(self.cycle) - self._at
+    def distances(self, items: Iterable[Item]) -> list[int]:
+        """Count uses until the next one of each of ``items``."""
+        found = []
+        for item in items:
+            positions, ahead = self._positions.get(item), NEVER
+            if positions:
+                index = bisect.bisect_left(positions, self._at)
+                later = positions[index] if index < len(positions) else positions[0] + len(self.cycle)
+                ahead = later - self._at
+            found.append(ahead)
+        return found
 
 
 @dataclass
@@ -181,7 +185,7 @@ class Cache:
         store.wait(item.ready)  # R3: the update may still be writing the place
         store.wait(*home.read.values())  # R4: a load, or a checkpoint, may still be reading this home
         copies = item.copies(home.changed())
-        nbytes = sum(one.numel() for one, _ in copies)
+        nbytes = sum([one.numel() for one, _ in copies])
         with recorded(f"fsdp_offload S {item.name}"), self._timed(store, nbytes):
             store.copy(copies)
         home.stored = item.used["store"] = store.mark()
@@ -300,14 +304,12 @@ class Cache:
 
         ``distance``: only one that is not kept, and is used after more uses than that. ``None``: any, kept ones last.
         """
-        victim, latest = None, (-1, -1 if distance is None else distance)
-        for item in self.held:
-            if item in self.pinned or (item.kept and distance is not None) or item.pool is not pool:
-                continue
-            ahead = (not item.kept if distance is None else -1), self.timeline.distance(item)
-            if ahead > latest:
-                victim, latest = item, ahead
-        if victim is None:
+        fits = [one for one in self.held if one.pool is pool and not (one.kept and distance is not None)]
+        left = [one for one in fits if one not in self.pinned]
+        left = [one for one in left if not one.kept] or left
+        ahead = self.timeline.distances(left)
+        farthest = max(ahead, default=NEVER)
+        if not left or (distance is not None and farthest <= distance):
             return False
-        self.drop(victim)
+        self.drop(left[ahead.index(farthest)])
         return True

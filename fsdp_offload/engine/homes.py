@@ -121,14 +121,14 @@ class ArenaHome(Home, Generic[AnyHoused]):
         self.bytes = self.bytes_of(self.shards)
 
     def turn(self) -> BytesAtHome | None:
-        if not self._lending.turn(self.changing()):
+        if not (self._lending.may_turn and self._lending.turn(self.changing())):
             return None
         if self._lending.guessing is None:
             self._lending.move_parameters()
         return self.bytes_of(self.shards)
 
     def wait_unread(self) -> None:
-        for one in self.changing():
+        for one in self.changing() if self._lending.is_read else ():
             one.sides[self._lending.side_of(one)].wait_unread()
 
     def bytes_of(self, shards: Iterable[AnyHoused]) -> BytesAtHome:
@@ -479,10 +479,18 @@ class Lending:
 
     # Spare homes ------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_read(self) -> bool:
+        """Return whether somebody may still read any home."""
+        return bool(self._readers)
+
+    @property
+    def may_turn(self) -> bool:
+        """Return whether anything has a reason to live in the other home when the step is complete."""
+        return self.guessing is not None or bool(self._readers or self.moving)
+
     def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
         """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
-        if self.guessing is None and not (self._readers or self.moving):
-            return []  # nothing has a reason to move
         for shard in shards:
             spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):

@@ -88,7 +88,7 @@ class ModelHooks:
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
         engine.before_gather(number)
-        if engine.core.has_updated(number):
+        if engine.core.done and engine.core.has_updated(number):
             if runs_in_backward():
                 engine.refuse("second backward" if in_backward else "recomputation")
             engine.core.is_seen = True

@@ -94,7 +94,7 @@ class BucketUpdates:
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
         """Bind the ranges of a bucket where they are now, for the optimizer to see."""
         block = bucket.state.block
-        blocks = tuple(item.block for item in bucket.streamed)
+        blocks = tuple([item.block for item in bucket.streamed])
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
         if bound is None or any(map(BoundRange.has_moved, bound)):
             if len(bucket.bound) > 32:

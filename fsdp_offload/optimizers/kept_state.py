@@ -37,8 +37,8 @@ def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> Layou
             return "number" if type_only else str(bool(value))
         return "tensor" if isinstance(value, Tensor) else type(value).__name__
 
-    names = sorted(name for name in group if name not in _NO_SWITCHES and name not in counters)
-    return tuple((name, switch(group[name], type_only=name == "lr")) for name in names)
+    names = sorted([name for name in group if name not in _NO_SWITCHES and name not in counters])
+    return tuple([(name, switch(group[name], type_only=name == "lr")) for name in names])
 
 
 class Layouts:

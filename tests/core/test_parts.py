@@ -49,7 +49,8 @@ def after(timeline: Timeline, items: dict[str, Item], text: str) -> str:
     for name in text:
         timeline.note(uses[name])
     upcoming = "".join(str(use.name) for use in timeline.upcoming(4))
-    return upcoming + " " + " ".join(f"{name}{timeline.distance(item)}" for name, item in items.items())
+    ahead = timeline.distances(items.values())
+    return upcoming + " " + " ".join(f"{name}{number}" for name, number in zip(items, ahead, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_timeline_knows_what_comes_next(cycle: str, come: str, expected: str) ->
 def test_timeline_tells_repeated_iterations_and_keeps_the_last_one_that_had_uses() -> None:
     timeline, _ = timeline_of("ab")
     uses = list(timeline.cycle)
-    assert timeline.distance(Item("c", 8)) == NEVER  # and is never used
+    assert timeline.distances([Item("c", 8)]) == [NEVER]  # and is never used
     assert not timeline.repeats
     for use in uses:
         timeline.note(use)
@@ -137,7 +138,7 @@ def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "")
 def test_the_victim_is_what_is_used_last(held: str, kept: str, come: str, wanted: str, must: bool, left: str) -> None:
     cache, items = cache_of("abcd", held, 2, kept, come)
     items[wanted].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
-    cache.fetch(items[wanted], must=must, distance=cache.timeline.distance(items[wanted]))
+    cache.fetch(items[wanted], must=must, distance=cache.timeline.distances([items[wanted]])[0])
     assert sorted(item.name for item in cache.held) == sorted(left)
     assert cache.pools[0].made == 2
 
