@@ -382,3 +382,24 @@ def test_the_implementation_is_the_one_that_torch_takes_without_offload(
     assert type(next(loop.model.parameters())) is not DTensor, "the parameter has a class of its own on the host"
     loop.backward(0)
     assert pinned_implementations(loop.optimizer) == [{} if knows_dtensors else {"foreach": False}]
+
+
+def test_frozen_parameters_are_loaded_and_not_stored(mesh: DeviceMesh) -> None:
+    """Another optimizer may write their homes, or a save read them."""
+
+    def stored_bytes(frozen: bool) -> int:
+        def net() -> nn.Module:
+            made = Net(width=64)
+            for block in made.blocks if frozen else ():
+                block.up.weight.requires_grad_(False)
+            return made
+
+        def trained_only(params: Any) -> Optimizer:
+            return adamw([param for param in params if param.requires_grad])
+
+        loop = Loop(mesh, trained_only, on_host({"overlap": "forward"}, staying=0), net=net).train(3)
+        stored: int = loop.optimizer.offload_report().step.stored_bytes  # type: ignore[attr-defined]
+        return stored
+
+    weights_bytes = 4 * (64 * 128 * 4)
+    assert stored_bytes(frozen=False) - stored_bytes(frozen=True) == 3 * weights_bytes  # with two states
