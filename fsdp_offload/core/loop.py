@@ -449,10 +449,10 @@ class Core:
         cache.moved.updates += len(buckets)
         self._hold(gradients, buckets)
         self.done.update(dict.fromkeys(buckets))
-        for one in buckets:
-            if guess is not None:
+        if guess is not None:
+            for one in buckets:
                 guess.updated(one)
-            self._send_home(one, guess)
+        self._send_home(buckets, guess)
 
     def _with_gradients(self, bucket: Bucket) -> list[Mark]:
         """Return marks behind which the gradients of a bucket, and hyperparameters, are what its update is to see."""
@@ -471,13 +471,15 @@ class Core:
             before = self._gradients.get(one.number, []) if one in self.done else []  # others have come late
             self._gradients[one.number] = [*before, *gradients]
 
-    def _send_home(self, bucket: Bucket, guess: "WayBack | None") -> None:
+    def _send_home(self, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
         """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
-        for item in bucket.streamed:
-            if (guess is not None or not item.stays) and (item is bucket.state or self._is_updated(item)):
+        for item in {item: None for one in buckets for item in one.streamed}:
+            is_new = item not in self._of_weights or self._is_updated(item)
+            if is_new and (guess is not None or not item.stays):
                 self.cache.put(item)
-        if bucket.streamed and bucket not in self._undone:
-            self.timeline.note(bucket.use)
+        for one in buckets:
+            if one.streamed and one not in self._undone:
+                self.timeline.note(one.use)
 
     def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
         """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.

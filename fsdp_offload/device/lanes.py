@@ -146,16 +146,12 @@ class Lane:
             known = None if mark is None or type(mark) is Mark else mark.resolved()
             if known is not None:
                 with self._in_use:
-                    if not self._is_behind(known):
+                    lane = known.lane if self._lasts else None
+                    if lane is None:
                         self._wait(known)
-
-    def _is_behind(self, mark: EventMark) -> bool:
-        """Return whether all that this lane is given comes behind ``mark`` anyway: another wait would cost the host."""
-        lane = mark.lane
-        if lane is None or not self._lasts:
-            return False
-        known, self._seen[lane] = self._seen.get(lane, 0), max(self._seen.get(lane, 0), mark.number)
-        return lane is self or known >= mark.number
+                    elif lane is not self and self._seen.get(lane, 0) < known.number:  # else it is behind that already
+                        self._wait(known)
+                        self._seen[lane] = known.number  # last: an interrupted wait counts for nothing
 
     def _wait(self, mark: EventMark) -> None:
         if type(mark.event) is torch.Event:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
-from fsdp_offload.device.lanes import TurnsLane, pieces_of
+from fsdp_offload.device.lanes import EventMark, Lane, TurnsLane, pieces_of
 from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
 from tests.overlapping import Loop, policy_of
@@ -153,6 +153,34 @@ def test_copies_take_turns_in_pieces(by: str, monkeypatch: pytest.MonkeyPatch) -
     if calls is not None:
         assert calls.pieces[-5:] == [300, 3796, 4096, 808, 1000]
     assert pieces_of([], 4096) == []
+
+
+class Noting(Lane):
+    """Notes which marks are waited for; ``fails``: the next wait is interrupted."""
+
+    def __init__(self, name: str, *, lasts: bool = True) -> None:
+        super().__init__(torch.device("cpu"), name=name, lasts=lasts)
+        self.waited: list[int] = []
+        self.fails = False
+
+    def _wait(self, mark: EventMark) -> None:
+        if self.fails:
+            raise KeyboardInterrupt
+        self.waited.append(mark.number)
+
+
+def test_a_wait_that_is_implied_is_not_issued() -> None:
+    load, store, passing = Noting("load"), Noting("store"), Noting("stream 7", lasts=False)
+    marks = [EventMark(object(), store, number) for number in range(4)]  # type: ignore[arg-type]
+    load.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        load.wait(marks[2])
+    load.fails = False
+    load.wait(marks[2], None, marks[1], marks[3], marks[3])
+    store.wait(*marks)
+    passing.wait(marks[1], marks[1])
+    load.wait(EventMark(object()), EventMark(object()))  # type: ignore[arg-type]  # of torch's
+    assert (load.waited, store.waited, passing.waited) == ([2, 3, 0, 0], [], [1, 1])
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import add_masters, remove_offload, synchronize
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
+from fsdp_offload.core.cache import Cache
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp import homed
 from fsdp_offload.fsdp.dtensor import local_shard
@@ -403,3 +404,14 @@ def test_frozen_parameters_are_loaded_and_not_stored(mesh: DeviceMesh) -> None:
 
     weights_bytes = 4 * (64 * 128 * 4)
     assert stored_bytes(frozen=False) - stored_bytes(frozen=True) == 3 * weights_bytes  # with two states
+
+
+@pytest.mark.parametrize("staying", [0, 10 * 2048])
+def test_an_update_of_several_buckets_stores_their_parameters_once(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, staying: int
+) -> None:
+    loop = Loop(mesh, adamw, on_host({"overlap": "iteration"}, bucket_bytes=2048, staying=staying)).train(5)
+    stored, put = list[str](), Cache.put
+    monkeypatch.setattr(Cache, "put", lambda cache, item: stored.append(item.name) or put(cache, item))
+    loop.train(1, first=5)
+    assert len(stored) == len(set(stored))
