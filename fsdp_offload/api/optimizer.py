@@ -144,7 +144,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
         except Exception:
             del self.param_groups[-1]  # as if it had not been called
-            engine.names = known
+            engine.names.clear()  # in place: others know this dict
+            engine.names.update(known)
             raise
         attachment.has_others = True
 

@@ -136,12 +136,13 @@ class Stopwatch:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Time for how long the device has nothing to do while the host is within; nothing of ours runs on compute."""
-        begin, now, self._in_call = self._mark(), self._now, []
+        begin, now, outer = self._mark(), self._now, self._in_call
+        waits = self._in_call = []
         try:
             yield
         finally:
-            waits, self._in_call = self._in_call, None
-        if now is not None and now is self._now:
+            self._in_call = outer
+        if outer is None and now is not None and now is self._now:
             now.calls.append((begin, self._mark(), waits))
 
     @contextmanager

@@ -5,6 +5,7 @@ import itertools
 import logging
 import warnings
 import weakref
+from collections import ChainMap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -135,7 +136,9 @@ class Engine:
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         look = partial(_look_at_parameter, weakref.ref(self))
         move_home = self.weights.move_home
-        self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, self.names)
+        # Those that have state, too: users edit groups by hand, and what is trained then has no name here.
+        trained = ChainMap[Tensor, object](self.plan.shards, self.names)  # type: ignore[arg-type]
+        self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, trained)
         self._take_plan()
 
     # The plan ---------------------------------------------------------------------------------------------------------

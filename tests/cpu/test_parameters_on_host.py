@@ -37,6 +37,7 @@ from tests.overlapping import (
     on_host,
     pair,
     policy_of,
+    same,
 )
 from tests.parity import fail_in_bucket, same_value
 from tests.tiers import spread
@@ -97,8 +98,8 @@ def test_what_a_parameter_still_is(mesh: DeviceMesh) -> None:
             assert getattr(one, name) == getattr(other, name), name
         kept = copy.deepcopy(other)
         assert local_shard(kept).data_ptr() != local_shard(other).data_ptr()
-        for same in (kept, pickle.loads(pickle.dumps(other.detach()))):
-            assert torch.equal(local_shard(same), local_shard(one))
+        for alike in (kept, pickle.loads(pickle.dumps(other.detach()))):
+            assert torch.equal(local_shard(alike), local_shard(one))
         assert torch.equal((other * 2).to_local(), (one * 2).to_local())
         with pytest.raises(RuntimeError, match=r"setting tensor\.data on a parameter that lives on the host"):
             other.data = torch.zeros_like(other)
@@ -385,25 +386,48 @@ def test_the_implementation_is_the_one_that_torch_takes_without_offload(
     assert pinned_implementations(loop.optimizer) == [{} if knows_dtensors else {"foreach": False}]
 
 
+def trained_only(params: Any) -> Optimizer:
+    return adamw([param for param in params if param.requires_grad])
+
+
+def partly_frozen() -> nn.Module:
+    made = Net(width=64)
+    for block in made.blocks:
+        block.up.weight.requires_grad_(False)
+    return made
+
+
 def test_frozen_parameters_are_loaded_and_not_stored(mesh: DeviceMesh) -> None:
     """Another optimizer may write their homes, or a save read them."""
 
-    def stored_bytes(frozen: bool) -> int:
-        def net() -> nn.Module:
-            made = Net(width=64)
-            for block in made.blocks if frozen else ():
-                block.up.weight.requires_grad_(False)
-            return made
-
-        def trained_only(params: Any) -> Optimizer:
-            return adamw([param for param in params if param.requires_grad])
-
+    def stored_bytes(net: Callable[[], nn.Module]) -> int:
         loop = Loop(mesh, trained_only, on_host({"overlap": "forward"}, staying=0), net=net).train(3)
         stored: int = loop.optimizer.offload_report().step.stored_bytes  # type: ignore[attr-defined]
         return stored
 
     weights_bytes = 4 * (64 * 128 * 4)
-    assert stored_bytes(frozen=False) - stored_bytes(frozen=True) == 3 * weights_bytes  # with two states
+    assert stored_bytes(lambda: Net(width=64)) - stored_bytes(partly_frozen) == 3 * weights_bytes  # with two states
+
+
+@pytest.mark.parametrize("thaw", ["by hand", "behind a refused group"])
+@pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
+def test_frozen_parameters_that_are_trained_later(mesh: DeviceMesh, overlap: str, thaw: str) -> None:
+    """The optimizer, which has moved them home, does not know them before."""
+    loops = pair(mesh, on_host({"overlap": overlap}, staying=0), trained_only, net=partly_frozen)
+    for loop in loops:
+        loop.train(3)
+        weights = [param for param in loop.model.parameters() if not param.requires_grad]
+        for param in weights:
+            param.requires_grad_(True)
+        if thaw == "by hand":
+            loop.optimizer.param_groups[0]["params"].extend(weights)
+            continue
+        if loop is loops[1]:
+            with pytest.raises(ValueError, match="meta"):
+                loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, device="meta"))]})
+        loop.optimizer.add_param_group({"params": weights, "lr": 0.01})
+    for step in range(3, 7):
+        assert same(loops[0].train(1, first=step), loops[1].train(1, first=step)), step
 
 
 @pytest.mark.parametrize("staying", [0, 10 * 2048])
