@@ -445,10 +445,10 @@ class Core:
             self.updated = mark = lane.mark()
         for item in items:
             cache.changed(item, mark)
-        cache.pinned, self.torn = (), ()
-        cache.moved.updates += len(buckets)
         self._hold(gradients, buckets)
         self.done.update(dict.fromkeys(buckets))
+        cache.pinned, self.torn = (), ()  # last: an interrupt in between leaves no bucket that counts for neither
+        cache.moved.updates += len(buckets)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
+from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.loop import Core
 from fsdp_offload.engine import updates
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.homes import Lending
@@ -191,6 +193,30 @@ def test_an_interrupt_behind_the_last_update(mesh: DeviceMesh, monkeypatch: pyte
                 loop.optimizer.step()
             loop.optimizer.zero_grad()
         assert same(*loops), at
+
+
+@pytest.mark.parametrize("where", [(Core, "_hold"), (Cache, "changed")], ids=lambda where: where[1])
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_an_interrupt_right_behind_an_update(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str, where: tuple[type, str]
+) -> None:
+    """Its buckets count as updated, or as half updated."""
+    loop = Loop(mesh, adamw, clipping(overlap=overlap, bucket_bytes=2048), net=small_net).train(3)
+    real, left = getattr(*where), [None] * 3
+
+    def interrupted(*args: Any) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(*args)
+
+    loop.backward(3)
+    monkeypatch.setattr(*where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"KeyboardInterrupt: .*\); (?!none).+ may be half updated"):
+        loop.optimizer.step()
 
 
 def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
