@@ -142,7 +142,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             eager = engine.conventions.state_without_gradient
             new = [param for param in params if param not in engine.plan.shards]  # others come from another group
             engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
-        except Exception:
+        except BaseException:  # an interrupt, too
             del self.param_groups[-1]  # as if it had not been called
             engine.names.clear()  # in place: others know this dict
             engine.names.update(known)

@@ -251,7 +251,8 @@ class Room:
                 self.extra, self._calm = self.extra - 1, 0
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
-        late = f", and {reading.host_ms:.1f} ms for the host" if reading.host_ms > tolerated_ms else ""
+        host_ms = min(reading.host_ms, reading.iteration_ms - reading.stalled_ms)
+        late = f", and {host_ms:.1f} ms for the host" if host_ms > tolerated_ms else ""
         waited = f"compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms{late}"
         self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
         if self.extra != before:

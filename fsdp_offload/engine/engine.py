@@ -830,6 +830,7 @@ class Engine:
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.settle()
+        self._param_ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
         self.plan.clear()
         self._take_plan()
         if self.host is not None:

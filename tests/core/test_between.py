@@ -18,10 +18,10 @@ from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.loop import Core
 from fsdp_offload.engine import updates
 from fsdp_offload.engine.engine import Engine
-from fsdp_offload.engine.homes import Lending
+from fsdp_offload.engine.homes import Lending, Plan
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
-from tests.overlapping import Loop, Net, adamw, attach, pair, same
+from tests.overlapping import Loop, Net, adamw, attach, pair, policy_of, same
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -217,6 +217,34 @@ def test_an_interrupt_right_behind_an_update(
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"KeyboardInterrupt: .*\); (?!none).+ may be half updated"):
         loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "interrupted", [(Plan, "clear"), (Plan, "add"), (Engine, "_take_plan")], ids=lambda where: where[1]
+)
+def test_an_interrupt_while_state_is_divided_anew(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, interrupted: tuple[type, str]
+) -> None:
+    """The next ``step()`` divides it, and makes the step."""
+    loops = pair(mesh, policy_of({}, bucket_bytes=2048), net=small_net)
+    for loop in loops:
+        loop.train(3)
+        loop.optimizer.param_groups[0]["foreach"] = False
+        loop.backward(3)
+    real = getattr(*interrupted)
+
+    def stop(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*interrupted, stop)
+    monkeypatch.setattr(Engine, "_still_fits", lambda *_: False)  # as where pieces round differently now
+    with pytest.raises(KeyboardInterrupt):
+        loops[1].optimizer.step()
+    monkeypatch.undo()
+    for loop in loops:
+        loop.optimizer.step()
+    assert same(*loops)
 
 
 def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
