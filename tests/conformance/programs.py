@@ -185,7 +185,7 @@ def look_at_parameters(loop: Loop, at: int) -> None:
         lambda param: torch.norm(param, math.inf),
         lambda param: param.detach().clone(),
         lambda param: param.data,
-        local,
+        lambda param: getattr(param, "_local_tensor", param),  # as others read it, and not past what is watched
         whole,
     )
     values = [ways[at % len(ways)](param) for param in loop.params.values()]
