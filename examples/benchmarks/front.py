@@ -1,4 +1,4 @@
-"""What a freed byte costs: models that users train, plain and offloaded, each row in a fresh process.
+"""Measures what a freed byte costs: models that users train, plain and offloaded, each row in a fresh process.
 
 ``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
@@ -44,7 +44,7 @@ from .front_row import Row, write
 from .models import MODELS
 from .record import print_record, run
 from .step import Masters
-from .timeline import check_matplotlib
+from .timeline import check_matplotlib, new_figure
 
 POLICIES: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -357,12 +357,7 @@ def draw_front(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 5)
     axes = figure.subplots()
     for one in found:
         if "over_plain" in one:

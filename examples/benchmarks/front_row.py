@@ -34,7 +34,7 @@ QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one process trains, the same on each rank.
+    """Says what each rank of one row trains.
 
     Attributes:
         name: of the row.

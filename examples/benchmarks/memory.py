@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .timeline import check_matplotlib
+from .timeline import new_figure
 
 _REST = "activations, gathered"
 
@@ -42,12 +42,7 @@ def draw_memory(moments: Sequence[Moment], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 4.5)
     axes = figure.subplots()
     places = moments[0].by_place()
     stacks = [[one.by_place()[place] / 1e9 for one in moments] for place in places]

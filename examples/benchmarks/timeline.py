@@ -304,6 +304,21 @@ def check_matplotlib() -> None:
         sys.exit("Pictures are drawn with matplotlib: pip install matplotlib")
 
 
+def new_figure(width_inches: float, height_inches: float, **options: Any) -> Any:
+    """Return a figure of matplotlib that draws into memory: no display, and no choice of the user's is touched.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained", **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     """Write a PNG or an SVG: the timelines below each other, on one scale, with a row for each lane.
 
@@ -313,16 +328,11 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     used = {span.lane for timeline in timelines.values() for span in timeline.spans}
     rows = [lane for lane in Lane if lane in used]
     most_ms = max(timeline.ms for timeline in timelines.values())
     height = len(timelines) * (0.32 * len(rows) + 0.6) + 0.5
-    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)  # draws into memory: no display, and no choice of the user's is touched
+    figure = new_figure(_WIDTH_INCHES, height, dpi=_DPI)
     all_axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, timeline) in zip(all_axes, timelines.items(), strict=True):
         _draw_one(axes, timeline, rows, most_ms / _PIXELS)

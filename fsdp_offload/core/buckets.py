@@ -9,14 +9,13 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..policy import MIB, OffloadPolicy
-from .items import Block, Item, Pool, Use
+from .items import PASSING, Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
 """State of large groups is cut at the first, that of small groups is joined up to the second: few, large operations."""
 
-PASSING, MOST_PASSING = 3, 5
-"""Blocks for items in transit, beside those of kept items: one is loaded, one updated, one stored. A few more where one
-update takes several buckets of a usual group: each update costs the host more than it takes the device."""
+MOST_PASSING = 5
+"""Blocks in transit, at most, where one update takes several buckets of a group: each update costs the host time."""
 
 SMALL_BLOCKS, MOST_BUCKETS = 16, 288
 """With a limit, updates in the backward get small blocks: fewer bytes are in transit, and more state stays for the next

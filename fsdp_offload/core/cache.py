@@ -304,12 +304,11 @@ class Cache:
 
         ``distance``: only one that is not kept, and is used after more uses than that. ``None``: any, kept ones last.
         """
-        fits = [one for one in self.held if one.pool is pool and not (one.kept and distance is not None)]
-        left = [one for one in fits if one not in self.pinned]
-        left = [one for one in left if not one.kept] or left
+        fits = [one for one in self.held if one.pool is pool and one not in self.pinned]
+        left = [one for one in fits if not one.kept] or (fits if distance is None else [])
         ahead = self.timeline.distances(left)
-        farthest = max(ahead, default=NEVER)
-        if not left or (distance is not None and farthest <= distance):
+        farthest = max(ahead, default=-1)
+        if farthest <= (-1 if distance is None else distance):
             return False
         self.drop(left[ahead.index(farthest)])
         return True

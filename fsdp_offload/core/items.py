@@ -18,6 +18,9 @@ from ..device.lanes import Mark
 BytesAtHome = Sequence[tuple[Tensor, int]]
 """Host bytes, and the offset in the place to which they belong."""
 
+PASSING = 3
+"""Blocks for items in transit, without those of kept items: one is loaded, one updated, one stored."""
+
 
 @dataclass(eq=False)
 class Block:
@@ -42,7 +45,7 @@ class Pool:
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
         least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
-        transit: so many are for items that pass through: one is loaded, some are updated, one is stored.
+        transit: blocks for items that pass through: one is loaded, some are updated, one is stored.
         passing: those that no kept item takes.
     """
 
@@ -52,7 +55,7 @@ class Pool:
     free: list[Block] = field(default_factory=list)
     least: int = 1
     most: int = 1
-    transit: int = 3
+    transit: int = PASSING
     passing: int = 1
 
 
@@ -64,8 +67,8 @@ class Home:
         bytes: those that are the home now.
         stored: R2: the last store.
         read: R4, by lane: who still reads them.
-        exposed_at: the number of steps when others looked at it, who may have written it since; ``None``: nobody has
-            looked since the last update, nor holds tensors over it.
+        exposed_at: the number of steps when others looked at it, who may have written it since; ``None``: no look since
+            the last update, and no tensor of others over it.
         seen: the version when others looked, or the place was filled or stored after that.
     """
 
@@ -89,8 +92,8 @@ class Home:
     def is_held(self) -> bool:
         """Return whether others have tensors over it. Called only while it is exposed.
 
-        State that is held is updated in ``step()`` alone, which also stores it, and lies at home between steps:
-        whatever others write there counts, seen or not. Parameters that are held are stored behind their update.
+        Only ``step()`` updates and stores state that is held, which lies at home between steps: all that others write
+        there counts, seen or not. Parameters that are held are stored behind their update.
         """
         return False
 
@@ -100,7 +103,7 @@ class Home:
 
     def see(self) -> None:
         """Note that place and home are the same now."""
-        if self.exposed_at is not None:  # nobody else can have written it otherwise, and counting costs time
+        if self.exposed_at is not None:  # otherwise only we can have written it, and counting costs time
             self.seen = self.version()
 
     def expose(self, step: int) -> None:
@@ -165,7 +168,7 @@ class Item:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
-        if self.home.exposed_at is not None and not self.home.is_held():
+        if not self.home.waits_for_step():
             self.home.exposed_at = None  # nobody has looked at what the next store makes of it
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()

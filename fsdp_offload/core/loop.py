@@ -104,8 +104,7 @@ class Reductions:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
         if stepped and self._counts:
             self._before.append(dict(self._counts))
-            groups = {group for counts in self._before for group in counts}
-            self._most = {group: max(counts.get(group, 0) for counts in self._before) for group in groups}
+            self._most = {n: max(one.get(n, 0) for one in self._before) for n in set[int]().union(*self._before)}
         self._counts = defaultdict(int)
 
 
@@ -307,12 +306,10 @@ class Core:
             final = all(map(self.reductions.is_final, bucket.groups))
             if not final or bucket.number in updated or not updated >= bucket.after:
                 continue
-            looked_at_home = [one for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
-            is_held = any(item.home.is_held() for item in looked_at_home)
-            if is_held:
+            if any(item.home.waits_for_step() for item in (bucket.state, *bucket.weights)):
                 self.held.add(bucket)  # what they see changes in step(), as without offload
-            if is_held and not self.frees_all:
-                continue
+                if not self.frees_all:
+                    continue
             if self.guess is None or may_guess(bucket):
                 found.append(bucket)
                 updated.add(bucket.number)
@@ -415,7 +412,7 @@ class Core:
         """Run the user's optimizer on ``buckets``, and send home what changed."""
         first, cache = buckets[0], self.cache
         if first.on_host:
-            self._update_on_host(first, self._with_gradients(first))
+            self._update_on_host(first)
             return
         creates = not first.state.exists
         # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
@@ -481,13 +478,15 @@ class Core:
             if one.streamed and one not in self._undone:
                 self.timeline.note(one.use)
 
-    def _update_on_host(self, bucket: Bucket, ready: Sequence[Mark]) -> None:
+    def _update_on_host(self, bucket: Bucket) -> None:
         """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
 
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.exists = True
-        bucket.state.home.stored = mark = self.updates.on_host(bucket, ready)  # R2: the update is the store
+        bucket.state.home.stored = mark = self.updates.on_host(
+            bucket, self._with_gradients(bucket)
+        )  # R2: the update is the store
         for item in bucket.weights:
             item.beside[bucket.number] = mark
             item.known_to.clear()
@@ -517,7 +516,7 @@ class Core:
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item.home.exposed_at is None or item in self._of_weights or not item.home.is_held():
+        if item in self._of_weights or not item.home.waits_for_step():
             return False
         return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
 

@@ -294,8 +294,7 @@ _NOTHING = nullcontext()
 def recorded(name: str) -> AbstractContextManager[object]:
     """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
-    is_on = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return torch.profiler.record_function(name) if is_on else _NOTHING
+    return torch.profiler.record_function(name) if is_traced() else _NOTHING
 
 
 def is_traced() -> bool:

@@ -22,8 +22,8 @@ from ..state.store import OwnCounters, StateStore
 from .homes import Lending, Plan, home_of
 from .weights import Weights
 
-JOINED_BYTES = 4 * LARGEST_BYTES
-"""Of state in one update, about as much as a block of 100 M parameters has: more calls would cost the host time."""
+UPDATED_BYTES = 4 * LARGEST_BYTES
+"""The most state that one update covers, more than a block of 100 M parameters has: each call costs the host time."""
 
 
 class BucketUpdates:
@@ -63,8 +63,8 @@ class BucketUpdates:
         pinned = pinned_implementations(optimizer)
         # What foreach allocates grows with what a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
-        joined_bytes = JOINED_BYTES if is_fused else LARGEST_BYTES
-        self.joined_bytes = joined_bytes if self._layouts.capabilities.joins else 0
+        most_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
+        self.joined_bytes = most_bytes if self._layouts.capabilities.joins else 0
         self.shared = DividedStep(self._cls, self._layouts.capabilities, optimizer, kwargs, pinned)
         if self.host is not None:
             self.host.begin(optimizer, self._plan.host_shards())

@@ -78,7 +78,7 @@ class GroupHome(ArenaHome[Part]):
 
 
 class FixedHome(Home):
-    """Of the parameters of a group that stay on the device: without bytes, and others may hold the parameters."""
+    """Knows who holds the parameters of a group that stay on the device; it has no bytes."""
 
     def __init__(self) -> None:
         super().__init__()

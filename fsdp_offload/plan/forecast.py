@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..core.buckets import JOINED_BYTES, LARGEST_BYTES, PASSING
+from ..core.buckets import JOINED_BYTES, LARGEST_BYTES
+from ..core.items import PASSING
 from ..policy import MIB, OffloadPolicy, OverlapKind
 from .blocks import Blocks
 from .machine import CONTEXT_BYTES, Machine, machine_of
