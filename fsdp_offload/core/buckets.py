@@ -80,11 +80,12 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, sm
         if small:
             most = min(most, max(device_bytes // SMALL_BLOCKS, sum(sizes) // MOST_BUCKETS))
     # Blocks have one size, so one group size is chosen for all: the largest such that groups of at least that size have
-    # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and an eighth
-    # more, for padding and so that no small rest is cut off.
+    # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and a little
+    # more, for padding and for groups that are hardly larger, of which no small rest is to be cut off.
     usual = next((size for size in reversed(sizes) if 2 * sum(s for s in sizes if s >= size) >= sum(sizes)), 0)
-    parts = max(1, -(-usual // max(1, most)))  # a limit of a few bytes, too
-    return max(1024, min(most, -(-usual // parts) * 9 // 8) if usual else most)
+    alike = max((size for size in sizes if size <= usual * 9 // 8), default=0)
+    parts = max(1, -(-alike // max(1, most)))  # a limit of a few bytes, too
+    return max(1024, min(most, -(-alike // parts) * 33 // 32) if usual else most)
 
 
 def bucketing(

@@ -121,7 +121,7 @@ class Core:
         begun: updates of this step have begun.
         is_seen: a forward has used parameters that this step has updated before ``step()``.
         stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
-        updated: the end of the last update.
+        updated: the end of the last update in each lane, by its name.
         torn: the buckets whose update runs; after an exception, they may be half updated.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
@@ -144,7 +144,7 @@ class Core:
         self.done: dict[Bucket, None] = {}
         self.begun = self.is_seen = self.is_visited = False
         self.stepping: Mark | None = None
-        self.updated: Mark | None = None
+        self.updated: dict[str, Mark] = {}
         self.last_moved: Moved | None = None
         self.torn: tuple[Bucket, ...] = ()
         self.away = False
@@ -156,7 +156,7 @@ class Core:
         self.held: set[Bucket] = set()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
-        self._used_by: deque[tuple[Mark | None, list[int]]] = deque()  # the updates of each of the last reductions
+        self._used_by: deque[tuple[list[Mark], list[int]]] = deque()  # the updates of each of the last reductions
         self._ready: list[Bucket] = []
         self._of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
@@ -321,12 +321,12 @@ class Core:
 
         Reductions allocate in this memory, on a stream that waits for compute.
         """
-        self._used_by.append((self.updated, updated))
+        self._used_by.append(([*self.updated.values()], updated))
         while len(self._used_by) > REDUCTIONS_BEHIND:
-            mark, numbers = self._used_by.popleft()
+            marks, numbers = self._used_by.popleft()
             if numbers:
                 with self._timed_wait(self.lanes.compute):
-                    self.lanes.compute.wait(mark)
+                    self.lanes.compute.wait(*marks)
             for number in numbers:
                 self._gradients.pop(number, None)
 
@@ -415,8 +415,7 @@ class Core:
             self._update_on_host(first)
             return
         creates = not first.state.exists
-        # An optimizer that creates state allocates it itself, on the stream that it runs on: that has to be compute.
-        lane = self.lanes.compute if creates else getattr(self.lanes, self.mode.lane)
+        lane = self._lane_of(buckets)
         cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
@@ -426,7 +425,7 @@ class Core:
                 guess.guard(one)
         lane.wait(*self._with_gradients(first))
         if creates:
-            lane.wait(self.updated)  # of another lane: ``updated`` is the end of all
+            lane.wait(*self.updated.values())  # it writes counters, and what the optimizer shares among parameters
         items = {item: None for one in buckets for item in (one.state, *one.weights)}
         with self._timed_wait(lane, in_step=True):
             for item in items:
@@ -439,7 +438,7 @@ class Core:
             with recorded(f"fsdp_offload U {first.state.name}"):
                 lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
         finally:  # an update that fails has issued a part
-            self.updated = mark = lane.mark()
+            self.updated[lane.name] = mark = lane.mark()
         for item in items:
             cache.changed(item, mark)
         self._hold(gradients, buckets)
@@ -450,6 +449,18 @@ class Core:
             for one in buckets:
                 guess.updated(one)
         self._send_home(buckets, guess)
+
+    def _lane_of(self, buckets: Sequence[Bucket]) -> Lane:
+        """Choose where ``buckets`` are updated. Those that are kept never stand behind one that waits for its load.
+
+        The next forward needs those first. Each update waits for the one before of the same parameters: ``Item.ready``.
+        """
+        if not buckets[0].state.exists:
+            return self.lanes.compute  # an optimizer allocates what it creates on the stream that it runs on
+        if self.updates.joined_bytes and all(one.state.kept for one in buckets) and self.mode.lane == "update":
+            return self.lanes.update_kept
+        lane: Lane = getattr(self.lanes, self.mode.lane)
+        return lane
 
     def _with_gradients(self, bucket: Bucket) -> list[Mark]:
         """Return marks behind which the gradients of a bucket, and hyperparameters, are what its update is to see."""
@@ -469,11 +480,16 @@ class Core:
             self._gradients[one.number] = [*before, *gradients]
 
     def _send_home(self, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
-        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home."""
+        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home.
+
+        State that passes gives its place up: the next load waits for the first of these stores, and not for the last.
+        """
         for item in {item: None for one in buckets for item in one.streamed}:
-            is_new = item not in self._of_weights or self._is_updated(item)
-            if is_new and (guess is not None or not item.stays):
+            is_state = item not in self._of_weights
+            if (is_state or self._is_updated(item)) and (guess is not None or not item.stays):
                 self.cache.put(item)
+                if is_state and not item.kept:
+                    self.cache.drop(item)
         for one in buckets:
             if one.streamed and one not in self._undone:
                 self.timeline.note(one.use)
@@ -529,7 +545,7 @@ class Core:
         """
         for item in self.weights.values():
             self.lanes.compute.wait(item.updated, *item.beside.values())
-        self.lanes.compute.wait(self.updated)  # counters, which may be written after them
+        self.lanes.compute.wait(*self.updated.values())  # counters, which may be written after them
         if lets_go:
             self._gradients.clear()
 
@@ -549,8 +565,8 @@ class Core:
             home.expose(self.steps)
             if may_write and item not in updated:  # of those, the device has newer bytes, and a write cannot count
                 home.seen = None
-        if self.updated is not None:
-            self.updated.synchronize()  # counters, which are written where they are
+        for mark in self.updated.values():
+            mark.synchronize()  # counters, which are written where they are
 
     def settle(self) -> None:
         """Block the host until everything is at home, and give up all places: homes are about to be written."""
@@ -559,8 +575,8 @@ class Core:
 
     def abandon(self) -> None:
         """An exception has ended a step: forget what it has left on the device of a bucket that is half updated."""
-        if self.updated is not None:
-            self.updated.synchronize()
+        for mark in self.updated.values():
+            mark.synchronize()
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned, self.torn = (), ()
@@ -643,7 +659,9 @@ class WayBack:
         """Undo all updates of this step, for what follows on the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients that the user may write from now on
-        lanes.load.wait(core.updated)  # R1: which has waited for gathers; an update that failed has marked no item
+        lanes.load.wait(
+            *core.updated.values()
+        )  # R1: which has waited for gathers; an update that failed has marked no item
         core.cache.forget(self._before)
         for item, (before, _) in self._before.items():
             item.home.bytes = before

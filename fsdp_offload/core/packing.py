@@ -110,16 +110,18 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
     # A little state is two buckets rather than one: with one, nothing overlaps.
     bucket_bytes = min(most_bytes, max(aligned(total_bytes // 2), _SMALL_BUCKET_BYTES))
     done_bytes = 0
-    for _, run in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
+    for _, grouped in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
+        run = list(grouped)
+        even_bytes = _even_bytes([shard for _, shard in run], bucket_bytes)
         ranges: list[Range] = []
         filled_bytes = 0
         for index, shard in run:
             start, stop = 0, -1
             while stop < shard.numel:
-                limit_bytes = bucket_bytes
+                limit_bytes = even_bytes
                 if total_bytes >= 16 * most_bytes:
                     ramp_bytes = min(done_bytes, (total_bytes - done_bytes) // 2)
-                    limit_bytes = max(bucket_bytes // 4, min(bucket_bytes, ramp_bytes))
+                    limit_bytes = max(bucket_bytes // 4, min(even_bytes, ramp_bytes))
                 stop = _take_until(shard, start, limit_bytes - filled_bytes, bucket_bytes, is_first=not ranges)
                 if stop > start or shard.numel == 0:
                     ranges.append(Range(index, start, stop))
@@ -130,6 +132,15 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
                     ranges, filled_bytes, start = [], 0, stop
         yield tuple(ranges)
         done_bytes += filled_bytes
+
+
+def _even_bytes(shards: Sequence[ShardSpec], bucket_bytes: int) -> int:
+    """The size of buckets of ``shards`` that are alike: places have one size, and what a bucket leaves there is lost."""
+    if not all(shard.cuttable for shard in shards):
+        return bucket_bytes
+    nbytes = sum(aligned(one) for shard in shards for one in shard.leaf_nbytes)
+    parts = max(1, -(-nbytes // bucket_bytes))
+    return min(bucket_bytes, nbytes // parts * 65 // 64 + CUT_NUMEL * 64)  # a cut is not where it would be even
 
 
 def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int, *, is_first: bool) -> int:

@@ -312,15 +312,16 @@ class Lanes:
         """With ``serial``, and on the CPU, none overlaps another."""
         self._device, self._others = device, dict[int, Lane]()
         if serial or device.type == "cpu":
-            names = ("load", "store", "update", "down", "up", "compute")
+            names = ("load", "store", "update", "update_kept", "down", "up", "compute")
             lanes: list[Lane] = [SerialLane(device, name=name) for name in names]
-            self.load, self.store, self.update, self.down, self.up, self.compute = lanes
+            self.load, self.store, self.update, self.update_kept, self.down, self.up, self.compute = lanes
             return
         calls = copy_calls(device)
         self.load = TurnsLane(device, PIECE_BYTES, name="load", calls=calls)  # from homes to places
         self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store", calls=calls)
         # Updates go ahead of the model's kernels: everything that comes later waits for them, and they are short.
         self.update = Lane(device, torch.Stream(device, priority=-1), name="update", lasts=True)
+        self.update_kept = Lane(device, torch.Stream(device, priority=-1), name="update_kept", lasts=True)
         # Gradients and parameters of updates on the CPU: in the streams of loads and stores they would queue behind
         # buckets of the device, which in turn wait for updates and for places.
         self.down = Lane(device, torch.Stream(device), name="down", lasts=True)

@@ -311,7 +311,7 @@ class Engine:
             groups = optimizer.param_groups
             updates.shared.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
         if updates.shared.changes_tensors:
-            self.core.lanes.compute.wait(self.core.updated)  # R3: other lanes may still be writing them
+            self.core.lanes.compute.wait(*self.core.updated.values())  # R3: other lanes may still be writing them
         updates.shared.commit(optimizer)
         changed = updates.shared.changed_entries.keys()
         if not changed <= self.layouts.counters:

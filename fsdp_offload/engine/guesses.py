@@ -195,8 +195,9 @@ class Guesses:
         self.way_back.end()  # first: what an interrupt leaves of the rest can be taken back no more
         lane = core.lanes.update
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
+        lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing their copies
         lane.run(own.commit)
-        core.updated = lane.mark()
+        core.updated = {lane.name: lane.mark()}
         self._updates.states = own.states
         self._updates.lending.commit_guesses()
         self.committed += 1

@@ -161,7 +161,7 @@ class _Visit:
         self._parts = [part for param, part in weights.parts.items() if param in trained]
         self._streamed = [weights.items[number] for number in dict.fromkeys(part.number for part in self._parts)]
         self._counts = [(pool, pool.count) for pool in core.cache.pools]
-        core.lanes.compute.wait(core.updated)  # R2: the last step may still be storing, on another stream
+        core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing, on another stream
         self._lent = {
             (shard, name): shard.on_device(name, engine.device, non_blocking=True)
             for shard in engine.plan.shards.values()
@@ -227,7 +227,8 @@ class _Visit:
                 part.live_at_home()
             self._give_back()
             raise
-        core.updated = mark = core.lanes.compute.mark()  # R2: stores run up to there
+        mark = core.lanes.compute.mark()  # R2: stores run up to there
+        core.updated = {core.lanes.compute.name: mark}
         for item in self._streamed:
             core.cache.changed(item, mark)
         for part in self._parts:

@@ -168,10 +168,10 @@ class DeferredLanes(Lanes):
 
     def __init__(self, seed: int, world: World | None = None) -> None:
         self.world = world or World(seed)
-        names = ("load", "store", "update", "reduce", "copy in", "reader", "down", "up")
-        self.load, self.store, self.update, self.reduce, self.copy_in, self.reader, self.down, self.up = (
-            DeferredLane(self.world, name) for name in names
-        )
+        names = ("load", "store", "update", "update_kept", "reduce", "copy in", "reader", "down", "up")
+        lanes = [DeferredLane(self.world, name) for name in names]
+        self.load, self.store, self.update, self.update_kept, *others = lanes
+        self.reduce, self.copy_in, self.reader, self.down, self.up = others
         self.compute = DeferredLane(self.world, "compute", at_once=True)
 
     def on(self, stream: object) -> DeferredLane:

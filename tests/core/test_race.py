@@ -238,14 +238,14 @@ class Trial:
         if self.overlap != "iteration":
             lanes.compute.wait(event)  # as the end of a backward does
         before = set(self.core.done)
-        lanes.update.fails = self.guessed is not None and self.random.random() < 0.05
+        lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
             self.core.reduced(g, event, lambda: True, self.takes)
             self.note(before)
         except IssuedError:
             self.note(before)
             self.take_back()
-        lanes.update.fails = False
+        lanes.update.fails = lanes.update_kept.fails = False
         if self.core.frees_gradients:
             for group in {group for bucket in self.core.done for group in bucket.groups}:
                 if all(bucket in self.core.done for bucket in self.core.buckets if group in bucket.groups):
