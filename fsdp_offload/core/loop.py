@@ -127,6 +127,7 @@ class Core:
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
             ``frees_all``, it does all the same.
+        put_off: the part of the bytes that move whose updates wait for ``step()``; see :meth:`put_off_updates`.
         steps: how many have ended.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
@@ -150,10 +151,11 @@ class Core:
         self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
-        self.steps = 0
+        self.steps, self.put_off = 0, 0.0
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
         self.held: set[Bucket] = set()
+        self._put_off: frozenset[Bucket] = frozenset()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[list[Mark], list[int]]] = deque()  # the updates of each of the last reductions
@@ -304,7 +306,7 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            if not final or bucket.number in updated or not updated >= bucket.after:
+            if not final or bucket.number in updated or not updated >= bucket.after or bucket in self._put_off:
                 continue
             if any(item.home.waits_for_step() for item in (bucket.state, *bucket.weights)):
                 self.held.add(bucket)  # what they see changes in step(), as without offload
@@ -381,13 +383,30 @@ class Core:
     def choose_kept(self) -> None:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
+        self.put_off_updates(self.put_off)
+
+    def put_off_updates(self, share: float) -> None:
+        """Leave updates of the last groups, with ``share`` of the bytes that move, to ``step()``.
+
+        The forward needs these last, and the link has all of an iteration for its loads, not the backward alone. Their
+        gradients live until then.
+        """
+        moving = [one for one in self.buckets if one.state.nbytes and not (one.state.kept or one.on_host)]
+        self.put_off, left, found = share, share * sum(one.state.nbytes for one in moving), []
+        for bucket in reversed(moving):
+            left -= bucket.state.nbytes
+            if left < 0:
+                break
+            found.append(bucket)
+        self._put_off = frozenset(found)
 
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""
+        if not self._ready:
+            self.prefetch()
         while self._ready:
             self.update(self._take_ready())
             self.prefetch()
-        self.prefetch()
 
     def _take_ready(self) -> tuple[Bucket, ...]:
         """Take the next bucket, and what one update can join to it: each update costs the host 0.3 ms.
@@ -659,9 +678,7 @@ class WayBack:
         """Undo all updates of this step, for what follows on the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients that the user may write from now on
-        lanes.load.wait(
-            *core.updated.values()
-        )  # R1: which has waited for gathers; an update that failed has marked no item
+        lanes.load.wait(*core.updated.values())  # R1: they have waited for gathers; failed ones have marked no item
         core.cache.forget(self._before)
         for item, (before, _) in self._before.items():
             item.home.bytes = before

@@ -135,7 +135,7 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
 
 
 def _even_bytes(shards: Sequence[ShardSpec], bucket_bytes: int) -> int:
-    """The size of buckets of ``shards`` that are alike: places have one size, and what a bucket leaves there is lost."""
+    """The size of buckets of ``shards`` that are alike: places have one size, and what one leaves is lost."""
     if not all(shard.cuttable for shard in shards):
         return bucket_bytes
     nbytes = sum(aligned(one) for shard in shards for one in shard.leaf_nbytes)

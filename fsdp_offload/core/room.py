@@ -39,6 +39,7 @@ class Reading(NamedTuple):
         iteration_ms: from the end of the step before to the end of its own.
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
         host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
+        forward_ms: from the end of the step before to the first reduction, without what compute stood still.
     """
 
     stalled_ms: float
@@ -47,6 +48,12 @@ class Reading(NamedTuple):
     store_gb_per_s: float | None = None
     in_step_ms: float = 0.0
     host_ms: float = 0.0
+    forward_ms: float = 0.0
+
+    @property
+    def forward_share(self) -> float:
+        """The part of an iteration without waits that comes before its first reduction."""
+        return self.forward_ms / max(self.forward_ms, self.iteration_ms - self.stalled_ms, 1e-6)
 
     @property
     def late_ms(self) -> float:
@@ -76,6 +83,7 @@ class _Iteration:
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
     calls: list[tuple[EventMark, EventMark, list["_Wait"]]] = field(default_factory=list)  # and the waits in each
+    waits_of_forward: int = 0  # those before the first call
     copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
 
@@ -87,10 +95,13 @@ class _Iteration:
         # Marks of a call are passed one right after the other, unless the device has come to the end of all before it.
         calls = (end.elapsed_ms_since(begin) - sum(wait.ms for wait in waits) for begin, end, waits in self.calls)
         host_ms = sum(max(0.0, ms) for ms in calls)
+        first = self.calls[0][0] if self.calls else self.end
+        forward_ms = first.elapsed_ms_since(self.begin) - sum(wait.ms for wait in self.waits[: self.waits_of_forward])
         return Reading(
             *(sum(wait.ms for wait in self.waits), self.end.elapsed_ms_since(self.begin)),
             in_step_ms=in_step_ms,
             host_ms=host_ms,
+            forward_ms=max(0.0, forward_ms),
         )
 
     def gb_per_s(self, lane: str) -> float | None:
@@ -137,6 +148,8 @@ class Stopwatch:
     def calling(self) -> Iterator[None]:
         """Time for how long the device has nothing to do while the host is within; nothing of ours runs on compute."""
         begin, now, outer = self._mark(), self._now, self._in_call
+        if now is not None and not now.calls:
+            now.waits_of_forward = len(now.waits)
         waits = self._in_call = []
         try:
             yield

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
-from ..core.room import Room, Stopwatch
+from ..core.room import TOLERATED, UNSETTLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import current_stream, device_link
 from ..fsdp.dtensor import local_shard, over_local
@@ -113,6 +113,8 @@ class Engine:
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
+        # By ranks' own readings: updates of other classes may run collectives, in one order.
+        self._puts_off = capabilities.joins and policy.updates_in_backward and not policy.parameters
         self._is_taken = True  # the core has what the plan has
         self._param_ids: list[list[int]] = []  # of each group
         self._fixed: dict[int, FixedHome] = {}  # of groups whose parameters stay on the device
@@ -261,7 +263,7 @@ class Engine:
             core.begun = True
         updates.leave_out(ended)
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
-        late = {bucket for bucket in core.done if any(updates.is_late(param, bucket) for param in bucket.params)}
+        late = set(filter(updates.is_late, core.done))
         without, made = updates.without_state, core.cache.nbytes
         try:
             self._leave_room(wanted)
@@ -352,6 +354,10 @@ class Engine:
         if core.cache.stopwatch is None:
             return
         reading = core.cache.stopwatch.end()
+        may_put_off = self._puts_off and not core.put_off and steady and core.steps > UNSETTLED
+        if may_put_off and reading is not None and reading.late_ms > TOLERATED * reading.iteration_ms:
+            core.put_off_updates(reading.forward_share)
+            reading = None  # what it says of room is said again by the next
         more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
@@ -838,7 +844,7 @@ class Engine:
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
         """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
-        zeroed = list(filter(is_zeroed, params))
+        zeroed = list(filter(is_zeroed, params)) if self.policy.parameters else []
         for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
         return bool(zeroed)

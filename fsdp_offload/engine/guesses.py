@@ -98,7 +98,7 @@ class Guesses:
         self._all_one: Tensor | None = None  # the factors of this step
         self._put_off: list[tuple[list[Tensor], Scale]] = []
         self._watched: list[TensorWeakRef] = []  # gradients
-        self._written: list[TensorWeakRef] = []  # parameters
+        self._written: list[Tensor] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
         self.freed: dict[Tensor, Version] = {}
         self.ended: set[Tensor] = set()
@@ -214,7 +214,7 @@ class Guesses:
         self._updates.finish()
         self._own = None
         self.used = {}  # they are still watched: a view of a gradient is noticed
-        _unwatch(self._written)
+        self._unwatch_parameters()
         self._scale_now()
 
     def step_ended(self, scaler_decides: bool) -> None:
@@ -313,9 +313,10 @@ class Guesses:
 
     def watch_used(self, params: Iterable[Tensor]) -> None:
         """Watch gradients with which the backward has updated ``params``."""
-        with_grad = {param: grad for param in params if (grad := param.grad) is not None}
-        self.watch(() if self.made else with_grad.values(), self._on_device(params))
-        self.used |= {param: (grad, version_of(grad), version_of(param)) for param, grad in with_grad.items()}
+        with_grad = [(param, grad) for param in params if (grad := param.grad) is not None]
+        self.watch(() if self.made else [grad for _, grad in with_grad], self._on_device(params))
+        for param, grad in with_grad:
+            self.used[param] = grad, version_of(grad), version_of(param)
 
     def _on_device(self, params: Iterable[Tensor]) -> list[Tensor]:
         return [param for param in params if param not in self._plan.streamed]
@@ -348,7 +349,7 @@ class Guesses:
 
     def problem(self, states: StateStore) -> str:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
-        if written := self.written():
+        if self._touched and (written := self.written()):
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
         exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self.used)]
         if exchanged:
@@ -356,19 +357,19 @@ class Guesses:
         if self._touched:
             return "gradients have been changed since then"
         done = self._core.done
-        used = {param for params in self._updates.used.values() for param in params}
+        used = {shard for shards in self._updates.used.values() for shard in shards}
         if self.made:  # all bytes of a bucket move to the spare home
-            used = {param for bucket in done for param in bucket.params}
+            used = {shard for bucket in done for shard in home_of(bucket).shards}
         homes = (bucket.state.home for bucket in done)
         is_written = any(home.exposed_at is not None and home.seen != home.version() for home in homes)
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
 
-    def _are_exchanged(self, params: Iterable[Tensor], states: StateStore) -> bool:
+    def _are_exchanged(self, shards: Iterable[StateShard], states: StateStore) -> bool:
         """Return whether somebody has put other tensors in the place of homes, or deleted the state with them."""
-        for param in params:
-            shard, state = self._plan.shards[param], states.get(param)
+        for shard in shards:
+            state = states.get(shard.param)
             # In a bucket of guesses some have no state, and a deletion takes them back; the CPU fills an entry later.
-            is_gone = not state and not (shard.on_host and states.has(param))
+            is_gone = not state and not (shard.on_host and states.has(shard.param))
             if is_exchanged(shard, state) or (is_gone and shard.homes and not self.made):
                 return True
         return False
@@ -377,13 +378,17 @@ class Guesses:
 
     def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
         """Watch gradients that updates may use, and parameters that they have ``written``."""
-        for tensors, references in ((gradients, self._watched), (written, self._written)):
-            if tensors:
-                references += map(TensorWeakRef, watch(tensors, self))
+        self._watched += map(TensorWeakRef, watch(gradients, self))
+        self._written += watch(written, self)
 
     def unwatch(self) -> None:
-        _unwatch(self._watched)
-        _unwatch(self._written)
+        unwatch([tensor for reference in self._watched if (tensor := reference()) is not None])
+        self._watched.clear()
+        self._unwatch_parameters()
+
+    def _unwatch_parameters(self) -> None:
+        unwatch(self._written)
+        self._written.clear()
 
     @_from_any_thread
     def reads(self, tensors: Sequence[Tensor]) -> None:
@@ -418,11 +423,6 @@ class Guesses:
         """Parameters may be looked at, and written, until an update that is a guess has written them."""
         written = self.used if self.made else ()
         return all(tensor.requires_grad and tensor not in written for tensor in tensors)
-
-
-def _unwatch(references: list[TensorWeakRef]) -> None:
-    unwatch([tensor for reference in references if (tensor := reference()) is not None])
-    references.clear()
 
 
 def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ..optimizers import Conventions
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
+from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
 from .homes import Lending, Plan, home_of
 from .weights import Weights
@@ -33,7 +34,7 @@ class BucketUpdates:
         shared: what the buckets of this step share; ``None`` between steps.
         states: what they update: ``optimizer.state``, or copies of its counters; ``None`` between steps.
         without_state: parameters that had none when the step began.
-        used: by bucket, parameters whose gradients this step has used.
+        used: by bucket, shards whose gradients this step has used.
         host: updates buckets on the CPU, if it has any.
         writes_gradients: an update has written the gradients that it was given, so none can be repeated.
         joined_bytes: as :class:`Updates`, of this step.
@@ -56,7 +57,7 @@ class BucketUpdates:
         self.states: StateStore | None = None
         self.writes_gradients = False
         self.joined_bytes = 0
-        self.used: dict[int, set[Tensor]] = {}
+        self.used: dict[int, set[StateShard]] = {}
 
     def start(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> None:
         """Note where a logical step starts."""
@@ -73,9 +74,9 @@ class BucketUpdates:
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Gradients of ``params`` have been used, by a step that did not come to its end."""
-        for param in params:
-            for number in self._plan.shards[param].buckets if param in self._plan.shards else ():
-                self.used.setdefault(number, set()).add(param)
+        for shard in (self._plan.shards[param] for param in params if param in self._plan.shards):
+            for number in shard.buckets:
+                self.used.setdefault(number, set()).add(shard)
 
     def finish(self) -> None:
         """The step is over, and its values have been taken."""
@@ -104,39 +105,41 @@ class BucketUpdates:
             bucket.bound[blocks] = bound
         return bound
 
-    def is_late(self, param: Tensor, bucket: Bucket) -> bool:
-        """Return whether the gradient of ``param`` came after the update of ``bucket``, which has it."""
-        used = self.used.get(bucket.number)
-        return used is not None and param not in used and self._conventions.gradient(param) is not None
+    def is_late(self, bucket: Bucket) -> bool:
+        """Return whether a gradient came after the update of ``bucket``."""
+        used, gradient = self.used.get(bucket.number), self._conventions.gradient
+        if used is None:
+            return False
+        return any(one not in used and gradient(one.param) is not None for one in home_of(bucket).shards)
 
-    def _to_update(self, bucket: Bucket) -> list[BoundRange]:
-        """The ranges of a bucket whose gradients this step has not used: all, unless some came late."""
-        used, bound = self.used.setdefault(bucket.number, set()), self._bind(bucket)
-        ranges = [one for one in bound if one.shard.param not in used] if used else list(bound)
-        used.update([one.shard.param for one in ranges if self._conventions.gradient(one.shard.param) is not None])
-        return ranges
+    def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
+        """The ranges of a bucket whose gradients this step has not used: all, unless some came late. And these."""
+        used, gradient = self.used.setdefault(bucket.number, set()), self._conventions.gradient
+        found = [(one, gradient(one.shard.param)) for one in self._bind(bucket) if one.shard not in used]
+        used.update([one.shard for one, grad in found if grad is not None])
+        return found
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         assert self.host is not None and self.states is not None
         moving = self.lending.turn(home_of(bucket).shards)
         bucket.state.home.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
-        return self.host.update(bucket.number, self._to_update(bucket), self.states, moving, after)
+        ranges = [one for one, _ in self._to_update(bucket)]
+        return self.host.update(bucket.number, ranges, self.states, moving, after)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what an update needs now: when it runs, the user may have gone on."""
         assert self.shared is not None and self.states is not None
-        ranges = [one for bucket in buckets for one in self._to_update(bucket)]
+        found = [each for bucket in buckets for each in self._to_update(bucket)]
+        ranges = [one for one, _ in found]
         read = list(self.shared.copies)  # if they were freed now, compute might write there before the update reads
-        grads = [self._conventions.gradient(one.shard.param) for one in ranges]
-        read += [grad for grad in grads if grad is not None]
-        seen = [one.shard.param for one in ranges if not one.is_alias]
-        seen += [grad for param in seen if (grad := self._conventions.gradient(param)) is not None]
+        read += [grad for _, grad in found if grad is not None]
+        seen = [each for one, grad in found if not one.is_alias for each in (one.param, grad) if each is not None]
         shared, states = self.shared, self.states
 
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy(one.shard.param for one in ranges)
-            for one, grad in zip(ranges, grads, strict=True):
+            for one, grad in found:
                 one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
             before = _versions(ranges)
             with torch.no_grad(), bare(seen) if seen else nullcontext():
@@ -150,5 +153,5 @@ class BucketUpdates:
 
 def _versions(ranges: Iterable[BoundRange]) -> list[object]:
     """Change with what an update writes into the gradients that it was given."""
-    given = [(one.gradient, one.shard.on_locals) for one in ranges if one.gradient is not None]
-    return [grad._version if is_local else version_of(grad) for grad, is_local in given]
+    given = ((one.gradient, one.shard.on_locals) for one in ranges)
+    return [grad._version if is_local else version_of(grad) for grad, is_local in given if grad is not None]

@@ -93,7 +93,8 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 
 def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
     """Tell ``watcher``, which is not kept alive, what is done with ``tensors``; returns those that it did not watch."""
-    new, reference = [one for one in tensors if not is_watched(one, watcher)], weakref.ref(watcher)
+    reference = weakref.ref(watcher)  # the same object each time, while there is only one
+    new = [one for one in tensors if vars(one).get(_WATCHER) is not reference]
     _WATCH.put_on(new)
     for tensor in filter(_WATCH.guards, new):  # of others the class has slots, or is written in C: they have versions
         vars(tensor)[_WATCHER] = reference

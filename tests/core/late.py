@@ -186,6 +186,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     threads = Threads(lanes.world)
     module = sys.modules[host_updates.__module__]
     job, reduced, step, wait_home = module.HostJob, Engine.reduced, Core.step, Core.wait_home
+    choose_kept = Core.choose_kept
     on_device, part_of = StateShard.on_device, BoundRange.part_of
 
     known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
@@ -204,6 +205,10 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         event = lanes.reduce.mark()
         torch.autograd.Variable._execution_engine.queue_callback(lambda: lanes.compute.wait(event))  # as it ends
         reduced(engine, number, params, event, *args)
+
+    def choose_kept_late(core: Core) -> None:
+        core.put_off = 0.0 if core.frees_gradients else lanes.world.random.choice([0.0, 0.0, 0.4, 0.8])
+        choose_kept(core)
 
     def step_late(core: Core, wanted: Sequence[Bucket], *args: Any) -> None:
         lanes.compute.touch(writes=written(param for bucket in wanted for param in bucket.params))
@@ -251,6 +256,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
+        patch.setattr(Core, "choose_kept", choose_kept_late)
         patch.setattr(Core, "wait_home", wait_home_late)
         patch.setattr(StateShard, "on_device", on_device_late)
         patch.setattr(BoundRange, "part_of", part_of_late)

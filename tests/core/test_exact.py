@@ -1,6 +1,7 @@
 """Beside the conformance suite: steps that fail before they write, writes that are lost, and what is kept alive."""
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.room import Reading
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.updates import BucketUpdates
@@ -200,6 +202,42 @@ def test_a_group_without_gradients_costs_no_block(mesh: DeviceMesh, monkeypatch:
             monkeypatch.setattr(Cache, "_take", no_room)
         loop.backward(step, extra=False)
         loop.step()
+
+
+class Readings:
+    """In the place of a stopwatch: each iteration has waited, and a quarter of it was the forward."""
+
+    def __init__(self, stalled_ms: float) -> None:
+        self._reading = Reading(stalled_ms, 500 + stalled_ms, forward_ms=125)
+
+    def end(self) -> Reading:
+        return self._reading
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: nullcontext()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("stalled_ms", [3, 50])
+def test_updates_that_the_forward_needs_last_wait_for_step_where_the_link_is_late(
+    mesh: DeviceMesh, stalled_ms: float, clips: bool
+) -> None:
+    plain, loop = pair(mesh, OffloadPolicy(overlap="iteration", bucket_bytes=1024, device_bytes=8192), adamw)
+    core = engine_of(loop.optimizer).core
+    core.cache.stopwatch = Readings(stalled_ms)  # type: ignore[assignment]
+    moving = [bucket for bucket in core.buckets if not bucket.state.kept]
+    for step in range(12):
+        for one in (plain, loop):
+            one.backward(step)
+        if clips:
+            clip_grad_norm_(loop.optimizer, 1e9)  # it multiplies by 1
+        left = [bucket for bucket in core.buckets if bucket not in core.done]
+        if step > 9:
+            assert 0 < len(left) <= len(moving) // 3 if stalled_ms == 50 else not left
+            assert left == core.buckets[len(core.buckets) - len(left) :]
+        for one in (plain, loop):
+            one.step()
+    assert same(plain, loop)
 
 
 def test_a_load_that_divides_state_anew_leaves_out_what_the_backward_has_used(mesh: DeviceMesh) -> None:

@@ -130,6 +130,8 @@ class Trial:
         if rng.random() < 0.5:  # more is kept than the rule would
             for item in [*(bucket.state for bucket in buckets), *streamed]:
                 item.kept = rng.random() < 0.3
+        if not self.core.frees_gradients and others.random() < 0.5:
+            self.core.put_off_updates(others.random())
         self.state = [0] * len(buckets)
         self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []

@@ -182,6 +182,17 @@ def test_a_cut_fills_what_is_left_of_a_bucket() -> None:
     assert [bucket.nbytes for bucket in plan_buckets([adam(1024)], 2048)[0]] == [2048] * 4
 
 
+def test_buckets_of_a_group_are_alike() -> None:
+    """Places have one size: in those of full buckets, what the last one does not fill is lost."""
+    numels = [numel << 10 for numel in (9216, 3072, 3072, 9216, 24576, 24576, 24576, 3, 3)]  # of a Llama's block
+    specs = [adam(numel) for numel in numels]
+    most_bytes = 3 * sum(aligned(8 * numel) for numel in numels) // 8
+    buckets, _ = plan_buckets(specs, most_bytes)
+    sizes = [bucket.nbytes for bucket in buckets]
+    assert len(sizes) == 3
+    assert max(sizes) <= 1.05 * min(sizes)
+
+
 def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
     """Nothing overlaps with the first load and the last store."""
     sizes = [bucket.nbytes for bucket in plan_buckets([adam(64 * 1024)], 16_384)[0]]
