@@ -115,5 +115,5 @@ def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     for attachment in filter(None, map(attachment_of, optimizers)):
         model = None if attachment.model is None else attachment.model()
         of_models += [] if model is None else parameters_of(model)
-    own = dict.fromkeys(param for one in optimizers for param in params_of(one))
-    return list(dict.fromkeys([*(param for param in of_models if param in own), *own]))
+    own = dict.fromkeys([param for one in optimizers for param in params_of(one)])
+    return list(dict.fromkeys([*[param for param in of_models if param in own], *own]))

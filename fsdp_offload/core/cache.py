@@ -162,7 +162,8 @@ class Cache:
             self.moved.loaded_bytes += item.nbytes
         else:
             item.ready = load.mark()  # nothing to load; but the update that fills the place has to come after R1
-        item.home.see()
+        if item.home.exposed_at is not None:  # otherwise only we can have written it, and counting costs time
+            item.home.see()
         item.used.clear()
         item.known_to.clear()
 
@@ -191,7 +192,8 @@ class Cache:
         home.stored = item.used["store"] = store.mark()
         home.read.clear()
         item.dirty = False
-        home.see()
+        if home.exposed_at is not None:
+            home.see()
         self.moved.stores += len(copies)
         self.moved.stored_bytes += nbytes
 

@@ -103,8 +103,7 @@ class Home:
 
     def see(self) -> None:
         """Note that place and home are the same now."""
-        if self.exposed_at is not None:  # otherwise only we can have written it, and counting costs time
-            self.seen = self.version()
+        self.seen = self.version()
 
     def expose(self, step: int) -> None:
         """Note that others are about to look at it, which is as new as the place, and may write it."""
@@ -168,7 +167,7 @@ class Item:
         """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
-        if not self.home.waits_for_step():
+        if self.home.exposed_at is not None and not self.home.is_held():
             self.home.exposed_at = None  # nobody has looked at what the next store makes of it
         self.used.clear()  # the update has waited for all of them
         self.known_to.clear()

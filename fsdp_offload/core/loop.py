@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..device.lanes import Copy, Lane, Lanes, Mark, recorded
-from ..fsdp.dtensor import version_of
+from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
@@ -104,7 +104,9 @@ class Reductions:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
         if stepped and self._counts:
             self._before.append(dict(self._counts))
-            self._most = {n: max(one.get(n, 0) for one in self._before) for n in set[int]().union(*self._before)}
+            self._most = {}
+            for one in self._before:
+                self._most |= {number: max(count, self._most.get(number, 0)) for number, count in one.items()}
         self._counts = defaultdict(int)
 
 
@@ -213,11 +215,12 @@ class Core:
         item = self.weights.get(number)
         if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
-        lane = self.lanes.on(stream)
+        lane = self.lanes.compute if stream is None else self.lanes.on(stream)
         if item.nbytes:
             self.cache.fetch(item)
         self._wait_ready(item, lane)
-        lane.touch(reads=item.place())
+        if lane.looks_for_races:
+            lane.touch(reads=item.place())
 
     def _wait_ready(self, item: Item, lane: Lane) -> None:
         """R3: an update, a load, or what comes up from the CPU may still write them. This *is* overlap="forward"."""
@@ -241,7 +244,7 @@ class Core:
         item = self.weights.get(number)
         if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
-        lane = self.lanes.on(stream)
+        lane = self.lanes.compute if stream is None else self.lanes.on(stream)
         item.used[lane.name] = lane.mark()  # R1: the next update of these parameters, or load there, waits for it
         if item.nbytes:
             if counts:
@@ -250,10 +253,6 @@ class Core:
 
     def buckets_of(self, number: int) -> Sequence[Bucket]:
         return self._of_group.get(number, ())
-
-    def followers(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Buckets with later ranges of the parameters in ``bucket``."""
-        return self._followers.get(bucket.number, ())
 
     def has_updated(self, number: int) -> bool:
         return not self.done.keys().isdisjoint(self.buckets_of(number))
@@ -308,7 +307,8 @@ class Core:
             final = all(map(self.reductions.is_final, bucket.groups))
             if not final or bucket.number in updated or not updated >= bucket.after or bucket in self._put_off:
                 continue
-            if any(item.home.waits_for_step() for item in (bucket.state, *bucket.weights)):
+            exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
+            if exposed and any(home.waits_for_step() for home in exposed):
                 self.held.add(bucket)  # what they see changes in step(), as without offload
                 if not self.frees_all:
                     continue
@@ -335,7 +335,7 @@ class Core:
     def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
         """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
         self.stepping = self.lanes.compute.mark()
-        left = (one for one in wanted if one not in self.done or one in again)
+        left = [one for one in wanted if one not in self.done or one in again]
         # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"
@@ -419,7 +419,7 @@ class Core:
         for one in () if first.on_host else others:
             nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
             is_like = (one.groups, one.on_host, one.state.exists) == (first.groups, False, first.state.exists)
-            is_there = all(item.block is not None for item in one.streamed)
+            is_there = None not in [item.block for item in one.streamed]
             leaves_room = one.state.kept or one.state.pool is None or passing < one.state.pool.passing
             if not (is_like and is_there and leaves_room) or nbytes > self.updates.joined_bytes:
                 break
@@ -551,7 +551,7 @@ class Core:
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item in self._of_weights or not item.home.waits_for_step():
+        if item in self._of_weights or item.home.exposed_at is None or not item.home.is_held():
             return False
         return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
 
@@ -638,7 +638,8 @@ class WayBack:
     def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Copy]]) -> None:
         self.core, self.pairs_of = core, pairs_of
         self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
-        self._stored: dict[Bucket, object] = {}  # versions of the old parameters that are on the host, or on their way
+        self._stored: set[Bucket] = set()  # whose old parameters are on the host, or on their way
+        self._versions: dict[Tensor, object] = {}  # of these parameters, and behind the updates of this step
 
     def guard(self, bucket: Bucket) -> None:
         """Before the update of ``bucket``, store what take-back will load, unless it is on the host."""
@@ -647,14 +648,16 @@ class WayBack:
                 if item.dirty:
                     self.core.cache.put(item)
                 self._before[item] = item.home.bytes, item.home.version() if item.home.exposed_at is not None else None
-        for one in (bucket, *self.core.followers(bucket)):  # the update counts as a write of its parameters
-            if one is bucket or one in self._stored:
-                self.keep(one)
+        self.keep(bucket)
 
     def keep(self, bucket: Bucket) -> None:
         """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
-        versions = [version_of(param) for param in bucket.params]
-        if self._stored.get(bucket) == versions or not (pairs := self.pairs_of(bucket)):
+        versions = dict(zip(bucket.params, versions_of(bucket.params), strict=True))
+        written = {one for one, version in versions.items() if self._versions.get(one, version) != version}
+        if written:  # also those of other buckets that have a range of them
+            self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
+        self._versions |= versions
+        if bucket in self._stored or not (pairs := self.pairs_of(bucket)):
             return
         lanes = self.core.lanes
         lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too
@@ -662,13 +665,11 @@ class WayBack:
         mark = lanes.store.mark()
         for item in bucket.weights:
             item.used["store"] = mark  # R1: the update writes what this reads
-        self._stored[bucket] = versions
+        self._stored.add(bucket)
 
     def updated(self, bucket: Bucket) -> None:
         """The update of ``bucket`` has written its parameters: for other ranges of these it is not a user's write."""
-        for other in self.core.followers(bucket):
-            if other in self._stored:
-                self._stored[other] = [version_of(param) for param in other.params]
+        self._versions.update(zip(bucket.params, versions_of(bucket.params), strict=True))
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
@@ -696,5 +697,5 @@ class WayBack:
         self.end()
 
     def end(self) -> None:
-        self._before, self._stored = {}, {}
+        self._before, self._stored, self._versions = {}, set(), {}
         self.core.guess = None

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from .driver import CopyCalls, copy_calls
 
+_NOTHING = nullcontext()
+
 Copy = tuple[Tensor, Tensor]
 """Target and source, of the same shape and dtype; flat ones may be copied in pieces."""
 
@@ -111,6 +113,8 @@ def mark_on(stream: torch.Stream, device: torch.device, *, timed: bool = True) -
 class Lane:
     """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
 
+    looks_for_races = False
+
     def __init__(
         self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute", lasts: bool = False
     ) -> None:
@@ -124,15 +128,15 @@ class Lane:
     def _now(self) -> torch.Stream:
         return self._stream if self._stream is not None else current_stream(self._device)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Within it, copies and kernels are issued to this lane."""
-        if self._stream is None:
-            yield
-            return
+        return _NOTHING if self._stream is None else self._on(self._stream)
+
+    @contextmanager
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
         # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
         index, before = torch.accelerator.current_device_index(), current_stream(self._device)
-        torch.accelerator.set_stream(self._stream)
+        torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
@@ -167,8 +171,9 @@ class Lane:
         ``alone``: others make no small copies meanwhile, which large pieces would hold up.
         """
         if copies:
+            targets, sources = zip(*copies, strict=True)
             with self._in_use, self.running():  # one call: other threads of the interpreter run meanwhile
-                torch._foreach_copy_([one for one, _ in copies], [one for _, one in copies], non_blocking=True)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def run(self, function: Callable[[], None], reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
         """Run an update here. ``reads`` and ``writes`` are for lanes that look for races; others leave them."""
@@ -176,7 +181,7 @@ class Lane:
             function()
 
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Note, for lanes that look for races, that others read and write these here now."""
+        """Note, for a lane that looks for races, that others read and write these here now."""
 
     def mark(self, *, timed: bool = False) -> Mark:
         """Return the current end of this lane; its time is known if it is ``timed``."""
@@ -288,13 +293,11 @@ class HostFlag:
         return bool(self._value)
 
 
-_NOTHING = nullcontext()
-
-
 def recorded(name: str) -> AbstractContextManager[object]:
     """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
     # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
-    return torch.profiler.record_function(name) if is_traced() else _NOTHING
+    traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # as is_traced(), without a call
+    return torch.profiler.record_function(name) if traced else _NOTHING
 
 
 def is_traced() -> bool:

@@ -354,10 +354,10 @@ class Engine:
         if core.cache.stopwatch is None:
             return
         reading = core.cache.stopwatch.end()
-        may_put_off = self._puts_off and not core.put_off and steady and core.steps > UNSETTLED
+        # With "auto", more stays instead.
+        may_put_off = room is None and self._puts_off and not core.put_off and steady and core.steps > UNSETTLED
         if may_put_off and reading is not None and reading.late_ms > TOLERATED * reading.iteration_ms:
             core.put_off_updates(reading.forward_share)
-            reading = None  # what it says of room is said again by the next
         more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
@@ -409,7 +409,7 @@ class Engine:
                 "them before the backward, or keep copies.",
                 stacklevel=2,
             )
-        new = dict.fromkeys(param for bucket in core.done.keys() - before for param in bucket.params)
+        new = dict.fromkeys([param for bucket in core.done.keys() - before for param in bucket.params])
         if new and self.guesses.made and self._updates.writes_gradients:
             self.refuse("written gradients")
         if core.frees_gradients:
@@ -447,7 +447,8 @@ class Engine:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
-        self._leave_room(bucket for bucket in self.core.buckets if any(map(expected, bucket.groups)))
+        creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
+        self._leave_room(bucket for bucket in creating if any(map(expected, bucket.groups)))
         self._adopt_exchanged(states)
         self._updates.start(optimizer, states, {})
         if self.core.guess is not None:

@@ -27,7 +27,7 @@ from ..core.buckets import Bucket
 from ..core.loop import Core, WayBack
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
-from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of
+from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_of
 from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.shard import StateShard
@@ -307,7 +307,8 @@ class Guesses:
         """Watch gradients before it is known whether this step updates early, to see whether somebody changes them."""
         if self.announced:
             if not (self._core.frees_all or self.unavailable):
-                self.watch(param.grad for param in params if param in self._plan.shards and param.grad is not None)
+                shards = self._plan.shards
+                self.watch(grad for param in params if param in shards and (grad := param.grad) is not None)
         elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self._core.frees_all:
             self.watch_used(params)
 
@@ -315,8 +316,8 @@ class Guesses:
         """Watch gradients with which the backward has updated ``params``."""
         with_grad = [(param, grad) for param in params if (grad := param.grad) is not None]
         self.watch(() if self.made else [grad for _, grad in with_grad], self._on_device(params))
-        for param, grad in with_grad:
-            self.used[param] = grad, version_of(grad), version_of(param)
+        params, grads = [param for param, _ in with_grad], [grad for _, grad in with_grad]
+        self.used.update(zip(params, zip(grads, versions_of(grads), versions_of(params), strict=True), strict=True))
 
     def _on_device(self, params: Iterable[Tensor]) -> list[Tensor]:
         return [param for param in params if param not in self._plan.streamed]
@@ -344,8 +345,9 @@ class Guesses:
 
     def written(self) -> list[Tensor]:
         """List parameters that somebody else has written since their update, as their versions tell."""
-        versions = [*((param, version) for param, (_, _, version) in self.used.items()), *self.freed.items()]
-        return [param for param, version in versions if version_of(param) != version]
+        seen = {param: version for param, (_, _, version) in self.used.items()} | self.freed
+        now = versions_of(seen)
+        return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
     def problem(self, states: StateStore) -> str:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
@@ -357,11 +359,11 @@ class Guesses:
         if self._touched:
             return "gradients have been changed since then"
         done = self._core.done
-        used = {shard for shards in self._updates.used.values() for shard in shards}
+        used = set[StateShard]().union(*self._updates.used.values())
         if self.made:  # all bytes of a bucket move to the spare home
             used = {shard for bucket in done for shard in home_of(bucket).shards}
-        homes = (bucket.state.home for bucket in done)
-        is_written = any(home.exposed_at is not None and home.seen != home.version() for home in homes)
+        exposed = [home for bucket in done if (home := bucket.state.home).exposed_at is not None]
+        is_written = any(home.seen != home.version() for home in exposed)
         return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
 
     def _are_exchanged(self, shards: Iterable[StateShard], states: StateStore) -> bool:
@@ -426,7 +428,9 @@ class Guesses:
 
 
 def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
-    return [param for param, (grad, seen, _) in used.items() if param.grad is not grad or version_of(grad) != seen]
+    now = versions_of(grad for grad, _, _ in used.values())
+    changed = zip(used.items(), now, strict=True)
+    return [param for (param, (grad, seen, _)), version in changed if param.grad is not grad or version != seen]
 
 
 class OldParameters:

@@ -136,8 +136,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
         arena, side_of = self._arena, self._lending.side_of
         if not arena.moves:
             return []
-        numbered = ((self._numbers[shard], shard) for shard in shards)
-        key = tuple((number, arena.region_of(number, side_of(shard))) for number, shard in numbered)
+        key = tuple([(number := self._numbers[one], arena.region_of(number, side_of(one))) for one in shards])
         if key not in self._known:  # state that moves to and fro comes back to the same few
             found: list[tuple[Tensor, int]] = []
             regions = dict(key)

@@ -79,7 +79,8 @@ class ModelHooks:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
         refuse_capture(engine.device)
-        engine.before_gather(number)
+        if engine.core.guess is not None:
+            engine.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
         if stream is None:
@@ -87,7 +88,8 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        engine.before_gather(number)
+        if engine.core.guess is not None:
+            engine.before_gather(number)
         if engine.core.done and engine.core.has_updated(number):
             if runs_in_backward():
                 engine.refuse("second backward" if in_backward else "recomputation")
@@ -136,7 +138,8 @@ class ModelHooks:
                 engine.guesses.take_back()
             else:
                 engine.refuse("second backward")
-        refuse_freed(self._groups[number].params)
+        if engine.policy.parameters:
+            refuse_freed(self._groups[number].params)
         engine.core.uses(number)  # R1: it may add to gradients that an update reads, and no gather has waited for that
 
     def _reduced(self, number: int, event: object) -> None:

@@ -107,10 +107,9 @@ class BucketUpdates:
 
     def is_late(self, bucket: Bucket) -> bool:
         """Return whether a gradient came after the update of ``bucket``."""
-        used, gradient = self.used.get(bucket.number), self._conventions.gradient
-        if used is None:
-            return False
-        return any(one not in used and gradient(one.param) is not None for one in home_of(bucket).shards)
+        used = self.used.get(bucket.number)
+        late = [] if used is None else [one.param for one in home_of(bucket).shards if one not in used]
+        return any(self._conventions.gradient(param) is not None for param in late)
 
     def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late. And these."""
@@ -138,7 +137,7 @@ class BucketUpdates:
 
         def job() -> None:
             if isinstance(states, OwnCounters):
-                states.copy(one.shard.param for one in ranges)
+                states.copy([one.shard.param for one in ranges])
             for one, grad in found:
                 one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
             before = _versions(ranges)
@@ -153,5 +152,5 @@ class BucketUpdates:
 
 def _versions(ranges: Iterable[BoundRange]) -> list[object]:
     """Change with what an update writes into the gradients that it was given."""
-    given = ((one.gradient, one.shard.on_locals) for one in ranges)
-    return [grad._version if is_local else version_of(grad) for grad, is_local in given if grad is not None]
+    given = [(grad, one.shard.on_locals) for one in ranges if (grad := one.gradient) is not None]
+    return [grad._version if is_local else version_of(grad) for grad, is_local in given]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ _NOT_CARRIED = {torch.int16, torch.uint16}
 STAND_IN = "_fsdp_offload_stand_in"
 # The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute.
 LOCAL: Any = DTensor._local_tensor
+_VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -46,12 +47,19 @@ def has_inner_tensors(tensor: Tensor) -> bool:
     return hasattr(type(local_shard(tensor)), "__tensor_flatten__")
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return for each what changes with every write into it: through a DTensor itself, or through its local tensor."""
+    # Past the classes of tensors that are watched, and without a call for each: it is often.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            (_VERSION(vars(one).get(STAND_IN, one)), _VERSION(LOCAL.__get__(one) if isinstance(one, DTensor) else one))
+            for one in tensors
+        ]
+
+
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Changes with every write into ``tensor``: through a DTensor itself, or through its local tensor."""
-    local = (
-        LOCAL.__get__(tensor) if isinstance(tensor, DTensor) else tensor
-    )  # local_shard(), without a call: it is often
-    return vars(tensor).get(STAND_IN, tensor)._version, local._version
+    """Return that of one tensor, as :func:`versions_of`."""
+    return versions_of([tensor])[0]
 
 
 def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from .dtensor import version_of
-from .gradients import bare, is_spent, zeroed_lifted
+from .dtensor import versions_of
+from .gradients import bare, is_spent, let_read, zeroed_lifted
 from .homed import ShardedParameter
 
 
@@ -196,7 +196,7 @@ class ShardingGroup:
                 _reach(group, "before_use", self._in_backward)
                 if self._is_alone:  # it reads the shards here, and not in unshard
                     return self._reading(None, wait_for_unshard)
-            return wait_for_unshard()
+            return let_read(wait_for_unshard)
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
@@ -204,7 +204,7 @@ class ShardingGroup:
             if any(getattr(holder, name) is not None for holder, name in _gradient_holders_of(group)):
                 _reach(group, "before_reduce")
             params = self.params
-            with zeroed_lifted(params), bare(grad for param in params if (grad := param.grad) is not None):
+            with zeroed_lifted(params), bare([grad for param in params if (grad := param.grad) is not None]):
                 before = _gradient_versions(params)
                 result = post_backward(*args)  # which adds to gradients of earlier micro-batches, past their class
                 is_reduced = _gradient_versions(params) != before
@@ -218,7 +218,7 @@ class ShardingGroup:
     def _reading(self, stream: torch.Stream | None, read: Callable[[], Any]) -> Any:
         _reach(self._group, "before_read", stream, self._in_backward)
         try:
-            return read()
+            return let_read(read)
         finally:
             _reach(self._group, "after_read", stream)
 
@@ -226,7 +226,7 @@ class ShardingGroup:
     def _in_backward(self) -> bool:
         return bool(self._group._training_state.name == "PRE_BACKWARD")
 
-    @property
+    @functools.cached_property
     def _is_alone(self) -> bool:
         """Whether no other rank has a part, so that shards are read without a collective."""
         return getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1
@@ -240,8 +240,8 @@ class ShardingGroup:
 
 
 def _gradient_versions(params: Iterable[Tensor]) -> list[object]:
-    grads = [param.grad for param in params]
-    return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    return [*map(id, grads), *versions_of(grads)]
 
 
 def _reach(group: Any, point: str, *args: object) -> None:

@@ -11,11 +11,12 @@ DTensors).
 """
 
 import enum
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -141,9 +142,22 @@ def _tell(what: str, tensors: Iterable[Tensor]) -> None:
         getattr(watcher, what)(its_own)
 
 
+def let_read(read: Callable[[], Any]) -> Any:
+    """Let ``fully_shard`` read parameters in this thread; no watcher is told: a gather has been announced already."""
+    before, _READER[0] = _READER[0], threading.get_ident()
+    try:
+        return read()
+    finally:
+        _READER[0] = before
+
+
+_READER = [0]
+
+
 def _give_local(tensor: Tensor) -> Tensor:
-    _tell("shares", [tensor])
-    return local_shard(tensor)
+    if _READER[0] != threading.get_ident():
+        _tell("shares", [tensor])
+    return cast(Tensor, LOCAL.__get__(tensor))
 
 
 def _put_local(tensor: Tensor, local: Tensor) -> None:

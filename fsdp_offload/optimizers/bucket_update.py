@@ -6,6 +6,7 @@ commits it.
 """
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,8 +108,9 @@ def update_bucket(step: DividedStep, ranges: Sequence[BoundRange], user_states: 
     """
     eager, apart = step.conventions.state_without_gradient, step.conventions.group_by_group
     updated = [one for one in ranges if one.shard.group >= 0 and (eager or one.gradient is not None)]
-    for _, run in itertools.groupby(updated, lambda one: one.shard.group if apart or not one.shard.on_locals else None):
-        _update_together(step, list(run), user_states)
+    groups = [one.shard.group if apart or not one.shard.on_locals else None for one in updated]
+    for _, run in itertools.groupby(zip(groups, updated, strict=True), operator.itemgetter(0)):
+        _update_together(step, [one for _, one in run], user_states)
 
 
 def _update_together(step: DividedStep, together: Sequence[BoundRange], user_states: StateStore) -> None:

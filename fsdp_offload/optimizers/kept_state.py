@@ -38,7 +38,8 @@ def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> Layou
         return "tensor" if isinstance(value, Tensor) else type(value).__name__
 
     names = sorted([name for name in group if name not in _NO_SWITCHES and name not in counters])
-    return tuple([(name, switch(group[name], type_only=name == "lr")) for name in names])
+    quick = {name: str(group[name]) for name in names if type(group[name]) is bool}  # most are
+    return tuple([(name, quick.get(name) or switch(group[name], type_only=name == "lr")) for name in names])
 
 
 class Layouts:

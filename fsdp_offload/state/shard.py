@@ -161,7 +161,7 @@ class StateShard(Housed):
     def move(self, entry_of: EntryOf) -> None:
         state, old = entry_of(self.param), self.homes
         self.side = 1 - self.side
-        state.update((name, home) for name, home in self.homes.items() if state.get(name) is old[name])
+        state |= {name: home for name, home in self.homes.items() if state.get(name) is old[name]}
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, whose life can be counted; a write counts for both."""

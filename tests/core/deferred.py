@@ -110,6 +110,8 @@ class World:
 class DeferredLane:
     """Runs its actions in order, some time later; with ``at_once`` it is the host itself."""
 
+    looks_for_races = True
+
     def __init__(self, world: World, name: str, *, at_once: bool = False) -> None:
         self.world, self.name, self.at_once = world, name, at_once
         self.clock: Clock = {name: 0}

@@ -59,7 +59,16 @@ class LateLanes(DeferredLanes):
 
     def synchronize(self) -> None:
         """Block the host until the device has done everything."""
-        for lane in (self.load, self.store, self.update, self.down, self.up, self.compute, self.copy_in):
+        for lane in (
+            self.load,
+            self.store,
+            self.update,
+            self.update_kept,
+            self.down,
+            self.up,
+            self.compute,
+            self.copy_in,
+        ):
             lane.mark().synchronize()
 
 
