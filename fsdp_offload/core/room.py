@@ -40,6 +40,8 @@ class Reading(NamedTuple):
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
         host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
         forward_ms: from the end of the step before to the first reduction, without what compute stood still.
+        paced_ms: ``host_ms``, and the time between calls of ours at both of whose ends compute had done all that the
+            host had issued, without waits: other Python may have kept it waiting.
     """
 
     stalled_ms: float
@@ -49,6 +51,7 @@ class Reading(NamedTuple):
     in_step_ms: float = 0.0
     host_ms: float = 0.0
     forward_ms: float = 0.0
+    paced_ms: float = 0.0
 
     @property
     def forward_share(self) -> float:
@@ -75,15 +78,25 @@ class _Wait(NamedTuple):
         return max(0.0, self.end.elapsed_ms_since(self.begin) - self.host_ms)
 
 
+class _Call(NamedTuple):
+    """A call of ours: marks at its ends, which waits are its own, and whether compute reached it while it ran."""
+
+    begin: EventMark
+    end: EventMark
+    first: int
+    behind: int
+    caught_up: bool
+
+
 @dataclass
 class _Iteration:
     """Marks of one iteration: two, two for each wait, two for one load and one store, and two for each call of ours."""
 
     begin: EventMark
+    caught_up: bool = False  # as of the last call before it
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
-    calls: list[tuple[EventMark, EventMark, list["_Wait"]]] = field(default_factory=list)  # and the waits in each
-    waits_of_forward: int = 0  # those before the first call
+    calls: list[_Call] = field(default_factory=list)
     copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
 
@@ -91,17 +104,24 @@ class _Iteration:
         """Block the host until the device has come to its end; returns its times."""
         assert self.end is not None
         self.end.synchronize()
+
+        def ms(begin: EventMark, end: EventMark, first: int, behind: int) -> float:
+            return max(0.0, end.elapsed_ms_since(begin) - sum(wait.ms for wait in self.waits[first:behind]))
+
         in_step_ms = sum(wait.ms for wait in self.waits if wait.in_step)
         # Marks of a call are passed one right after the other, unless the device has come to the end of all before it.
-        calls = (end.elapsed_ms_since(begin) - sum(wait.ms for wait in waits) for begin, end, waits in self.calls)
-        host_ms = sum(max(0.0, ms) for ms in calls)
-        first = self.calls[0][0] if self.calls else self.end
-        forward_ms = first.elapsed_ms_since(self.begin) - sum(wait.ms for wait in self.waits[: self.waits_of_forward])
+        host_ms = sum(ms(*call[:4]) for call in self.calls)
+        before, at, caught_up = self.begin, 0, self.caught_up
+        between = []
+        for call in self.calls:
+            between.append((ms(before, call.begin, at, call.first), caught_up and call.caught_up))
+            before, at, caught_up = call.end, call.behind, call.caught_up
         return Reading(
             *(sum(wait.ms for wait in self.waits), self.end.elapsed_ms_since(self.begin)),
             in_step_ms=in_step_ms,
             host_ms=host_ms,
-            forward_ms=max(0.0, forward_ms),
+            forward_ms=between[0][0] if between else 0.0,
+            paced_ms=host_ms + sum(ms for ms, is_paced in between if is_paced),
         )
 
     def gb_per_s(self, lane: str) -> float | None:
@@ -124,7 +144,7 @@ class Stopwatch:
         self._now: _Iteration | None = None
         self._ended: deque[_Iteration] = deque(maxlen=2)
         self._largest_bytes: dict[str, int] = {}
-        self._in_call: list[_Wait] | None = None  # waits of the call under way
+        self._is_called = False
 
     def _mark(self) -> EventMark:
         return mark_on(current_stream(self._device), self._device)
@@ -139,24 +159,20 @@ class Stopwatch:
         yield
         if self._now is not None:
             host_ms = 0.0 if with_host else (time.perf_counter() - began) * 1e3
-            wait = _Wait(begin, self._mark(), in_step, host_ms)
-            self._now.waits.append(wait)
-            if self._in_call is not None:
-                self._in_call.append(wait)
+            self._now.waits.append(_Wait(begin, self._mark(), in_step, host_ms))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Time for how long the device has nothing to do while the host is within; nothing of ours runs on compute."""
-        begin, now, outer = self._mark(), self._now, self._in_call
-        if now is not None and not now.calls:
-            now.waits_of_forward = len(now.waits)
-        waits = self._in_call = []
+        begin, now, is_outer = self._mark(), self._now, not self._is_called
+        first = 0 if now is None else len(now.waits)
+        self._is_called = True
         try:
             yield
         finally:
-            self._in_call = outer
-        if outer is None and now is not None and now is self._now:
-            now.calls.append((begin, self._mark(), waits))
+            self._is_called = not is_outer
+        if is_outer and now is not None and now is self._now:
+            now.calls.append(_Call(begin, self._mark(), first, len(now.waits), begin.is_passed()))
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
@@ -179,7 +195,8 @@ class Stopwatch:
             self._now.end = mark
             self._ended.append(self._now)
             self._largest_bytes = self._now.largest_bytes
-        self._now = _Iteration(mark)
+        last = self._now.calls[-1:] if self._now is not None else []
+        self._now = _Iteration(mark, any(call.caught_up for call in last))
         return self._ended[0].read() if len(self._ended) == 2 else None
 
     def last(self) -> Reading | None:

@@ -94,6 +94,10 @@ class EventMark(Mark):
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def is_passed(self) -> bool:
+        """Return whether the lane has come to it, as far as the host knows."""
+        return bool(self.event.query())
+
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
         """Milliseconds on the device between two events of ours that have both passed."""
         return earlier.event.elapsed_time(self.event)

@@ -181,6 +181,9 @@ class HostMark(Mark):
     def __init__(self, **_: object) -> None:
         self.seconds = time.perf_counter()
 
+    def is_passed(self) -> bool:
+        return True
+
     def elapsed_ms_since(self, earlier: "HostMark") -> float:
         return (self.seconds - earlier.seconds) * 1e3
 
@@ -266,6 +269,34 @@ def test_what_the_host_takes_is_not_time_for_items(timed: Any, monkeypatch: pyte
     watch.end()
     reading = watch.last()
     assert (reading.stalled_ms, reading.host_ms, reading.iteration_ms) == pytest.approx((7 + 3, 5 + 1, 68))
+    assert reading.paced_ms == pytest.approx(6 + 2)
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_time_between_our_calls_is_the_hosts_if_the_device_had_nothing_left_at_both(
+    timed: Any, monkeypatch: pytest.MonkeyPatch, caught_up: bool
+) -> None:
+    watch = engine_of(timed(overlap="iteration").train(4).optimizer).core.cache.stopwatch
+    now = 0.0
+
+    def mark(_: object) -> HostMark:
+        made = HostMark()
+        made.seconds, made.is_passed = now / 1e3, lambda: caught_up  # type: ignore[method-assign]
+        return made
+
+    monkeypatch.setattr(Stopwatch, "_mark", mark)
+    monkeypatch.setattr(time, "perf_counter", lambda: now / 1e3)
+    watch.forget()
+    for _ in range(3):
+        watch.end()
+        for before_ms, within_ms in ((20, 2), (8, 1), (8, 1)):  # the forward, and two groups of the backward
+            now += before_ms
+            with watch.calling(), watch.calling():
+                now += within_ms
+    watch.end()
+    reading = watch.last()
+    assert (reading.host_ms, reading.forward_ms, reading.iteration_ms) == pytest.approx((4, 20, 40))
+    assert reading.paced_ms == pytest.approx(40 if caught_up else 4)
 
 
 def test_the_largest_copy_is_timed(timed: Any) -> None:
@@ -321,7 +352,7 @@ REPORT = OffloadReport(
         load_gb_per_s=47.23,
         host_waited_ms=3.0,
     ),
-    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, bound_ms=415.76, host_ms=12.4),
+    iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.08, bound_ms=415.76, host_ms=12.4, paced_ms=250.0),
     notes=("First.", "Second."),
 )
 
@@ -343,7 +374,7 @@ Offloaded AdamW
   last step: stored       8.00 GB in 240 copies
   last step: updated      120 buckets
   last iteration          431.2 ms, of it 3.1 ms waiting for what is offloaded
-    late on the host      12.4 ms, in fsdp_offload
+    at the host's pace    250.0 ms, of it 12.4 ms in fsdp_offload
     no less than          415.8 ms"""
     )
 
@@ -400,7 +431,8 @@ SENTENCES: dict[str, tuple[str, Callable[[float], str]]] = {
     "step/host_waited_ms": ("on the CPU .+ ms, (.+?) ms waited for", _tenths),
     "iteration/iteration_ms": ("last iteration +(.+?) ms", _tenths),
     "iteration/stalled_ms": ("last iteration .+, of it (.+?) ms waiting", _tenths),
-    "iteration/host_ms": ("late on the host +(.+?) ms", _tenths),
+    "iteration/host_ms": ("at the host's pace .* of it (.+?) ms", _tenths),
+    "iteration/paced_ms": ("at the host's pace +(.+?) ms", _tenths),
     "iteration/bound_ms": ("no less than +(.+) ms", _tenths),
 }
 """By metric, where the report says it, and how."""
@@ -416,7 +448,7 @@ def test_each_metric_is_what_the_report_says(mesh: DeviceMesh, staying: int) -> 
         report,
         memory=replace(report.memory, device_peak_bytes=24_600_000_000),
         step=replace(report.step, **timed, host_waited_ms=3.4, held_updates=2),
-        iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.18, bound_ms=415.66, host_ms=12.4),
+        iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.18, bound_ms=415.66, host_ms=12.4, paced_ms=250.0),
     )
     (kept, all_of_them), *_ = re.findall(r"(\d+) of (\d+) buckets are kept", report.kept.reason)
     said = f"{report}\n{replace(report, step=None)}\nmoving: {int(all_of_them) - int(kept)}"
