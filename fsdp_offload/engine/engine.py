@@ -353,9 +353,9 @@ class Engine:
         core, room = self.core, self.room
         if core.cache.stopwatch is None:
             return
-        reading = core.cache.stopwatch.end()
         # With "auto", more stays instead.
         may_put_off = room is None and self._puts_off and not core.put_off and steady and core.steps > UNSETTLED
+        reading = core.cache.stopwatch.end(reads=room is not None or may_put_off)
         if may_put_off and reading is not None and reading.late_ms > TOLERATED * reading.iteration_ms:
             core.put_off_updates(reading.forward_share)
         more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
