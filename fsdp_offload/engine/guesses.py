@@ -197,7 +197,8 @@ class Guesses:
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing their copies
         lane.run(own.commit)
-        core.updated = {lane.name: lane.mark()}
+        core.updated = {lane.name: (mark := lane.mark())}
+        core.lanes.update_kept.wait(mark)  # R3: updates that step() runs there count on from these
         self._updates.states = own.states
         self._updates.lending.commit_guesses()
         self.committed += 1

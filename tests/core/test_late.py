@@ -167,6 +167,32 @@ def counters_read_before_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
     assert engine_of(optimizer).guesses.committed
 
 
+def counters_that_count_on_from_guesses(mesh: DeviceMesh, lanes: LateLanes) -> None:
+    """A gradient of kept state comes late: ``step()`` updates its bucket once more, right behind the commit."""
+    found = []
+    for policy in (None, OffloadPolicy(overlap="iteration", bucket_bytes=4096, device_bytes=6 * 4096)):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        optimizer: Any = AdamW(model.parameters(), lr=0.05, fused=True)
+        optimizer = optimizer if policy is None else attach(optimizer, model=model, policy=policy)
+        for at in range(9):
+            (late := model[0].bias).requires_grad_(at not in (6, 8))
+            model(torch.full((2, 16), 0.1 + at)).square().sum().backward()
+            if not late.requires_grad:
+                late.requires_grad_(True)
+                late.grad = torch.ones_like(late)
+            if policy is not None:
+                clip_grad_norm_(optimizer, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([optimizer.state[param]["step"].item() for param in model.parameters()])
+    assert engine_of(optimizer).guesses.committed
+    assert found[0] == found[1]
+
+
 def zeros_for_a_gradient_that_was_freed(mesh: DeviceMesh, lanes: LateLanes) -> None:
     """They are made while others of its group are being reduced."""
     found = []
@@ -244,7 +270,10 @@ def state_read_behind_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
     lanes.world.on_host(lambda: None, [optimizer.state[param]["velocity"]])
 
 
-GUESSES = (state_written_under_a_guess, counters_read_before_a_step, zeros_for_a_gradient_that_was_freed)
+GUESSES = (
+    *(state_written_under_a_guess, counters_read_before_a_step, counters_that_count_on_from_guesses),
+    zeros_for_a_gradient_that_was_freed,
+)
 STORIES = {
     "by elements": GUESSES,
     "on the CPU": (one_bucket_again, strides, a_gradient_that_comes_late, the_first_state),
