@@ -144,18 +144,18 @@ def _tell(what: str, tensors: Iterable[Tensor]) -> None:
 
 def let_read(read: Callable[[], Any]) -> Any:
     """Let ``fully_shard`` read parameters in this thread; no watcher is told: a gather has been announced already."""
-    before, _READER[0] = _READER[0], threading.get_ident()
+    before, _HERE.reads = getattr(_HERE, "reads", False), True
     try:
         return read()
     finally:
-        _READER[0] = before
+        _HERE.reads = before
 
 
-_READER = [0]
+_HERE = threading.local()  # threads may read at once, and end in any order
 
 
 def _give_local(tensor: Tensor) -> Tensor:
-    if _READER[0] != threading.get_ident():
+    if not getattr(_HERE, "reads", False):
         _tell("shares", [tensor])
     return cast(Tensor, LOCAL.__get__(tensor))
 

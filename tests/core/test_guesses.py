@@ -2,8 +2,9 @@
 
 import copy
 import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from fsdp_offload.engine import updates
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.guesses import Guesses
 from fsdp_offload.fsdp.dtensor import local_shard
+from fsdp_offload.fsdp.gradients import let_read, watch
 from tests.async_writers import Reading
 from tests.clipping import ALWAYS, LOOKS, NEVER, clip, clipped_step, clipping, guesses_of, train
 from tests.overlapping import Loop, Net, adamw, look, pair, same, same_values
@@ -483,6 +485,32 @@ def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> Non
     loop.model.head.weight.norm()
     assert {type(param) for param in loop.params} == {DTensor}
     assert (guesses_of(loop).committed, guesses_of(loop).taken_back) == (5, 2)
+
+
+def test_a_gather_of_another_thread_that_ends_later_hides_no_write(mesh: DeviceMesh) -> None:
+    """While ``fully_shard`` reads, no watcher is told; each thread reads for itself."""
+    told: list[str] = []
+
+    class Watcher:
+        def shares(self, tensors: Sequence[Tensor]) -> None:
+            told.append(threading.current_thread().name)
+
+    grad, watcher = DTensor.from_local(torch.ones(3), mesh), Watcher()
+    here, there, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        here.wait()
+        let_read(lambda: (there.set(), gone.wait(), grad._local_tensor))
+
+    watch([grad], watcher)  # type: ignore[arg-type]
+    thread = threading.Thread(target=other)
+    thread.start()
+    let_read(lambda: (here.set(), there.wait(), grad._local_tensor))
+    gone.set()
+    thread.join()
+    assert not told
+    assert grad._local_tensor is not None
+    assert told == ["MainThread"]
 
 
 @EVERYWHERE
