@@ -349,6 +349,7 @@ class Trial:
             self.check_home(bucket.number)
             if self.random.random() < 0.5 and bucket.state.exists:
                 home = self.homes[bucket.number]
+                self.core.wait_home([bucket.state])  # a prefetch behind the write before may have begun to load it
                 self.lanes.world.on_host(lambda home=home: home.view(torch.int64).add_(100), [home])
                 self.state[bucket.number] += 100
                 self.versions[bucket.number] += 1
