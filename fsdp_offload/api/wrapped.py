@@ -68,13 +68,13 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
     return optimizer.state
 
 
-_WRAPPING_PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+_WRAPPING_PACKAGES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
     """List wrappers of accelerate, Lightning and Fabric, which may have its class as well, and the real optimizer."""
     found = [optimizer]
-    while any(base.__module__.partition(".")[0] in _WRAPPING_PACKAGES for base in type(found[-1]).__mro__):
+    while _WRAPPING_PACKAGES & {base.__module__.partition(".")[0] for base in type(found[-1]).__mro__}:
         inner = inside(found[-1])
         if inner is None:
             break

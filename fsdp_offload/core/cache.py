@@ -7,17 +7,18 @@ where there is nothing to do; ``put`` always stores.
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..device.lanes import Lane, Lanes, Mark, recorded
+from ..device.lanes import Lanes, Mark, recorded
 from .items import Block, Item, Pool, Use
 from .room import Stopwatch
 
 NEVER = 1 << 30
+_NOTHING = nullcontext()
 
 
 class Timeline:
@@ -154,7 +155,8 @@ class Cache:
         load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
         if item.exists:
             load.wait(item.home.stored)  # R2: the last store into this home may still be running
-            with recorded(f"fsdp_offload L {item.name}"), self._timed(load, item.nbytes):
+            timed = _NOTHING if self.stopwatch is None else self.stopwatch.copying(load, item.nbytes)
+            with recorded(f"fsdp_offload L {item.name}"), timed:
                 pairs = item.copies(item.home.bytes)
                 load.copy([(target, source) for source, target in pairs], alone=self.copies_alone)
             item.ready = item.home.read["load"] = load.mark()
@@ -166,9 +168,6 @@ class Cache:
             item.home.see()
         item.used.clear()
         item.known_to.clear()
-
-    def _timed(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.stopwatch is None else self.stopwatch.copying(lane, nbytes)
 
     def changed(self, item: Item, mark: Mark) -> None:
         """Note that an update has changed the place of ``item``, up to ``mark``."""
@@ -187,7 +186,8 @@ class Cache:
         store.wait(*home.read.values())  # R4: a load, or a checkpoint, may still be reading this home
         copies = item.copies(home.changed())
         nbytes = sum([one.numel() for one, _ in copies])
-        with recorded(f"fsdp_offload S {item.name}"), self._timed(store, nbytes):
+        timed = _NOTHING if self.stopwatch is None else self.stopwatch.copying(store, nbytes)
+        with recorded(f"fsdp_offload S {item.name}"), timed:
             store.copy(copies)
         home.stored = item.used["store"] = store.mark()
         home.read.clear()

@@ -351,7 +351,7 @@ class Core:
         for number, item in self.weights.items():
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
-        self._settle_held([*(bucket.state for bucket in wanted), *self.weights.values()])
+        self._settle_held([*[bucket.state for bucket in wanted], *self.weights.values()])
         for bucket in self._of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
                 self._gradients.pop(bucket.number, None)  # no gather comes that would let go of them
@@ -652,10 +652,11 @@ class WayBack:
 
     def keep(self, bucket: Bucket) -> None:
         """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
-        versions = dict(zip(bucket.params, versions_of(bucket.params), strict=True))
-        written = {one for one, version in versions.items() if self._versions.get(one, version) != version}
-        if written:  # also those of other buckets that have a range of them
-            self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
+        known, versions = self._versions, dict(zip(bucket.params, versions_of(bucket.params), strict=True))
+        if not versions.items() <= known.items():
+            written = {one for one, version in versions.items() if known.get(one, version) != version}
+            if written:  # also those of other buckets that have a range of them
+                self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
         self._versions |= versions
         if bucket in self._stored or not (pairs := self.pairs_of(bucket)):
             return
@@ -673,7 +674,8 @@ class WayBack:
 
     def is_written(self) -> bool:
         """Return whether somebody has written a home since its update."""
-        return any(seen is not None and item.home.version() != seen for item, (_, seen) in self._before.items())
+        looked_at = [(item.home, seen) for item, (_, seen) in self._before.items() if seen is not None]
+        return any(home.version() != seen for home, seen in looked_at)
 
     def roll_back(self) -> None:
         """Undo all updates of this step, for what follows on the compute stream."""

@@ -147,7 +147,7 @@ class Guesses:
         if not self.is_ready or self.blocked or self._updates.writes_gradients:
             return False
         # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
-        return not any(one.spare is not None and one.spare.is_read() for one in self._plan.housed())
+        return not [one for one in self._plan.housed() if (spare := one.spare) is not None and spare.is_read()]
 
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
         """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
@@ -155,7 +155,7 @@ class Guesses:
         is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
         self._core.guess = self.way_back if is_guess else None
         shards = self._plan.shards.items() if is_guess else ()
-        self._without_state = {param for param, shard in shards if shard.homes and not states.get(param)}
+        self._without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
     def begin(self, states: StateStore) -> None:
         """A step begins with guesses: updates see copies of what they may write in ``states``."""
@@ -309,7 +309,7 @@ class Guesses:
         if self.announced:
             if not (self._core.frees_all or self.unavailable):
                 shards = self._plan.shards
-                self.watch(grad for param in params if param in shards and (grad := param.grad) is not None)
+                self.watch([grad for param in params if param in shards and (grad := param.grad) is not None])
         elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self._core.frees_all:
             self.watch_used(params)
 
@@ -320,8 +320,9 @@ class Guesses:
         params, grads = [param for param, _ in with_grad], [grad for _, grad in with_grad]
         self.used.update(zip(params, zip(grads, versions_of(grads), versions_of(params), strict=True), strict=True))
 
-    def _on_device(self, params: Iterable[Tensor]) -> list[Tensor]:
-        return [param for param in params if param not in self._plan.streamed]
+    def _on_device(self, params: Iterable[Tensor]) -> Iterable[Tensor]:
+        streamed = self._plan.streamed
+        return [param for param in params if param not in streamed] if streamed else params
 
     def spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""

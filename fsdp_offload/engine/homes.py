@@ -6,7 +6,7 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -199,7 +199,7 @@ class Plan:
         self.buckets: list[Bucket] = []
         self.arenas: list[Arena[StateShard]] = []
         self.of_parameters: Arena[Any] | None = None
-        self.streamed: Container[Tensor] = ()
+        self.streamed: Collection[Tensor] = ()
         self.others: list[Region] = []
         self.bucket_bytes = 0
         self._together = self._joined = together

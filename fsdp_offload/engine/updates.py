@@ -109,7 +109,7 @@ class BucketUpdates:
         """Return whether a gradient came after the update of ``bucket``."""
         used = self.used.get(bucket.number)
         late = [] if used is None else [one.param for one in home_of(bucket).shards if one not in used]
-        return any(self._conventions.gradient(param) is not None for param in late)
+        return bool(late) and any(self._conventions.gradient(param) is not None for param in late)
 
     def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late. And these."""

@@ -201,7 +201,7 @@ class ShardingGroup:
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
             # The backward ends for groups that it did not reach, too.
-            if any(getattr(holder, name) is not None for holder, name in _gradient_holders_of(group)):
+            if [name for holder, name in _gradient_holders_of(group) if getattr(holder, name) is not None]:
                 _reach(group, "before_reduce")
             params = self.params
             with zeroed_lifted(params), bare([grad for param in params if (grad := param.grad) is not None]):

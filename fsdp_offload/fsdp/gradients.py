@@ -121,7 +121,7 @@ def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        _WATCH.put_on(tensor for tensor in watched if _WATCHER in vars(tensor))
+        _WATCH.put_on([tensor for tensor in watched if _WATCHER in vars(tensor)])
 
 
 def _is_in_place(name: str) -> bool:

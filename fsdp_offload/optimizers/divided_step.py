@@ -142,8 +142,8 @@ class DividedStep:
         (now, form), (start, before) = tree_flatten(entries_of(optimizer)), self._start
         if form != before or _versions(now) != self._versions:
             return False
-        pairs = zip(now, start, strict=True)
-        return all(one is other or (not isinstance(one, Tensor) and one == other) for one, other in pairs)
+        others = [(one, other) for one, other in zip(now, start, strict=True) if one is not other]
+        return all(not isinstance(one, Tensor) and one == other for one, other in others)
 
     @property
     def changes_tensors(self) -> bool:

@@ -67,10 +67,9 @@ class OwnCounters(StateStore):
         """Copy the counters of ``params``, all in one operation: updates of these come next on the current stream."""
         copies, counters = [], []
         for param in params:
-            state, homes = self.states.get(param), self._shards[param].homes
-            if param in self._states or not state:
+            if param in self._states or not (state := self.states.get(param)):
                 continue
-            self._states[param] = own = dict(state)
+            self._states[param], homes = (own := dict(state)), self._shards[param].homes
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is not homes.get(name):
                     own[name] = torch.empty_like(value)
@@ -94,7 +93,7 @@ class OwnCounters(StateStore):
                 current = state.get(name)
                 if name in homes and value is not None:
                     state[name] = homes[name] if current is None else current
-                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _kind(value) == _kind(current):
+                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _are_alike(value, current):
                     targets.append(current)
                     sources.append(value)
                 else:
@@ -103,8 +102,8 @@ class OwnCounters(StateStore):
             torch._foreach_copy_(targets, sources)
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 # What users see -------------------------------------------------------------------------------------------------------
