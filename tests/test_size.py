@@ -31,7 +31,7 @@ LIMITS = {
     "fsdp_offload/fsdp": 1_378,  # planned 940; 80 are names that checkpoints use, 100 count writes, abandon backwards
     "checkpoint_tools": 5_966,  # planned 5,500; 150 refuse what would take all memory, or somebody's files
     "examples/benchmarks": 2_805,  # 850 are the front: models that users train, each row in a process of its own
-    "tests": 36_990,  # planned 22,000; 300 are the tracer; a test for each mend; late lanes; 260 are the front's
+    "tests": 37_010,  # planned 22,000; 300 are the tracer; a test for each mend; late lanes; 260 are the front's
 }
 ATTACHING, STEP = 31, 15  # files
 FEWER = 0.9

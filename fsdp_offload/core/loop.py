@@ -368,11 +368,10 @@ class Core:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
         first = not self.timeline.cycle
         self.cache.moved.held_updates = len(self.held)
-        self.timeline.end()
         self.reductions.end()
+        self._ready, self._undone, self.held, self.done, self.begun, self.is_seen = [], set(), set(), {}, False, False
+        self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
-        self.done, self._ready, self._undone, self.held = {}, [], set(), set()
-        self.begun = self.is_seen = False
         self._used_by.clear()
         self.steps += 1
         if first:

@@ -2,6 +2,7 @@
 or an error."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
-from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.cache import Cache, Timeline
 from fsdp_offload.core.loop import Core
 from fsdp_offload.engine import updates
 from fsdp_offload.engine.engine import Engine
@@ -193,6 +194,25 @@ def test_an_interrupt_behind_the_last_update(mesh: DeviceMesh, monkeypatch: pyte
                 loop.optimizer.step()
             loop.optimizer.zero_grad()
         assert same(*loops), at
+
+
+@pytest.mark.parametrize("overlap", ["forward", "iteration"])
+def test_an_interrupt_at_the_end_of_a_step_leaves_it_complete(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    plain, loop = pair(mesh, clipping(overlap=overlap, bucket_bytes=2048), net=small_net)
+    for at in range(9):
+        for one in (plain, loop):
+            one.backward(at)
+        plain.optimizer.step()
+        with monkeypatch.context() as patch:
+            if at in (4, 6):
+                patch.setattr(Timeline, "end", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt) if at in (4, 6) else nullcontext():
+                loop.optimizer.step()
+        for one in (plain, loop):
+            one.optimizer.zero_grad()
+        assert same(plain, loop), at
 
 
 @pytest.mark.parametrize("where", [(Core, "_hold"), (Cache, "changed")], ids=lambda where: where[1])
