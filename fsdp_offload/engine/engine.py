@@ -266,7 +266,7 @@ class Engine:
         late = set(filter(updates.is_late, core.done))
         without, made = updates.without_state, core.cache.nbytes
         try:
-            self._leave_room(wanted)
+            self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
             core.step(wanted, late)
             if self.host is not None:
                 self.host.wait_created()
@@ -295,9 +295,9 @@ class Engine:
             if not home.waits_for_step():
                 home.exposed_at = None
 
-    def _leave_room(self, buckets: Iterable[Bucket]) -> None:
-        """Leave out a block where state is created, which takes as much."""
-        for pool in (one.state.pool for one in buckets if not one.state.exists):
+    def _leave_room(self, creating: Iterable[Bucket]) -> None:
+        """Leave out a block where updates of these create state, which takes as much."""
+        for pool in (one.state.pool for one in creating):
             if pool is not None:
                 self.core.cache.leave_room(pool)
                 return
@@ -448,7 +448,7 @@ class Engine:
             return False  # this backward, or step(), will refuse these: nothing may have been updated by then
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
-        self._leave_room(bucket for bucket in creating if any(map(expected, bucket.groups)))
+        self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states)
         self._updates.start(optimizer, states, {})
         if self.core.guess is not None:
@@ -468,7 +468,7 @@ class Engine:
 
     def before_gather(self, number: int) -> None:
         """Parameters of a group are about to be read: take guesses back that have changed them."""
-        if self.core.guess is not None and self.guesses.made and self.core.has_updated(number):
+        if self.guesses.made and self.core.has_updated(number):
             self.guesses.take_back()
 
     # Parameters and state of a step -----------------------------------------------------------------------------------

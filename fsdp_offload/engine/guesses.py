@@ -315,10 +315,10 @@ class Guesses:
 
     def watch_used(self, params: Iterable[Tensor]) -> None:
         """Watch gradients with which the backward has updated ``params``."""
-        with_grad = [(param, grad) for param in params if (grad := param.grad) is not None]
-        self.watch(() if self.made else [grad for _, grad in with_grad], self._on_device(params))
-        params, grads = [param for param, _ in with_grad], [grad for _, grad in with_grad]
-        self.used.update(zip(params, zip(grads, versions_of(grads), versions_of(params), strict=True), strict=True))
+        used = {param: grad for param in params if (grad := param.grad) is not None}
+        grads = used.values()
+        self.watch(() if self.made else grads, self._on_device(params))
+        self.used.update(zip(used, zip(grads, versions_of(grads), versions_of(used), strict=True), strict=True))
 
     def _on_device(self, params: Iterable[Tensor]) -> Iterable[Tensor]:
         streamed = self._plan.streamed

@@ -176,13 +176,14 @@ def test_state_that_was_put_on_the_device_by_hand_is_counted() -> None:
 
 
 class HostMark(Mark):
-    """A mark by the host's clock."""
+    """A mark by the host's clock, or at a time that is given."""
 
-    def __init__(self, **_: object) -> None:
-        self.seconds = time.perf_counter()
+    def __init__(self, ms: float | None = None, *, caught_up: bool = True, **_: object) -> None:
+        self.seconds = time.perf_counter() if ms is None else ms / 1e3
+        self.caught_up = caught_up
 
     def is_passed(self) -> bool:
-        return True
+        return self.caught_up
 
     def elapsed_ms_since(self, earlier: "HostMark") -> float:
         return (self.seconds - earlier.seconds) * 1e3
@@ -224,17 +225,12 @@ def test_compute_waits_while_copies_hold_the_host_up_in_step(timed: Any, monkeyp
     """As in a full queue of the driver: gathers come later then, and do not wait any more."""
     loop, seconds, fetch = timed(overlap="forward"), 0.0, Cache.fetch
 
-    def mark(_: object) -> HostMark:
-        made = HostMark()
-        made.seconds = seconds
-        return made
-
     def slow(*args: Any, **kwargs: Any) -> bool:
         nonlocal seconds
         seconds += 1
         return fetch(*args, **kwargs)
 
-    monkeypatch.setattr(Stopwatch, "_mark", mark)
+    monkeypatch.setattr(Stopwatch, "_mark", lambda _: HostMark(1e3 * seconds))
     loop.train(2)
     monkeypatch.setattr(Cache, "fetch", slow)
     assert loop.train(1, first=2).optimizer.offload_report().iteration.stalled_ms >= 1000
@@ -246,12 +242,7 @@ def test_what_the_host_takes_is_not_time_for_items(timed: Any, monkeypatch: pyte
     watch = engine_of(loop.optimizer).core.cache.stopwatch
     device_ms = host_ms = 0.0
 
-    def mark(_: object) -> HostMark:
-        made = HostMark()
-        made.seconds = device_ms / 1e3
-        return made
-
-    monkeypatch.setattr(Stopwatch, "_mark", mark)
+    monkeypatch.setattr(Stopwatch, "_mark", lambda _: HostMark(device_ms))
     monkeypatch.setattr(time, "perf_counter", lambda: host_ms / 1e3)
     watch.forget()
     for _ in range(2):
@@ -280,12 +271,7 @@ def test_time_between_our_calls_is_the_hosts_if_the_device_had_nothing_left_at_b
     watch = engine_of(timed(overlap="iteration").train(4).optimizer).core.cache.stopwatch
     now = 0.0
 
-    def mark(_: object) -> HostMark:
-        made = HostMark()
-        made.seconds, made.is_passed = now / 1e3, lambda: caught_up  # type: ignore[method-assign]
-        return made
-
-    monkeypatch.setattr(Stopwatch, "_mark", mark)
+    monkeypatch.setattr(Stopwatch, "_mark", lambda _: HostMark(now, caught_up=caught_up))
     monkeypatch.setattr(time, "perf_counter", lambda: now / 1e3)
     watch.forget()
     for _ in range(3):
