@@ -1,6 +1,8 @@
 """One loop for every mode: what may be updated now, what is used next, is there room for it."""
 
 import contextlib
+import itertools
+import operator
 import threading
 import time
 from collections import defaultdict, deque
@@ -129,7 +131,7 @@ class Core:
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
             ``frees_all``, it does all the same.
-        put_off: the part of the bytes that move whose updates wait for ``step()``; see :meth:`put_off_updates`.
+        forward_bytes: decides which updates wait for ``step()``; see :meth:`put_off_updates`.
         steps: how many have ended.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
@@ -153,11 +155,11 @@ class Core:
         self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
-        self.steps, self.put_off = 0, 0.0
+        self.steps, self.forward_bytes = 0, 0.0
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
         self.held: set[Bucket] = set()
-        self._put_off: frozenset[Bucket] = frozenset()
+        self._for_step: frozenset[Bucket] = frozenset()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[list[Mark], list[int]]] = deque()  # the updates of each of the last reductions
@@ -305,7 +307,7 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            if not final or bucket.number in updated or not updated >= bucket.after or bucket in self._put_off:
+            if not final or bucket.number in updated or not updated >= bucket.after or bucket in self._for_step:
                 continue
             exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
             if exposed and any(home.waits_for_step() for home in exposed):
@@ -382,22 +384,30 @@ class Core:
     def choose_kept(self) -> None:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
-        self.put_off_updates(self.put_off)
+        self.put_off_updates(self.forward_bytes)
 
-    def put_off_updates(self, share: float) -> None:
-        """Leave updates of the last groups, with ``share`` of the bytes that move, to ``step()``.
+    def put_off_updates(self, forward_bytes: float) -> None:
+        """Leave to ``step()`` updates of groups to which the link comes in the forward, before this needs them.
 
-        The forward needs these last, and the link has all of an iteration for its loads, not the backward alone. Their
-        gradients live until then.
+        The other updates occupy the link from the first reduction on, and when it has moved the last of them, which is
+        of the first groups, the forward begins. Its own time is for those that ``step()`` updates: one group here and
+        there, as the link takes longer for a group than compute does. Their gradients live until then.
+
+        Args:
+            forward_bytes: what the link moves each way in the time of a forward. 0: no update waits.
         """
-        moving = [one for one in self.buckets if one.state.nbytes and not (one.state.kept or one.on_host)]
-        self.put_off, left, found = share, share * sum(one.state.nbytes for one in moving), []
-        for bucket in reversed(moving):
-            left -= bucket.state.nbytes
-            if left < 0:
-                break
-            found.append(bucket)
-        self._put_off = frozenset(found)
+        self.forward_bytes, moved_bytes = forward_bytes, 0
+        found: list[Bucket] = []
+        groups = [list(group) for _, group in itertools.groupby(self.buckets, operator.attrgetter("groups"))]
+        # An embedding is looked up, which takes the forward no time: as much counts as is usual.
+        sizes = [sum(one.state.nbytes for one in group) for group in groups]
+        sizes = [min(nbytes, sorted(sizes)[len(sizes) // 2]) for nbytes in sizes]
+        for begin_bytes, group in zip(itertools.accumulate(sizes, initial=0), groups, strict=False):
+            moving = [one for one in group if one.state.nbytes and not (one.state.kept or one.on_host)]
+            nbytes = sum(one.state.nbytes for one in moving)
+            if moved_bytes + nbytes <= forward_bytes * begin_bytes / max(1, sum(sizes)):
+                found, moved_bytes = found + moving, moved_bytes + nbytes
+        self._for_step = frozenset(found)
 
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""

@@ -24,6 +24,9 @@ TOLERATED = 0.01
 UNSETTLED = 3
 """Iterations that allocate, pin, create state and fill caches: their times say nothing."""
 
+REMEMBERED = 6
+"""Iterations whose marks are kept: a shared host halts now and then, and the best of these counts."""
+
 CALM = 16
 """Iterations without a wait after which a block less is tried."""
 
@@ -55,9 +58,10 @@ class Reading(NamedTuple):
     paced_ms: float = 0.0
 
     @property
-    def forward_share(self) -> float:
-        """The part of an iteration without waits that comes before its first reduction."""
-        return self.forward_ms / max(self.forward_ms, self.iteration_ms - self.stalled_ms, 1e-6)
+    def forward_bytes(self) -> float:
+        """What the link moves each way in the time of a forward."""
+        rates = [rate for rate in (self.load_gb_per_s, self.store_gb_per_s) if rate is not None]
+        return self.forward_ms * min([rate * 1e6 for rate in rates], default=TWO_WAY_BYTES_PER_MS / 2)
 
     @property
     def late_ms(self) -> float:
@@ -144,7 +148,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._now: _Iteration | None = None
-        self._ended: deque[_Iteration] = deque(maxlen=2)
+        self._ended: deque[_Iteration] = deque(maxlen=REMEMBERED)
         self._largest_bytes: dict[str, int] = {}
         self._is_called = False
 
@@ -202,7 +206,7 @@ class Stopwatch:
             self._largest_bytes = self._now.largest_bytes
         last = self._now.calls[-1:] if self._now is not None else []
         self._now = _Iteration(mark, any(call.caught_up for call in last))
-        return self._ended[0].read() if reads and len(self._ended) == 2 else None
+        return self._ended[-2].read() if reads and len(self._ended) > 1 else None
 
     def last(self) -> Reading | None:
         """Return the last iteration, with rates, if it is known; blocks the host until the device has finished it."""
@@ -214,6 +218,18 @@ class Stopwatch:
             return next((one for one in rates if one is not None), None)
 
         return self._ended[-1].read()._replace(load_gb_per_s=rate("load"), store_gb_per_s=rate("store"))
+
+    def best(self) -> Reading | None:
+        """Return the last iteration, with the least that compute waited, and the fastest forward, of the last ones.
+
+        Blocks the host until the device has finished them.
+        """
+        last, readings = self.last(), [one.read() for one in self._ended]
+        if last is None:
+            return None
+        least = min(readings, key=lambda one: one.late_ms)
+        forward_ms = min(one.forward_ms for one in readings)
+        return last._replace(stalled_ms=least.stalled_ms, in_step_ms=least.in_step_ms, forward_ms=forward_ms)
 
     def forget(self) -> None:
         """Forget all iterations, the one under way included: it did not end with a step."""

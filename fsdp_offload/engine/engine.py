@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
-from ..core.room import TOLERATED, UNSETTLED, Room, Stopwatch
+from ..core.room import REMEMBERED, TOLERATED, UNSETTLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import current_stream, device_link
 from ..fsdp.dtensor import local_shard, over_local
@@ -115,6 +115,7 @@ class Engine:
         self._failure = ""
         # By ranks' own readings: updates of other classes may run collectives, in one order.
         self._puts_off = capabilities.joins and policy.updates_in_backward and not policy.parameters
+        self._repeats = 0  # iterations, each as the one before
         self._is_taken = True  # the core has what the plan has
         self._param_ids: list[list[int]] = []  # of each group
         self._fixed: dict[int, FixedHome] = {}  # of groups whose parameters stay on the device
@@ -353,11 +354,12 @@ class Engine:
         core, room = self.core, self.room
         if core.cache.stopwatch is None:
             return
-        # With "auto", more stays instead.
-        may_put_off = room is None and self._puts_off and not core.put_off and steady and core.steps > UNSETTLED
-        reading = core.cache.stopwatch.end(reads=room is not None or may_put_off)
-        if may_put_off and reading is not None and reading.late_ms > TOLERATED * reading.iteration_ms:
-            core.put_off_updates(reading.forward_share)
+        reading = core.cache.stopwatch.end(reads=room is not None)
+        self._repeats = self._repeats + 1 if steady else 0
+        if room is None and self._puts_off and self._repeats == UNSETTLED + REMEMBERED:  # "auto" keeps more instead
+            best = core.cache.stopwatch.best()
+            if best is not None and best.late_ms > TOLERATED * best.iteration_ms:
+                core.put_off_updates(best.forward_bytes)
         more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):

@@ -216,7 +216,8 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         reduced(engine, number, params, event, *args)
 
     def choose_kept_late(core: Core) -> None:
-        core.put_off = 0.0 if core.frees_gradients else lanes.world.random.choice([0.0, 0.0, 0.4, 0.8])
+        share = 0.0 if core.frees_gradients else lanes.world.random.choice([0.0, 0.0, 0.8, 3.0])
+        core.forward_bytes = share * sum(one.state.nbytes for one in core.buckets)
         choose_kept(core)
 
     def step_late(core: Core, wanted: Sequence[Bucket], *args: Any) -> None:

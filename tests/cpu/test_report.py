@@ -286,6 +286,25 @@ def test_time_between_our_calls_is_the_hosts_if_the_device_had_nothing_left_at_b
     assert reading.paced_ms == pytest.approx(40 if caught_up else 4)
 
 
+def test_of_iterations_on_a_shared_host_the_best_counts(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = engine_of(timed(overlap="iteration").train(4).optimizer).core.cache.stopwatch
+    now = 0.0
+
+    monkeypatch.setattr(Stopwatch, "_mark", lambda _: HostMark(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    watch.forget()
+    for forward_ms, late_ms in ((20, 9), (90, 8), (70, 5), (25, 40)):
+        watch.end()
+        with watch.waiting():
+            now += late_ms
+        now += forward_ms
+        with watch.calling():
+            pass
+    watch.end()
+    best = watch.best()
+    assert (best.late_ms, best.forward_ms, best.iteration_ms) == pytest.approx((5, 20, 65))
+
+
 def test_the_largest_copy_is_timed(timed: Any) -> None:
     watch = engine_of(timed().optimizer).core.cache.stopwatch
     lane = SimpleNamespace(name="load", mark=HostMark)
