@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded
-from fsdp_offload.device.lanes import Lane
+from fsdp_offload.device.lanes import Lane, TurnsLane
 from tests.at_home import not_at_home
 from tests.parity import attach, leaves, same_bits
 from tests.policies import with_share
@@ -165,21 +165,24 @@ def same_values(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
-def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> None:
+def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> list[str]:
     """Put a busy kernel before every load (``"L"``), update (``"U"``) or store (``"S"``), on its own stream.
 
-    Who does not wait for it is found.
+    What does not wait for it is found. Returns the lanes of those that are slow, one by one as they come.
     """
-    name, method = {"L": ("load", "copy"), "S": ("store", "copy"), "U": (None, "run")}.get(kind, ("", "copy"))
-    issue = getattr(Lane, method)
+    name = {"L": "load", "S": "store", "U": None}[kind]
+    owner, method = (Lane, "run") if kind == "U" else (TurnsLane, "copy")  # whether torch copies or the driver
+    issue, found = getattr(owner, method), list[str]()
 
     def slowed(self: Lane, *args: Any, **options: Any) -> None:
         if name in (None, self.name):
+            found.append(self.name)
             with self.running():
                 torch.cuda._sleep(cycles)
         issue(self, *args, **options)
 
-    patch(Lane, method, slowed)
+    patch(owner, method, slowed)
+    return found
 
 
 def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:

@@ -39,9 +39,16 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    """As ``slow_down``, for one test."""
-    yield lambda kind, cycles=SLEEP_CYCLES: slow_down(kind, cycles, monkeypatch.setattr)
+    """As ``slow_down``, for one test, in which something is slow."""
+    found: list[list[str]] = []
+
+    def slow(kind: str, cycles: int = SLEEP_CYCLES) -> None:
+        if kind != "none":
+            found.append(slow_down(kind, cycles, monkeypatch.setattr))
+
+    yield slow
     torch.cuda.synchronize()
+    assert all(found)
 
 
 @pytest.fixture
