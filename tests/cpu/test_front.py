@@ -117,12 +117,12 @@ def test_names_of_rows() -> None:
 
 
 def test_the_faster_plain_row_counts_and_freed_bytes_are_compared_with_what_can_hide() -> None:
-    same: dict[str, Any] = {"losses": [["0x1p+1"]], "parameters": ["a"], "backward_ms": 200.0}
+    same: dict[str, Any] = {"losses": [["0x1p+1"]], "parameters": ["a"], "backward_ms": 200.0, "all_ms": [300.0]}
     state = {"host_state_bytes": 30e9, "loaded_bytes": 20e9, "stored_bytes": 22e9}
     link = {"two_way_gb_per_s": 100.0}
     found = [
-        {"row": "plain", "ms": 320.0, "peak_bytes": 50e9, **same, "link": link},
-        {"row": "iteration", "ms": 462.0, "peak_bytes": 42e9, **same, **state},
+        {"row": "plain", "ms": 320.0, "peak_bytes": 50e9, **same, "all_ms": [280.0, 320.0, 400.0], "link": link},
+        {"row": "iteration", "ms": 462.0, "peak_bytes": 42e9, **same, **state, "all_ms": [420.0, 462.0]},
         {"row": "step", "error": "rank 0 ended with -9: "},
         {"row": "forward", "ms": 300.0, "peak_bytes": 45e9, **same, "losses": [["0x1p+2"]], "parameters": ["b"]},
         {"row": "plain", "ms": 300.0, "peak_bytes": 50e9, **same},
@@ -130,6 +130,7 @@ def test_the_faster_plain_row_counts_and_freed_bytes_are_compared_with_what_can_
     compare(found)
     iteration, forward = found[1], found[3]
     assert iteration["over_plain"] == pytest.approx(1.54)
+    assert iteration["least_over_plain"] == pytest.approx(1.5)
     assert iteration["freed_bytes"] == 8e9
     assert iteration["freed_of_hideable"] == pytest.approx(0.8)  # of 200 ms at 50 GB/s, which is less than 30 GB
     assert iteration["link_bound_ms"] == pytest.approx(420)
