@@ -1,6 +1,6 @@
 """All private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
 
-Seen in torch 2.11, 2.13 and 2.14.1. Required:
+Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro-batches (``is_unreduced``). Required:
 
 - ``DTensor._local_tensor``, as a slot of the class: ``to_local()`` would wrap it for autograd;
 - ``DTensor._spec`` and ``TensorMeta``: ``from_local`` would move host memory to the mesh's device;

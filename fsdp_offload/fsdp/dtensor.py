@@ -27,10 +27,25 @@ STAND_IN = "_fsdp_offload_stand_in"
 # The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute.
 LOCAL: Any = DTensor._local_tensor
 _VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
+NEWEST_TESTED = 2, 14
+"""Of torch: the newest version that the tests have run with."""
+
+
+def is_tested() -> bool:
+    """Return whether this torch is no newer than that."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED
 
 
 def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def is_unreduced(tensor: object) -> bool:
+    """Return whether it is what torch above 2.14 has in ``param.grad`` behind a backward that has not reduced it."""
+    try:
+        return isinstance(tensor, DTensor) and LOCAL.__get__(tensor) is None
+    except AttributeError:
+        return True  # it has components in place of a local tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:

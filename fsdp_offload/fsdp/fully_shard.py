@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from .dtensor import versions_of
+from .dtensor import is_unreduced, version_of, versions_of
 from .gradients import bare, is_spent, let_read, zeroed_lifted
 from .homed import ShardedParameter
 
@@ -72,8 +72,14 @@ def gathered_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def drop_gathered_gradients(model: nn.Module) -> None:
+    for group in _param_groups(model):
+        for param in (one.sharded_param for one in group.fsdp_params):
+            if is_unreduced(param.grad):
+                param.grad = param.grad.reduced
     for holder, name in _gradient_holders(model):
-        setattr(holder, name, None)
+        shown = getattr(type(holder), name, None)
+        if getattr(shown, "fset", setattr) is not None:  # above 2.14 one of them only shows what another place has
+            setattr(holder, name, None)
 
 
 def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
@@ -86,6 +92,8 @@ def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
     """The places in which the backward leaves gradients to reduce, or to keep for a later one."""
     for param in group.fsdp_params:
         yield param, "unsharded_accumulated_grad"
+        if hasattr(param, "_partial_grad"):  # above 2.14, of HSDP
+            yield param, "_partial_grad"
         if hasattr(param, "_unsharded_param"):  # since the first gather
             yield param._unsharded_param, "grad"
 
@@ -146,10 +154,12 @@ class ShardingGroup:
 
     def __init__(self, group: Any) -> None:
         missing = [name for name in (*_HOOKED, *_READ) if not hasattr(group, name)]
+        params = getattr(group, "fsdp_params", ())
+        missing += [name for name in _READ_OF_PARAMS if not all(hasattr(one, name) for one in params)]
         if missing:
             raise NotImplementedError(
-                f"this torch's fully_shard has no {missing}, by which updates and loads are hidden behind forward and "
-                "backward; use OffloadPolicy(overlap='step')"
+                f"fully_shard of torch {torch.__version__} has no {missing}, by which updates and loads are hidden "
+                "behind forward and backward; use OffloadPolicy(overlap='step')"
             )
         self._group = group
 
@@ -207,7 +217,7 @@ class ShardingGroup:
             with zeroed_lifted(params), bare([grad for param in params if (grad := param.grad) is not None]):
                 before = _gradient_versions(params)
                 result = post_backward(*args)  # which adds to gradients of earlier micro-batches, past their class
-                is_reduced = _gradient_versions(params) != before
+                is_reduced = not _gradient_versions(params).items() <= before.items()
             # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
             if is_reduced:
                 _reach(group, "reduced", group._post_reduce_event)
@@ -239,9 +249,13 @@ class ShardingGroup:
         return stream
 
 
-def _gradient_versions(params: Iterable[Tensor]) -> list[object]:
+def _gradient_versions(params: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
+    """Return versions of gradients that have been reduced, by their identity."""
     grads = [grad for param in params if (grad := param.grad) is not None]
-    return [*map(id, grads), *versions_of(grads)]
+    try:
+        return dict(zip(map(id, grads), versions_of(grads), strict=True))
+    except AttributeError:  # some are not: rare, and asked of each for that
+        return {id(grad): version_of(grad) for grad in grads if not is_unreduced(grad)}
 
 
 def _reach(group: Any, point: str, *args: object) -> None:
@@ -256,6 +270,7 @@ _READ = (
     *("fsdp_params", "comm_ctx", "is_unsharded", "is_sharded_post_forward", "mesh_info", "_training_state"),
     *("_all_gather_result", "_post_reduce_event"),
 )
+_READ_OF_PARAMS = ("unsharded_accumulated_grad",)
 
 
 def sharding_groups(model: nn.Module) -> list[ShardingGroup]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .dtensor import LOCAL, STAND_IN, alias_of, call_counted, local_shard, over_local
+from .dtensor import LOCAL, STAND_IN, alias_of, call_counted, is_unreduced, local_shard, over_local
 from .guard import Guard
 
 _LOOK = "_fsdp_offload_look"
@@ -71,7 +71,7 @@ class _Homed(Guard):
         grad: property = made.grad
 
         def put(param: Tensor, value: Any) -> None:
-            if isinstance(value, Tensor) and local_shard(value).device != param.device:
+            if isinstance(value, Tensor) and not is_unreduced(value) and local_shard(value).device != param.device:
                 value = over_local(value, local_shard(value).to(param.device))
             grad.__set__(param, value)
 
@@ -149,8 +149,8 @@ class ShardedParameter:
         missing = [name for name in _READ if not hasattr(fsdp_param, name)]
         if missing:
             raise NotImplementedError(
-                f"this torch's fully_shard has no {missing}, through which it gathers parameters that live on the "
-                "host; leave out OffloadPolicy(parameters=True)"
+                f"fully_shard of torch {torch.__version__} has no {missing}, through which it gathers parameters that "
+                "live on the host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
         self.look: Look = lambda param: nullcontext()  # before host memory is used: it may be written

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .dtensor import local_shard
+from .dtensor import is_unreduced, local_shard
 from .gradients import SpentGradient
 from .guard import unguarded_class
 
@@ -19,12 +19,17 @@ _MODULE: Any = sys.modules[Optimizer.__module__]
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
     """Why ``grad`` cannot be used shard by shard, or ``None``."""
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad._spec is param._spec:
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and getattr(grad, "_spec", None) is param._spec:
         return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
     if isinstance(grad, SpentGradient):
         return (
             "its gradient was used in the backward before the last step() and freed (parameters=True, "
             "overlap='iteration'); call zero_grad() after each step(), or use overlap='forward' to step with it again"
+        )
+    if is_unreduced(grad):
+        return (
+            "its gradient is not reduced; call set_requires_gradient_sync(True) before the last micro-batch, or "
+            "model.synchronize_gradients() before step()"
         )
     if local_shard(grad).layout != torch.strided:
         return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
