@@ -29,10 +29,12 @@ class Block:
     Attributes:
         memory: flat bytes.
         free: R1: marks of the last users; the next owner waits for them before it writes.
+        views: of groups whose parameters have lain there, by their number: what a gather reads.
     """
 
     memory: Tensor
     free: list[Mark] = field(default_factory=list)
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

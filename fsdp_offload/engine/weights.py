@@ -174,8 +174,13 @@ class Weights:
 
     def lend(self, number: int) -> None:
         """Let the gather that follows read the place of a group."""
-        for one in filter(self._is_ours, self.groups[number]):
-            one.lend(self._padded(self.parts[one.param]))
+        block, group = self.items[number].block, self.groups[number]
+        assert block is not None, "its group is on the device"
+        if number not in block.views:
+            block.views[number] = [self._padded(self.parts[one.param]) for one in group]
+        for one, data in zip(group, block.views[number], strict=True):
+            if self._is_ours(one):
+                one.lend(data)
 
     def take_back(self, number: int) -> None:
         """End :meth:`lend`: the gather has been issued."""
