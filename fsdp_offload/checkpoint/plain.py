@@ -19,7 +19,7 @@ from ..optimizers import capabilities_for
 from ..optimizers.kept_state import Layouts, zero_like
 from ..state.layout import is_size, is_trained, params_of
 from ..state.shard import StateShard
-from ..state.store import OffloadedState, StateStore, UserState
+from ..state.store import OffloadedState, StateStore, UserState, address_of
 
 
 class Seen(NamedTuple):
@@ -63,6 +63,18 @@ def seen(optimizer: Optimizer) -> Seen:
     if optimizer not in _offered:
         _offered[optimizer] = OffloadedState(SimpleNamespace(lending=SimpleNamespace()), {})  # empty: it only notes
     return Seen(Unmoved(optimizer), _offered[optimizer], StateStore(optimizer.state))
+
+
+def is_template(value: object) -> bool:
+    """Return whether ``for_load`` allocated the memory of ``value``, and nothing has been loaded into it."""
+
+    def has_state_at(optimizer: Optimizer, at: int) -> bool:
+        return any(address_of(one) == at for state in optimizer.state.values() for one in state.values())
+
+    return any(
+        states.is_untouched(value) and not has_state_at(optimizer, address_of(value))
+        for optimizer, states in _offered.items()
+    )
 
 
 def keeps_state(optimizer: Optimizer) -> bool:
