@@ -15,6 +15,7 @@ from fsdp_offload import add_masters
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.plain import _offered
+from tests.fused_adam_reference import FusedAdam
 from tests.state_dicts import (
     EVERY_FORM,
     FORMS,
@@ -61,6 +62,10 @@ def forms_of(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values.shape, values.stride(), values.dtype, type(values)
     return [forms_of(value) for value in values] if isinstance(values, list) else values
+
+
+def sorted_by_name(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: one[name] for name in sorted(one)} for one in values]
 
 
 @spread(steps={"3": 3, "1": 1, "0": 0}, make=EVERY_MAKER, form=FORMS)
@@ -150,6 +155,45 @@ def test_a_class_that_nobody_lists_keeps_its_dtypes_where_torch_would_cast(form:
         run.get(for_load=True, **form)
     run.set(copy.deepcopy(saved.get(**form)))
     assert_same_runs(run.train(2), saved.train(2))
+
+
+def scaled(params: Iterable[Any]) -> Optimizer:
+    """Transformer Engine's class, as our reference has it: state dicts are in fp32, what it keeps is scaled."""
+    halves: dict[str, Any] = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16}
+    return FusedAdam(params, lr=0.01, master_weights=True, **halves)
+
+
+def read(run: Run) -> dict[str, Any]:
+    """State and scales; nobody reads the masters of fp32 parameters."""
+    unread = {"master_param"}
+    return {
+        name: [
+            {
+                key: run.state(name)[key]
+                for key in run.state(name).keys() - (unread if value.dtype.itemsize > 2 else {})
+            },
+            run.optimizer._scales[run.params()[name]],  # type: ignore[attr-defined]
+        ]
+        for name, value in run.values().items()
+    }
+
+
+@spread(pairs=True, saver={"plain": False, "offloaded": True}, steps={"fresh": 0, "used": 2}, form=FORMS)
+def test_state_in_another_form_is_saved_and_loaded(
+    tmp_path: Path, saver: bool, steps: int, form: dict[str, Any]
+) -> None:
+    saved = Run(scaled, offload=saver, prepare=all_used, **BF16).train(0, 1)
+    assert_same(Run(scaled, offload=not saver, prepare=all_used, **BF16).train(0, 1).get(**form), saved.get(**form))
+    save(saved, tmp_path, **form)
+    run = Run(scaled, offload=False, seed=1, prepare=all_used, **BF16).train(*range(steps)).weights_from(saved)
+    load(run, tmp_path, **form)
+    expected = Run(scaled, offload=False, prepare=all_used, **BF16).train(0, 1)
+    for each in ((), (2,), (3,)):
+        run.train(*each)
+        expected.train(*each)
+        assert_same(run.values(), expected.values())
+        for name, found in read(expected).items():
+            assert_same(sorted_by_name(read(run)[name]), sorted_by_name(found))
 
 
 # What would be silently wrong ----------------------------------------------------------------------------------------

@@ -119,12 +119,12 @@ def save_on(rank: int, ranks: int, path: Path, *, with_group: bool) -> None:
     save({"model": with_parameter_chunks(block, block.state_dict()), "optimizer": optimizer_state}, checkpoint_id=path)
 
 
-def load_on(rank: int, ranks: int, path: Path) -> None:
-    block, optimizer, _ = sharded(0.0, ranks)
+def load_on(rank: int, ranks: int, path: Path, *, offload: bool = True) -> None:
+    block, optimizer, _ = sharded(0.0, ranks, offload=offload)
     state = get_optimizer_state_dict(block, optimizer, for_load=True)
     load({"model": with_parameter_chunks(block, block.state_dict()), "optimizer": state}, checkpoint_id=path)
     set_optimizer_state_dict(block, optimizer, state)
-    assert is_offloaded(optimizer)
+    assert is_offloaded(optimizer) == offload
     assert_trained(block, optimizer, ranks, 3)
     train(block, optimizer, ranks, range(3, 5))
     assert_trained(block, optimizer, ranks, 5)
@@ -152,7 +152,7 @@ def test_state_and_model_are_saved_and_loaded_at_other_rows(with_group: bool, tm
     path = tmp_path / "saved"
     spawn(partial(save_on, with_group=with_group), 3, tmp_path, path, module=__name__)
     spawn(load_on, 2, tmp_path, path)
-    spawn(load_on, 4, tmp_path, path)
+    spawn(partial(load_on, offload=False), 4, tmp_path, path, module=__name__)
 
 
 def test_each_rank_takes_its_rows_of_a_full_state_dict(tmp_path: Path) -> None:
