@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, states_of
-from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
@@ -162,8 +161,7 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
     """The optimizers in what a function was given; all of their parameters have a name."""
     given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
     found = []
-    for inner in optimizers_in(list(given), function):
-        one = find_offloaded(inner) or inner
+    for one in optimizers_in(list(given), function):
         foreign = [param for param in params_of(one) if param not in fqns]
         names = [seen(one).engine.names.get(param, "?") for param in foreign]
         if foreign:

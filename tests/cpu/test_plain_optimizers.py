@@ -1,6 +1,7 @@
 """The same lines without ``offload_optimizer``: what the public functions do with a plain optimizer."""
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+import fsdp_offload
 from fsdp_offload import add_masters
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
@@ -128,6 +130,31 @@ def test_a_load_needs_no_copy_and_what_others_hold_is_copied() -> None:
     expected = copy.deepcopy(saved.get())
     other.train(1)
     assert_same(saved.get(), expected)
+
+
+RAISES = {
+    "offload_report": "print(offload_report(optimizer))",
+    "offload_states": "offload_states(optimizer)",
+    "release_states": "release_states(optimizer)",
+    "reload_states": "reload_states(optimizer, free_host_memory=True)",
+    "reload_before": "hook = reload_before(hook, optimizer)",
+    "remove_offload": "remove_offload(optimizer)",
+}
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_what_means_nothing_without_offload_says_the_line_to_write(name: str) -> None:
+    """Nothing is silently inert, and one line lets a loop run with and without offload."""
+    plain, call = Run(offload=False).train(0), RAISES[name]
+    names: dict[str, Any] = {**vars(fsdp_offload), "optimizer": plain.optimizer, "hook": lambda: None}
+    with pytest.raises((TypeError, RuntimeError), match=f"{name}: this AdamW is not offloaded; call") as raised:
+        exec(call, names)
+    [line] = re.findall(r"write `(.+)` before this", str(raised.value))
+    exec(f"{line}\n    {call}", names)
+    assert_same_runs(plain.train(1), Run(offload=False).train(0, 1))
+    offloaded = Run().train(0)
+    exec(f"{line}\n    {call}", {**names, "optimizer": offloaded.optimizer})
+    offloaded.train(1)
 
 
 class Finer(Optimizer):

@@ -48,7 +48,8 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.params = [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
-        fresh = self.fresh = attach(optim.AdamW(decay_groups(self.net)), model=self.net, policy=TINY)
+        self.fresh, self.plain = fresh, _ = [optim.AdamW(decay_groups(self.net)) for _ in range(2)]
+        attach(fresh, model=self.net, policy=TINY)
         self.get, self.get_fresh = (partial(get_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
         self.set, self.set_fresh = (partial(set_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
 
@@ -58,7 +59,7 @@ class Subject:
         assert planner.create_local_plan().items
 
     def load_in_place(self, *, offload: bool = True) -> None:
-        optimizer = self.fresh if offload else optim.AdamW(decay_groups(self.net))
+        optimizer = self.fresh if offload else self.plain
         state = get_optimizer_state_dict(self.net, optimizer, for_load=True)
         for values in state["state"].values():
             for value in values.values():
