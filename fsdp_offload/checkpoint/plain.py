@@ -3,18 +3,19 @@
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..api.checks import names_by_place
 from ..api.wrapped import attachment_of, states_of
 from ..engine.loading import check_loadable
-from ..fsdp.dtensor import compute_device, is_dtensor, local_shard, over_local
+from ..fsdp.dtensor import compute_device, local_shard, over_local
 from ..optimizers import capabilities_for
 from ..optimizers.kept_state import Layouts, zero_like
 from ..state.layout import is_size, is_trained, params_of
@@ -34,8 +35,8 @@ class Unmoved:
     """Knowledge that an engine has, of an optimizer that has none: there are no homes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        capabilities, params = capabilities_for(optimizer), params_of(optimizer)
-        if capabilities.refusal or (capabilities.refuses_dtensor and any(map(is_dtensor, params))):
+        capabilities = capabilities_for(optimizer)
+        if capabilities.refusal:
             capabilities = replace(capabilities, moves_whole=True)  # its state is not known before it exists
         self.layouts, self.conventions = Layouts(type(optimizer), capabilities), capabilities.conventions
         self.names, self.plan = names_by_place(optimizer), SimpleNamespace(shards={})
@@ -108,10 +109,18 @@ def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, Us
     ]
 
 
+def _on_device(value: Tensor, *, device: torch.device) -> Tensor:
+    return over_local(value, local_shard(value).to(device))
+
+
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Load as ``load_state_dict`` does, after the checks of an offloaded load, and without its casts."""
     engine, offered, _ = seen(optimizer)
     loaded = check_loadable(engine, optimizer, state_dict)
+    if not engine.conventions.keeps_raw_state:  # its kernels scale what is on the device
+        device = compute_device(params_of(optimizer)[0])
+        moved = partial(_on_device, device=device)
+        state_dict = {**state_dict, "state": tree_map_only(Tensor, moved, state_dict["state"], is_leaf=is_size)}
     optimizer.load_state_dict(state_dict)
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # the class knows what it keeps
         return

@@ -145,8 +145,8 @@ def set_optimizer_state_dict(
     if len(plans) > 1:  # one alone checks before it changes anything
         for one, state_dict in plans:
             check_loadable(seen(one).engine, one, state_dict)
-    keep_state = any(keeps_state(one) for one in optimizers)
-    if keep_state and not (saved.state or any(seen(one).offered.has_offered for one in optimizers)):
+    brings_none = not (saved.state or any(seen(one).offered.has_offered for one in optimizers))
+    if brings_none and any(map(keeps_state, optimizers)):
         warnings.warn(
             "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
             "loaded into what get_optimizer_state_dict(for_load=True) returns.",

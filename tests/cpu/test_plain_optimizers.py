@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import fsdp_offload
 from fsdp_offload import add_masters
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.plain import _offered
@@ -169,6 +170,17 @@ class Finer(Optimizer):
                 state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "sums": [param.grad.float().square()]}
             state["sum"].add_(param.grad.float(), alpha=0.3)
             param.sub_((group["lr"] * state["sum"] / (1 + state["sums"][0])).to(param.dtype))
+
+
+def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
+    model = torch.nn.Embedding(6, 4, sparse=True)
+    optimizer, other = (torch.optim.SparseAdam(model.parameters(), lr=0.01) for _ in range(2))
+    with pytest.raises(ValueError, match="SparseAdam has no state yet"):
+        get_optimizer_state_dict(model, other, for_load=True)
+    model(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
+    assert_same(other.state_dict(), optimizer.state_dict())
 
 
 @EVERY_FORM
