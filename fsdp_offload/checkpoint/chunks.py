@@ -204,7 +204,7 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
 
 def _range_in_group(param: Tensor) -> tuple[int, int] | None:
     """Find the elements that this rank has of a parameter of Megatron-FSDP v2; ``None`` for any other tensor."""
-    group = getattr(param, MEGATRON_GROUP, None)
+    group: Any = getattr(param, MEGATRON_GROUP, None)
     group = group() if isinstance(group, weakref.ref) else group
     packed: Any = getattr(group, "main_weight", None)
     if packed is None:
