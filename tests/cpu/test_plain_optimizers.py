@@ -255,6 +255,17 @@ def test_a_load_that_matched_nothing_or_a_part_is_an_error(tmp_path: Path, form:
     assert_same_runs(run.train(2), Run(offload=False, seed=1).train(2))
 
 
+@pytest.mark.parametrize("trained_since", [False, True])
+def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None:
+    """There was no checkpoint after all; later the state goes out and in again."""
+    run = Run(offload=False, prepare=all_used).train(0)
+    held = run.get(for_load=True)
+    run.train(*([1] if trained_since else []))
+    run.set(run.get())
+    assert held
+    assert_same_runs(run, Run(offload=False, prepare=all_used).train(*range(2 if trained_since else 1)))
+
+
 def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     run, other = Run(offload=False).train(0), Run(offload=False, prepare=lambda net: setattr(net, "norm", Net().up))
     state = run.get()
