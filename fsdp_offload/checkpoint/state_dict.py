@@ -6,9 +6,8 @@
     any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
 Every tensor in a state dict *is* a home in the arena (or a view of it), or the state of a plain optimizer itself:
-saving reads it and loading writes it there.
-torch's own functions make a hidden step where there is no state, cast and move what is loaded, and train from zero
-after a load that matched nothing.
+saving reads it and loading writes it there. torch's own functions make a hidden step where there is no state, cast and
+move what is loaded, and train from zero after a load that matched nothing.
 """
 
 import warnings
@@ -109,7 +108,7 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load what :func:`get_optimizer_state_dict` gives, in any of its layouts, by FQN. Everything is checked first.
 
-    State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
+    State that was loaded in place stays where it is; other tensors are copied. Parameters may be in
     other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
     may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
     the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it; so is
@@ -124,9 +123,9 @@ def set_optimizer_state_dict(
         experts: as it was given to :func:`get_optimizer_state_dict`.
 
     Raises:
-        ValueError: names or groups do not correspond; the load left a template of
-            ``for_load=True`` untouched, or filled only a part of some parameter's state; state is missing, extra, or of
-            another shape, dtype or sharding. Nothing has changed then, apart from what had been loaded in place.
+        ValueError: names or groups do not correspond; the load left a template of ``for_load=True`` untouched, or
+            filled only a part of some parameter's state; state is missing, extra, or of another shape, dtype or
+            sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
     fqns = fqns_of(model, experts)
