@@ -108,7 +108,7 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load what :func:`get_optimizer_state_dict` gives, in any of its layouts, by FQN. Everything is checked first.
 
-    State that was loaded in place stays where it is; other tensors are copied. Parameters may be in
+    State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
     other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
     may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
     the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it; so is
