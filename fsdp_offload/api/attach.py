@@ -29,6 +29,7 @@ from . import checks
 from .optimizer import OffloadedOptimizer, offloaded_class
 from .report import OffloadReport, notes_of
 from .wrapped import (
+    IF_NOT,
     Attachment,
     attached,
     attachment_of,
@@ -174,7 +175,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     targets = optimizers_in(optimizer, "remove_offload")
     for target in targets:
         if (attachment := attachment_of(target)) is None:
-            raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+            raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded; {IF_NOT}.")
         if attachment.stepping:
             raise RuntimeError("remove_offload: a step is running, as inside of a closure. Call it between two steps.")
         attachment.engine.check_usable("remove_offload()")
@@ -214,10 +215,9 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     """
     found = optimizers_in(optimizer, "offload_report")
     if len(found) != 1 or not isinstance(found[0], OffloadedOptimizer):
-        raise RuntimeError(
-            f"offload_report: this {type(unwrap(optimizer)).__name__} is not offloaded, or holds several optimizers. "
-            "Call offload_optimizer() first, and give one at a time, as in chained_optimizers."
-        )
+        several = f"holds {len(found)} optimizers; give one at a time, as in chained_optimizers"
+        problem = several if len(found) != 1 else f"is not offloaded; {IF_NOT}"
+        raise RuntimeError(f"offload_report: this {type(unwrap(optimizer)).__name__} {problem}.")
     return found[0].offload_report()
 
 

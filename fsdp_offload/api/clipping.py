@@ -32,9 +32,9 @@ def clip_grad_norm_(
     """Clip the gradients of all parameters of ``optimizer`` by their common norm, as ``torch.nn.utils`` does.
 
     Norm and gradients have the bits that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` gives them, for
-    the parameters of the model that ``optimizer`` has. Without a model, the order is that of ``param_groups``, and the
-    last bit of the norm depends on the order. The collectives are torch's own. Gradients on several meshes, as those of
-    experts, torch refuses: the bits are those that torchtitan's function gives them.
+    the parameters of the model that ``optimizer`` has. Without a model, as without offload, the order is that of
+    ``param_groups``, and the last bit of the norm depends on the order. The collectives are torch's own. Gradients on
+    several meshes, as those of experts, torch refuses: the bits are those that torchtitan's function gives them.
 
     Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
     guesses that the factor is 1; ``step()`` takes them back where it is not. Gradients that an update has used are

@@ -214,11 +214,12 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
     found = optimizers_in(optimizer, function)
     for inner in found:
         if attachment_of(inner) is None:
-            raise TypeError(
-                f"{function}: this {type(inner).__name__} is not offloaded; call offload_optimizer() first."
-            )
+            raise TypeError(f"{function}: this {type(inner).__name__} is not offloaded; {IF_NOT}.")
     return found
 
+
+IF_NOT = "call offload_optimizer() first, or, to train without offload, write `if is_offloaded(optimizer):` before this"
+"""Advice to a loop that runs with and without offload: nothing is silently inert."""
 
 HOOK_IS_CALLED = 3
 """Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""

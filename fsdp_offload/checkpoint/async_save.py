@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..api.wrapped import optimizers_in
 from ..device.arena import Region, aligned
-from ..engine.engine import Engine, engine_of, find_offloaded
+from ..engine.engine import Engine, engine_of
 from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..state.layout import dense_stride, describe_value, leaves_of
@@ -67,23 +68,18 @@ class ArenaStager(AsyncStager):
     ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's ``DefaultStager``.
 
     Args:
-        optimizers: offloaded optimizers; none is fine, everything is copied then.
+        optimizers: whose state is lent as long as they are offloaded; everything else is copied.
 
     Raises:
-        ValueError: an optimizer is not offloaded.
+        TypeError: it is no optimizer, and holds none.
     """
 
     _synchronize_after_execute = False  # staging is complete when `stage` returns
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        for optimizer in optimizers:
-            if find_offloaded(optimizer) is None:
-                raise ValueError(
-                    f"ArenaStager: expected an offloaded optimizer, got {type(optimizer).__name__}. Call "
-                    "offload_optimizer() first, or give dcp.async_save() torch's DefaultStager."
-                )
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
-        self._optimizers = [weakref.ref(find_offloaded(optimizer)) for optimizer in optimizers]
+        found = optimizers_in(optimizers, "ArenaStager") if optimizers else []
+        self._optimizers = [weakref.ref(one) for one in found]
         self._buffer: Region | None = None
         self._loan: Loan | None = None
 

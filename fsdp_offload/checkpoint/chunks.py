@@ -14,6 +14,7 @@ right). Work and memory grow with cuts and rectangles, never with rows. Equal pa
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,11 @@ MEGATRON_INDEX = "megatron_fsdp_dist_index"
 
 The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; its placement is
 that cut. The placements of the other dimensions are nominal."""
+
+MEGATRON_GROUP = "_mfsdp_parameter_group"
+"""In version 2 (``experimental``): the group, or a weak reference to it, whose ``main_weight`` packs whole rows.
+
+Read in megatron-fsdp 0.6.1, too. The placements say which ranks share the rows, and not which rank has which."""
 
 # Ragged ranges are different for every parameter, rectangles are shared; an entry takes about a kilobyte.
 _CACHED_ENTRIES = 16_384
@@ -110,7 +116,8 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
         source: What has chunks:
 
             - a DTensor; with a ``ShardTensor`` inside, what that carries;
-            - a Megatron-FSDP parameter, recognised by ``megatron_fsdp_slice`` and ``megatron_fsdp_dist_index``;
+            - a Megatron-FSDP parameter, recognised by ``megatron_fsdp_slice`` and ``megatron_fsdp_dist_index``, or by
+              its parameter group;
             - a DTensor whose local tensor has ``__create_chunk_list__``, as Megatron's uneven DTensors: what that says;
             - a plain tensor or a global shape: all of it.
         flat_range: ``(begin, end)`` or a slice: only these elements of that part, counted row by row within it.
@@ -130,7 +137,8 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
 
 def says_its_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
-    return hasattr(tensor, MEGATRON_SLICE) or hasattr(local_shard(tensor), "__create_chunk_list__")
+    is_said = hasattr(tensor, MEGATRON_SLICE) or hasattr(local_shard(tensor), "__create_chunk_list__")
+    return is_said or _range_in_group(tensor) is not None
 
 
 def why_misread(value: object) -> str | None:
@@ -181,14 +189,36 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
         return _range_of(_cut_by(source, [dim for dim, name in names if name == tp_dim]), megatron_range)
     if hasattr(local, "__create_chunk_list__"):
         return _said_chunks(source, local.__create_chunk_list__())
+    if (packed := _range_in_group(source)) is not None:
+        return ragged_chunks(global_shape, ((0,) * source.dim(), global_shape), *packed)
     placed = _cut_by(source, range(source.device_mesh.ndim))
     if placed.chunks and local.numel() != placed.local_numel and not local.is_meta:  # that has no size of its own
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
             f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
-            "with_parameter_chunks says it of a state_dict(), with_chunks of one tensor (fsdp_offload.checkpoint)"
+            "fsdp_offload.checkpoint.with_parameter_chunks says it of a state_dict(), if its parameters know it. "
+            "Megatron's update_uneven_dtensor_chunk_metadata(param), called on all ranks, lets a parameter know it"
         )
     return placed
+
+
+def _range_in_group(param: Tensor) -> tuple[int, int] | None:
+    """Find the elements that this rank has of a parameter of Megatron-FSDP v2; ``None`` for any other tensor."""
+    group: Any = getattr(param, MEGATRON_GROUP, None)
+    group = group() if isinstance(group, weakref.ref) else group
+    packed: Any = getattr(group, "main_weight", None)
+    if packed is None:
+        return None
+    sharded = getattr(group, "sharded_parameters", None) or [one.sharded for one in group.fsdp_parameters]
+    number = next((number for number, one in enumerate(sharded) if one is param), None)
+    if number is None:  # the whole parameter, while it is gathered
+        return None
+    if packed.layout.tensor_shapes[number] != param.shape:
+        shape = tuple(packed.layout.tensor_shapes[number])
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} has {shape} in its group: its rows are not known")
+    begin = packed.offset - packed.layout.tensor_to_offset[number]
+    first, last = (min(max(at, 0), param.numel()) for at in (begin, begin + packed.local_buffer.numel()))
+    return first, last
 
 
 def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:

@@ -42,6 +42,7 @@ from ..policy import listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .names import parameter_of
+from .plain import is_template
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -357,21 +358,22 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
         leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
+        empty = [key for key, value in self.state_dict.items() if self.waits_for_stores and is_template(value)]
         for one in list(offloaded) if self.waits_for_stores else ():
             engine, states = attached(one).engine, states_of(one)
             homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
-            empty = [
+            empty += [
                 shard.name
                 for param, shard in engine.plan.shards.items()
                 if shard.home in homes and param not in states and all(map(states.is_untouched, shard.homes.values()))
             ]
-            if empty:
-                raise ValueError(
-                    f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have "
-                    "no state yet. Save what get_optimizer_state_dict() gives without for_load."
-                )
             if homes:
                 engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
+        if empty:
+            raise ValueError(
+                f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have "
+                "no state yet. Save what get_optimizer_state_dict() gives without for_load."
+            )
         plan = super().create_local_plan()
         return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
 

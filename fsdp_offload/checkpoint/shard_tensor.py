@@ -179,7 +179,7 @@ def part_of_full(param: Tensor, full: Tensor) -> Tensor:
     local = full.new_empty(part.local_shape)
     for chunk in part.chunks:
         chunk.in_local(local).copy_(chunk.in_global(full))
-    return over_local(param, local)
+    return over_local(param, local.view(local_shard(param).shape))
 
 
 def needs_chunks(tensor: Tensor) -> bool:

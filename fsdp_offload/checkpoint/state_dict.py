@@ -1,18 +1,19 @@
-"""State dicts of offloaded optimizers: the layout of ``torch.distributed.checkpoint.state_dict``, without its traps.
+"""State dicts of optimizers: the layout of ``torch.distributed.checkpoint.state_dict``, without its traps.
 
 ::
 
     optimizer.state ──names, masters, ragged shards──▶ nested ──▶ flattened      get_optimizer_state_dict
     any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
-Every tensor in a state dict *is* a home in the arena (or a view of it): saving reads it and loading writes it there.
-torch's own functions make a hidden step where there is no state, cast and move what is loaded, and train from zero
-after a load that matched nothing.
+Every tensor in a state dict *is* a home in the arena (or a view of it), or the state of a plain optimizer itself:
+saving reads it and loading writes it there. torch's own functions make a hidden step where there is no state, cast and
+move what is loaded, and train from zero after a load that matched nothing.
 """
 
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
-from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
-from ..engine.engine import find_offloaded
+from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, states_of
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
@@ -30,6 +30,7 @@ from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
+from .plain import keeps_state, load_plain, seen, to_load_into
 from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
@@ -44,15 +45,16 @@ def get_optimizer_state_dict(
     fsdp_dtensor: bool = False,
     experts: Experts | None = None,
 ) -> StateDict:
-    """Return the state of offloaded optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
+    """Return the state of optimizers by FQN, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
     Tensors are DTensors over host memory with the mesh and placements of their parameter: the homes themselves, valid
     until the next step. Waits for the last stores. Allocates no device memory and issues no collective. The keys are
-    the same on every rank of a shard mesh, also where this rank's shard is empty.
+    the same on every rank of a shard mesh, also where this rank's shard is empty. Of an optimizer that is not
+    offloaded, its own tensors; ``for_load`` allocates those that its first step would create.
 
     Args:
         model: the model whose parameters they have.
-        optimizer: one offloaded optimizer, or several that share the model's parameters among them.
+        optimizer: one optimizer, or several that share the model's parameters among them.
         for_load: also for state that does not exist yet, its reserved home (the content means nothing): what a fresh
             process gives to ``dcp.load`` and then to :func:`set_optimizer_state_dict`. Never save such a dict.
         flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
@@ -65,9 +67,9 @@ def get_optimizer_state_dict(
         experts: gives local experts their global numbers.
 
     Raises:
-        ValueError: an optimizer is not offloaded, or has a parameter that the model has not; two layouts at once;
-            copies were asked for to load into; experts on a mesh that is not all ranks, without ``experts`` or nested;
-            plain state of sharded parameters that has the sizes of this rank's parts.
+        ValueError: an optimizer has a parameter that the model has not; two layouts at once; copies were asked for to
+            load into; experts on a mesh that is not all ranks, without ``experts`` or nested; plain state of sharded
+            parameters that has the sizes of this rank's parts.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
     if for_load and cpu_offload:
@@ -81,11 +83,14 @@ def get_optimizer_state_dict(
             "list of one rank. Give flatten_optimizer_state_dict=True: its keys are each parameter's own."
         )
     nested: StateDict = {"state": {}, "param_groups": []}
-    for one in _offloaded(optimizer, fqns, "get_optimizer_state_dict"):
+    for one in _given(optimizer, fqns, "get_optimizer_state_dict"):
         states, groups = _to_load_into(one) if for_load else _to_save(one)
         _check_whole(states, fqns)
         for param, state in states.items():
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
+        if for_load and attachment_of(one) is None:
+            values = [value for param in states for value in nested["state"][fqns[param]].values()]
+            seen(one).offered.offer(values, {id(value) for value in values})
         groups = [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
         nested["param_groups"] += _copied(groups) if cpu_offload else groups
     if fsdp_dtensor:
@@ -111,21 +116,21 @@ def set_optimizer_state_dict(
 
     Args:
         model: the model whose parameters they have.
-        optimizer: one offloaded optimizer, or several.
+        optimizer: one optimizer, or several.
         optim_state_dict: not changed.
         strict: refuse parameters of the optimizer that the state dict does not know, and the other way round. Without
             it the former keep the state they have, and the latter are ignored.
         experts: as it was given to :func:`get_optimizer_state_dict`.
 
     Raises:
-        ValueError: an optimizer is not offloaded; names or groups do not correspond; the load left a template of
-            ``for_load=True`` untouched, or filled only a part of some parameter's state; state is missing, extra, or of
-            another shape, dtype or sharding. Nothing has changed then, apart from what had been loaded in place.
+        ValueError: names or groups do not correspond; the load left a template of ``for_load=True`` untouched, or
+            filled only a part of some parameter's state; state is missing, extra, or of another shape, dtype or
+            sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
-    optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
+    optimizers = _given(optimizer, fqns, "set_optimizer_state_dict")
     for one in optimizers:
         _check_offered(one, saved)
     plans = [(one, _by_number(one, fqns, saved, strict=strict)) for one in optimizers]
@@ -138,34 +143,26 @@ def set_optimizer_state_dict(
         )
     if len(plans) > 1:  # one alone checks before it changes anything
         for one, state_dict in plans:
-            check_loadable(attached(one).engine, one, state_dict)
-    keep_state = any(shard.homes for one in optimizers for shard in attached(one).engine.plan.shards.values())
-    if keep_state and not (saved.state or any(states_of(one).has_offered for one in optimizers)):
+            check_loadable(seen(one).engine, one, state_dict)
+    brings_none = not (saved.state or any(seen(one).offered.has_offered for one in optimizers))
+    if brings_none and any(map(keeps_state, optimizers)):
         warnings.warn(
             "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
             "loaded into what get_optimizer_state_dict(for_load=True) returns.",
             stacklevel=2,
         )
     for one, state_dict in plans:
-        one.load_state_dict(state_dict)
-        states_of(one).offer(())
+        (one.load_state_dict if attachment_of(one) else partial(load_plain, one))(state_dict)
+        seen(one).offered.offer(())
 
 
-def _offloaded(
-    optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str
-) -> list[Optimizer]:
-    """The offloaded optimizers in what a function was given; all of their parameters have a name."""
+def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str) -> list[Optimizer]:
+    """The optimizers in what a function was given; all of their parameters have a name."""
     given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
     found = []
-    for inner in optimizers_in(list(given), function):
-        one = find_offloaded(inner)
-        if one is None:
-            raise ValueError(
-                f"{function}: this {type(inner).__name__} is not offloaded. Attach it with offload_optimizer(), or use "
-                f"torch.distributed.checkpoint.state_dict.{function}, which writes and reads the same layout."
-            )
+    for one in optimizers_in(list(given), function):
         foreign = [param for param in params_of(one) if param not in fqns]
-        names = [attached(one).engine.names.get(param, "?") for param in foreign]
+        names = [seen(one).engine.names.get(param, "?") for param in foreign]
         if foreign:
             raise ValueError(
                 f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
@@ -266,13 +263,15 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    states_of(optimizer).offer(())  # these homes hold state, whatever had been offered to load into
+    seen(optimizer).offered.offer(())  # these homes hold state, whatever had been offered to load into
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
 
 def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """The same, in the order of the groups: what there is and, where there is none, its reserved home."""
+    if attachment_of(optimizer) is None:
+        return to_load_into(optimizer, seen(optimizer).engine)
     engine, states = attached(optimizer).engine, states_of(optimizer)
     engine.lending.wait()  # what is handed out will be written
     reserved = engine.reserved_state(optimizer, states.unwaited)
@@ -292,6 +291,8 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
 
 def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
     """Refuse homes that a step has written since they were offered: what stays on the device is newer than the load."""
+    if attachment_of(optimizer) is None:
+        return
     engine, states = attached(optimizer).engine, states_of(optimizer)
     values = (value for state in saved.state.values() for value in state.values() if states.was_offered(value))
     if states.offered_after is not engine.core.last_moved and not all(map(states.is_untouched, values)):
@@ -322,12 +323,13 @@ def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByF
 
 def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
     """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
-    states, shards = states_of(optimizer), attached(optimizer).engine.plan.shards
+    engine, states, entries = seen(optimizer)
+    shards = engine.plan.shards
     has_dtensors = any(is_dtensor(value) for given in saved.state.values() for value in given.values())
     loaded: dict[Tensor, UserState] = {}
     untouched: list[str] = []
     for param in params_of(optimizer):
-        fqn, state = fqns[param], states.unwaited.get(param)
+        fqn, state = fqns[param], entries.get(param)
         given = saved.state.get(fqn, {})
         # Our planner has noted on values without elements on this rank what the other ranks see.
         filled = {name: not states.is_untouched(value) for name, value in given.items() if address_of(value)}

@@ -210,8 +210,26 @@ def test_a_save_whose_future_is_done_is_not_running(tmp_path: Path) -> None:
 
 
 def test_what_a_stager_is_made_of_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"expected an offloaded optimizer, got AdamW.*offload_optimizer\(\) first"):
-        ArenaStager(adamw(Net()))
+    with pytest.raises(TypeError, match=r"ArenaStager: expected a torch\.optim\.Optimizer, .* got Net"):
+        ArenaStager(Net())  # type: ignore[arg-type]
+
+
+def test_state_of_a_plain_optimizer_is_copied(tmp_path: Path) -> None:
+    """And lent once it is offloaded, with the stager that there is."""
+    training = trained(POLICY)
+    stager = ArenaStager(remove_offload(training.optimizer))
+    for attaches in (False, True, False):
+        if attaches:
+            attach(training.optimizer, policy=POLICY)
+        saving = Saving(training, tmp_path / f"{training.step}", stager)
+        engine = engine_of(training.optimizer)
+        assert (engine is not None and engine.lending.is_read) == attaches
+        training.train()
+        saving.end()
+        if attaches:
+            remove_offload(training.optimizer)
+    stager.close()
+    assert_exact_after(training)
 
 
 # Writers that fail ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 import math
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -197,14 +198,43 @@ def test_a_megatron_parameter_without_a_slice_goes_by_its_placements():
         assert chunks_of(param) == chunks_of((3, 2))
 
 
+def test_a_parameter_of_megatron_fsdp_v2_has_the_rows_that_its_group_packs():
+    """30 elements of 3 parameters, one behind the other, of which the two ranks have 18 and 12."""
+    shapes, starts = ((4, 3), (5, 2), (2, 3)), (0, 14, 24)
+    rows = [((0, 4), (0, 2), (2, 0)), ((4, 0), (2, 3), (0, 2))]
+    for (mesh, (rank,)), parts in zip(all_ranks((2,)), rows, strict=True):
+        layout = SimpleNamespace(tensor_shapes=shapes, tensor_to_offset=starts)
+        group: Any = type("Group", (), {})()
+        buffer = torch.empty(12 if rank else 18)
+        group.main_weight = SimpleNamespace(layout=layout, offset=18 * rank, local_buffer=buffer)
+        sizes = [(count, *shape[1:]) for (_, count), shape in zip(parts, shapes, strict=True)]
+        made = [nn.Parameter(placed(mesh, *pair)) for pair in zip(sizes, shapes, strict=True)]
+        group.fsdp_parameters = [SimpleNamespace(sharded=param) for param in made]
+        for param, shape, (first, count) in zip(made, shapes, parts, strict=True):
+            param._mfsdp_parameter_group = weakref.ref(group)  # type: ignore[attr-defined]
+            (found,) = chunks_of(param).chunks
+            assert found[:2] == ((first if count else shape[0], 0), (count, *shape[1:]))
+        copy: Any = made[0].detach().clone()
+        copy._mfsdp_parameter_group = group  # of the released version; of no parameter of the group, nothing is known
+        with pytest.raises(ValueError, match="nothing says how"):
+            chunks_of(copy)
+        layout.tensor_shapes = ((2, 3), *shapes[1:])
+        with pytest.raises(ValueError, match=r"of shape \(4, 3\) has \(2, 3\) in its group"):
+            chunks_of(made[0])
+
+
 # --- what a local tensor says of itself, and what it costs -----------------------------------------------------------
+
+
+def placed(mesh: DeviceMesh, sizes: Shape, shape: Shape) -> DTensor:
+    stride = contiguous_strides(shape)
+    placement = Shard(0) if shape else Replicate()
+    return DTensor.from_local(torch.zeros(sizes), mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
 def uneven(mesh: DeviceMesh, shape: Shape, offsets: Shape, sizes: Shape) -> DTensor:
     """As Megatron's ``update_uneven_dtensor_chunk_metadata`` leaves it: two functions on the local tensor."""
-    stride = contiguous_strides(shape)
-    placement = Shard(0) if shape else Replicate()
-    made = DTensor.from_local(torch.zeros(sizes), mesh, [placement], run_check=False, shape=shape, stride=stride)
+    made = placed(mesh, sizes, shape)
     local: Any = local_shard(made)
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
     local.__create_chunk_list__ = lambda: [chunk]

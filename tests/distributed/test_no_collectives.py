@@ -48,7 +48,8 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.params = [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
-        fresh = attach(optim.AdamW(decay_groups(self.net)), model=self.net, policy=TINY)
+        self.fresh, self.plain = fresh, _ = [optim.AdamW(decay_groups(self.net)) for _ in range(2)]
+        attach(fresh, model=self.net, policy=TINY)
         self.get, self.get_fresh = (partial(get_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
         self.set, self.set_fresh = (partial(set_optimizer_state_dict, self.net, one) for one in (self.optimizer, fresh))
 
@@ -57,12 +58,13 @@ class Subject:
         planner.set_up_planner({"model": self.net.state_dict(), "optimizer": self.get()})
         assert planner.create_local_plan().items
 
-    def load_in_place(self) -> None:
-        state = self.get_fresh(for_load=True)
+    def load_in_place(self, *, offload: bool = True) -> None:
+        optimizer = self.fresh if offload else self.plain
+        state = get_optimizer_state_dict(self.net, optimizer, for_load=True)
         for values in state["state"].values():
             for value in values.values():
                 local(value).fill_(1)
-        self.set_fresh(state)
+        set_optimizer_state_dict(self.net, optimizer, state)
 
 
 FLAT = {"flatten_optimizer_state_dict": True}
@@ -88,6 +90,7 @@ ACTIONS: dict[str, Callable[[Subject], Any]] = {
     "set, not strict": lambda it: it.set(it.get(**FLAT), strict=False),
     "set into a fresh one": lambda it: it.set_fresh(it.get(**FLAT)),
     "set what was loaded in place": lambda it: it.load_in_place(),
+    "set what was loaded in place, plain": lambda it: it.load_in_place(offload=False),
 }
 
 

@@ -86,7 +86,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
+def reader(block: Block, mesh: DeviceMesh, path: Path, *, offload: bool = True) -> dict[str, Any]:
     """The script around a block: a sharded model, trained for two steps, unless the block itself does that."""
     calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Call)}
     torch.manual_seed(0)
@@ -97,7 +97,8 @@ def reader(block: Block, mesh: DeviceMesh, path: Path) -> dict[str, Any]:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if "offload_optimizer" not in calls:
-        offload_optimizer(optimizer, model=model)
+        if offload:
+            offload_optimizer(optimizer, model=model)
         train(model, optimizer)
     mlp = {
         "model.layers.0.mlp.gate_up_proj.weight": torch.ones(8, 4),
@@ -143,6 +144,50 @@ def test_python_runs(block: Block, mesh: DeviceMesh, tmp_path: Path, monkeypatch
     if not isinstance(names["model"], TokenModel):
         assert is_offloaded(names["optimizer"])
         train(names["model"], names["optimizer"])
+
+
+class Plain(ast.NodeTransformer):
+    """Removes the call of ``offload_optimizer``; where ``guarded``, puts calls that raise without behind an ``if``."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        self.guarded = guarded
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        if isinstance(node, ast.Expr | ast.Assign):
+            calls = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+            if "offload_optimizer" in calls:
+                return ast.Pass()
+            if self.guarded and calls & MEANS_NOTHING_PLAIN:
+                return ast.If(ast.parse("is_offloaded(optimizer)", mode="eval").body, [node], [])
+        return node
+
+
+MEANS_NOTHING_PLAIN = {"offload_report", "offload_states", "release_states", "reload_states", "reload_before"}
+
+
+@pytest.mark.parametrize("block", [block for block in RUN if "materialize_on_host" not in block.code], ids=str)
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+def test_python_runs_without_offload(
+    block: Block, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What README says: remove the call of ``offload_optimizer``. Whatever raises then has the line to write."""
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*, guarded: bool) -> None:
+        names = reader(block, mesh, tmp_path, offload=False)
+        tree = ast.fix_missing_locations(Plain(guarded=guarded).visit(ast.parse(block.code)))
+        exec(compile(tree, str(block), "exec"), {**names, "is_offloaded": is_offloaded})
+        assert not is_offloaded(names["optimizer"])
+        train(names["model"], names["optimizer"])
+
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Call)}
+    if calls & MEANS_NOTHING_PLAIN:
+        with pytest.raises((TypeError, RuntimeError), match=r"write `if is_offloaded\(optimizer\):` before this"):
+            run(guarded=False)
+    run(guarded=True)
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)

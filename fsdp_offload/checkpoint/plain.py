@@ -1,0 +1,138 @@
+"""Optimizers that are not offloaded, as the functions for state dicts see them: state as it is, and never a step."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ..api.checks import names_by_place
+from ..api.wrapped import attachment_of, states_of
+from ..engine.loading import check_loadable
+from ..fsdp.dtensor import compute_device, local_shard, over_local
+from ..optimizers import capabilities_for
+from ..optimizers.kept_state import Layouts, zero_like
+from ..state.layout import is_size, is_trained, params_of
+from ..state.shard import StateShard
+from ..state.store import OffloadedState, StateStore, UserState, address_of
+
+
+class Seen(NamedTuple):
+    """An optimizer, offloaded or not."""
+
+    engine: Any  # an Engine, or an Unmoved
+    offered: OffloadedState  # what was handed out to load into
+    entries: StateStore
+
+
+class Unmoved:
+    """Knowledge that an engine has, of an optimizer that has none: there are no homes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        capabilities = capabilities_for(optimizer)
+        if capabilities.refusal:
+            capabilities = replace(capabilities, moves_whole=True)  # its state is not known before it exists
+        self.layouts, self.conventions = Layouts(type(optimizer), capabilities), capabilities.conventions
+        self.names, self.plan = names_by_place(optimizer), SimpleNamespace(shards={})
+
+    def new_state(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any]) -> UserState:
+        """Return memory for the state that a first step would create for ``param``; counters are zero."""
+        layout = self.layouts.learn(optimizer, param, group, self.names[param])
+        on_locals, device = self.layouts.capabilities.elementwise, compute_device(param)
+        shard = StateShard(param, self.names[param], on_locals, cuttable=False, layout=layout, group=0)
+        forms = [(leaf.shape, leaf.stride, leaf.dtype) for leaf in shard.leaf_layouts]
+        leaves = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms]
+        values = shard.home_over(leaves).values
+        counters = {name: zero_like(example) for name, example in layout.scalars.items()}
+        return self.conventions.as_saved(optimizer, param, counters | values, values, empty=True)
+
+
+_offered: "weakref.WeakKeyDictionary[Optimizer, OffloadedState]" = weakref.WeakKeyDictionary()
+
+
+def seen(optimizer: Optimizer) -> Seen:
+    """Return what the functions for state dicts look at."""
+    if (attachment := attachment_of(optimizer)) is not None:
+        states = states_of(optimizer)
+        return Seen(attachment.engine, states, states.unwaited)
+    if optimizer not in _offered:
+        _offered[optimizer] = OffloadedState(SimpleNamespace(lending=SimpleNamespace()), {})  # empty: it only notes
+    return Seen(Unmoved(optimizer), _offered[optimizer], StateStore(optimizer.state))
+
+
+def is_template(value: object) -> bool:
+    """Return whether ``for_load`` allocated the memory of ``value``, and nothing has been loaded into it."""
+
+    def has_state_at(optimizer: Optimizer, at: int) -> bool:
+        return any(address_of(one) == at for state in optimizer.state.values() for one in state.values())
+
+    return any(
+        states.is_untouched(value) and not has_state_at(optimizer, address_of(value))
+        for optimizer, states in _offered.items()
+    )
+
+
+def keeps_state(optimizer: Optimizer) -> bool:
+    """Return whether a step would leave state, as far as that is known."""
+    engine = seen(optimizer).engine
+    if attachment_of(optimizer) is not None:
+        return any(shard.homes for shard in engine.plan.shards.values())
+    groups = [(param, group) for group in optimizer.param_groups for param in group["params"] if is_trained(param)]
+    return any(engine.layouts.learn(optimizer, *pair, "").values for pair in groups)
+
+
+def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
+    """Return state by parameter and the param groups: state that exists itself, and memory for what does not."""
+    if engine.layouts.capabilities.moves_whole and not any(optimizer.state.values()):
+        raise ValueError(
+            f"for_load=True: {type(optimizer).__name__} has no state yet, and which it keeps is not known before its "
+            "first step, so there is nothing to load into. Load with load_state_dict(), or after a step."
+        )
+    found: dict[Tensor, UserState] = {}
+    is_new = False
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if state := optimizer.state.get(param):
+                values = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+                found[param] = engine.conventions.as_saved(optimizer, param, state, values, empty=False)
+            elif is_trained(param) or engine.conventions.state_without_gradient:
+                found[param], is_new = engine.new_state(optimizer, param, group), True
+    counters = engine.layouts.group_counters_at_zero() if is_new else {}
+    return {param: state for param, state in found.items() if state}, [
+        {**counters, **group} for group in optimizer.param_groups
+    ]
+
+
+def _on_device(value: Tensor, *, device: torch.device) -> Tensor:
+    return over_local(value, local_shard(value).to(device))
+
+
+def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load as ``load_state_dict`` does, after the checks of an offloaded load, and without its casts."""
+    engine, offered, _ = seen(optimizer)
+    loaded = check_loadable(engine, optimizer, state_dict)
+    if not engine.conventions.keeps_raw_state:  # its kernels scale what is on the device
+        device = compute_device(params_of(optimizer)[0])
+        moved = partial(_on_device, device=device)
+        state_dict = {**state_dict, "state": tree_map_only(Tensor, moved, state_dict["state"], is_leaf=is_size)}
+    optimizer.load_state_dict(state_dict)
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # the class knows what it keeps
+        return
+    knows = not engine.layouts.capabilities.moves_whole
+
+    def kept(value: Any, current: Any) -> Any:
+        """Undo what torch does: it casts to the dtype of the parameter, or takes the given tensor itself."""
+        if not (isinstance(value, Tensor) and value.dim()):
+            return value if knows else current
+        local = local_shard(value).detach().to(local_shard(current).device, copy=not offered.was_offered(value))
+        return over_local(value, local)
+
+    for param, saved in loaded.items():
+        state = optimizer.state[param]
+        state.update({n: tree_map(kept, value, state.get(n), is_leaf=is_size) for n, value in saved.items()})

@@ -1,0 +1,293 @@
+"""The same lines without ``offload_optimizer``: what the public functions do with a plain optimizer."""
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+import fsdp_offload
+from fsdp_offload import add_masters
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import load as checked_load
+from fsdp_offload.checkpoint import save as checked_save
+from fsdp_offload.checkpoint.plain import _offered
+from tests.fused_adam_reference import FusedAdam
+from tests.state_dicts import (
+    EVERY_FORM,
+    FORMS,
+    MAKERS,
+    USED,
+    MakeOptimizer,
+    Net,
+    Run,
+    all_used,
+    assert_same,
+    assert_same_runs,
+    load,
+    save,
+)
+from tests.tiers import spread
+
+pytestmark = pytest.mark.usefixtures("mesh")
+
+
+def nadam(params: Iterable[Any]) -> Optimizer:
+    """Has a counter beside ``step``, which torch's load casts."""
+    return torch.optim.NAdam(params, lr=0.01)
+
+
+def adagrad(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.Adagrad(params, lr=0.01)
+
+
+def masters(params: Iterable[Any]) -> Optimizer:
+    return add_masters(torch.optim.AdamW(params, lr=0.01), "fp32")
+
+
+BF16 = {"dtype": torch.bfloat16}
+EVERY_MAKER = {name: (make, {}) for name, make in {**MAKERS, "nadam": nadam, "adagrad": adagrad}.items()}
+LISTED = {name: pair for name, pair in EVERY_MAKER.items() if name != "counted"} | {
+    "nadam in bf16": (nadam, BF16),
+    "masters": (masters, BF16),
+}
+
+
+def forms_of(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: forms_of(value) for key, value in values.items()}
+    if isinstance(values, torch.Tensor):
+        return values.shape, values.stride(), values.dtype, type(values)
+    return [forms_of(value) for value in values] if isinstance(values, list) else values
+
+
+def sorted_by_name(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: one[name] for name in sorted(one)} for one in values]
+
+
+@spread(steps={"3": 3, "1": 1, "0": 0}, make=EVERY_MAKER, form=FORMS)
+def test_the_dict_is_that_of_an_offloaded_one(
+    make: tuple[MakeOptimizer, dict[str, Any]], steps: int, form: dict[str, Any]
+) -> None:
+    made, options = make
+    plain, ours = (Run(made, offload=offload, **options).train(*range(steps)) for offload in (False, True))
+    assert_same(plain.get(**form), ours.get(**form))
+    assert_same(plain.get(cpu_offload=True, **form), ours.get(**form))
+
+
+@spread(pairs=True, make=LISTED, steps={"fresh": 0, "used": 2}, form=FORMS)
+def test_what_is_loaded_into_has_the_keys_and_forms_of_an_offloaded_one_and_nothing_steps(
+    make: tuple[MakeOptimizer, dict[str, Any]], steps: int, form: dict[str, Any]
+) -> None:
+    made, options = make
+    plain, ours = (Run(made, offload=offload, **options).train(*range(steps)) for offload in (False, True))
+    before, random = copy.deepcopy(plain.optimizer.state_dict()), torch.get_rng_state()
+    called: list[Any] = []
+    plain.optimizer.register_step_pre_hook(lambda *args: called.append(args))
+    state = plain.get(for_load=True, **form)
+    assert forms_of(state) == forms_of(ours.get(for_load=True, **form))
+    assert not called
+    assert torch.equal(random, torch.get_rng_state())
+    assert_same(plain.optimizer.state_dict(), before)
+    plain.train(3, 4)
+    assert_same_runs(plain, Run(made, offload=False, **options).train(*range(steps), 3, 4))
+
+
+@spread(pairs=True, make=LISTED, saver={"plain": False, "offloaded": True}, steps={"fresh": 0, "used": 2}, form=FORMS)
+def test_a_plain_run_resumes(
+    tmp_path: Path, make: tuple[MakeOptimizer, dict[str, Any]], saver: bool, steps: int, form: dict[str, Any]
+) -> None:
+    made, options = make
+    saved = Run(made, offload=saver, prepare=all_used, **options).train(0, 1)
+    save(saved, tmp_path, **form)
+    run = Run(made, offload=False, seed=1, prepare=all_used, **options).train(*range(steps)).weights_from(saved)
+    state = {"optimizer": run.get(for_load=True, **form)}
+    checked_load(state, checkpoint_id=tmp_path)
+    run.set(state["optimizer"])
+    expected = Run(made, offload=False, prepare=all_used, **options).train(0, 1)
+    assert_same_runs(run, expected)
+    assert not _offered[run.optimizer].has_offered  # what is noted keeps memory alive
+    assert_same_runs(run.train(2, 3), expected.train(2, 3))
+
+
+def test_a_load_needs_no_copy_and_what_others_hold_is_copied() -> None:
+    saved, run = Run(offload=False).train(0), Run(offload=False, seed=1)
+    state = run.get(for_load=True)
+    addresses = {fqn: values["exp_avg"].data_ptr() for fqn, values in state["state"].items()}
+    for fqn in USED:
+        for name, value in state["state"][fqn].items():
+            value.copy_(saved.state(fqn)[name])
+    run.set(state, strict=False)
+    assert {fqn: run.state(fqn)["exp_avg"].data_ptr() for fqn in USED} == {fqn: addresses[fqn] for fqn in USED}
+    assert run.optimizer.state.keys() == {run.params()[fqn] for fqn in USED}  # not what was left untouched
+    other = Run(offload=False, seed=2)
+    other.set(saved.get())
+    expected = copy.deepcopy(saved.get())
+    other.train(1)
+    assert_same(saved.get(), expected)
+
+
+RAISES = {
+    "offload_report": "print(offload_report(optimizer))",
+    "offload_states": "offload_states(optimizer)",
+    "release_states": "release_states(optimizer)",
+    "reload_states": "reload_states(optimizer, free_host_memory=True)",
+    "reload_before": "hook = reload_before(hook, optimizer)",
+    "remove_offload": "remove_offload(optimizer)",
+}
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_what_means_nothing_without_offload_says_the_line_to_write(name: str) -> None:
+    """Nothing is silently inert, and one line lets a loop run with and without offload."""
+    plain, call = Run(offload=False).train(0), RAISES[name]
+    names: dict[str, Any] = {**vars(fsdp_offload), "optimizer": plain.optimizer, "hook": lambda: None}
+    with pytest.raises((TypeError, RuntimeError), match=f"{name}: this AdamW is not offloaded; call") as raised:
+        exec(call, names)
+    [line] = re.findall(r"write `(.+)` before this", str(raised.value))
+    exec(f"{line}\n    {call}", names)
+    assert_same_runs(plain.train(1), Run(offload=False).train(0, 1))
+    offloaded = Run().train(0)
+    exec(f"{line}\n    {call}", {**names, "optimizer": offloaded.optimizer})
+    offloaded.train(1)
+
+
+class Finer(Optimizer):
+    """Keeps fp32 sums of bf16 gradients, one of them in a list; in no table."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        trained = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        for group, param in trained:
+            state = self.state[param]
+            if not state:
+                state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "sums": [param.grad.float().square()]}
+            state["sum"].add_(param.grad.float(), alpha=0.3)
+            param.sub_((group["lr"] * state["sum"] / (1 + state["sums"][0])).to(param.dtype))
+
+
+def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
+    model = torch.nn.Embedding(6, 4, sparse=True)
+    optimizer, other = (torch.optim.SparseAdam(model.parameters(), lr=0.01) for _ in range(2))
+    with pytest.raises(ValueError, match="SparseAdam has no state yet"):
+        get_optimizer_state_dict(model, other, for_load=True)
+    model(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+@EVERY_FORM
+def test_a_class_that_nobody_lists_keeps_its_dtypes_where_torch_would_cast(form: dict[str, Any]) -> None:
+    def finer(params: Iterable[Any]) -> Optimizer:
+        return Finer(params, {"lr": 0.01})
+
+    saved = Run(finer, offload=False, **BF16).train(0, 1)
+    run = Run(finer, offload=False, seed=1, **BF16).weights_from(saved)
+    with pytest.raises(ValueError, match=r"for_load=True: Finer has no state yet, .* Load with load_state_dict\(\)"):
+        run.get(for_load=True, **form)
+    run.set(copy.deepcopy(saved.get(**form)))
+    assert_same_runs(run.train(2), saved.train(2))
+
+
+def scaled(params: Iterable[Any]) -> Optimizer:
+    """Transformer Engine's class, as our reference has it: state dicts are in fp32, what it keeps is scaled."""
+    halves: dict[str, Any] = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16}
+    return FusedAdam(params, lr=0.01, master_weights=True, **halves)
+
+
+def read(run: Run) -> dict[str, Any]:
+    """State and scales; nobody reads the masters of fp32 parameters."""
+    unread = {"master_param"}
+    return {
+        name: [
+            {
+                key: run.state(name)[key]
+                for key in run.state(name).keys() - (unread if value.dtype.itemsize > 2 else {})
+            },
+            run.optimizer._scales[run.params()[name]],  # type: ignore[attr-defined]
+        ]
+        for name, value in run.values().items()
+    }
+
+
+@spread(pairs=True, saver={"plain": False, "offloaded": True}, steps={"fresh": 0, "used": 2}, form=FORMS)
+def test_state_in_another_form_is_saved_and_loaded(
+    tmp_path: Path, saver: bool, steps: int, form: dict[str, Any]
+) -> None:
+    saved = Run(scaled, offload=saver, prepare=all_used, **BF16).train(0, 1)
+    assert_same(Run(scaled, offload=not saver, prepare=all_used, **BF16).train(0, 1).get(**form), saved.get(**form))
+    save(saved, tmp_path, **form)
+    run = Run(scaled, offload=False, seed=1, prepare=all_used, **BF16).train(*range(steps)).weights_from(saved)
+    load(run, tmp_path, **form)
+    expected = Run(scaled, offload=False, prepare=all_used, **BF16).train(0, 1)
+    for each in ((), (2,), (3,)):
+        run.train(*each)
+        expected.train(*each)
+        assert_same(run.values(), expected.values())
+        for name, found in read(expected).items():
+            assert_same(sorted_by_name(read(run)[name]), sorted_by_name(found))
+
+
+# What would be silently wrong ----------------------------------------------------------------------------------------
+
+
+@EVERY_FORM
+def test_a_load_that_matched_nothing_or_a_part_is_an_error(tmp_path: Path, form: dict[str, Any]) -> None:
+    save(Run().train(0, 1), tmp_path / "whole", **form)
+    run = Run(offload=False, seed=1)
+    state = {"optim": run.get(for_load=True, **form)}  # saved as "optimizer"
+    dcp.load(state, checkpoint_id=tmp_path / "whole", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    with pytest.raises(ValueError, match=r"nothing was loaded.*up\.weight"):
+        run.set(state["optim"])
+    saved = Run(offload=False).train(0, 1).get()
+    del saved["state"]["norm.weight"]["exp_avg_sq"]
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / "part")
+    with pytest.raises(ValueError, match=r"of the state of norm\.weight, \['exp_avg_sq'\] was not loaded"):
+        load(run, tmp_path / "part", partial=True)
+    assert not run.optimizer.state
+    assert_same_runs(run.train(2), Run(offload=False, seed=1).train(2))
+
+
+@pytest.mark.parametrize("trained_since", [False, True])
+def test_templates_that_were_not_used_are_forgotten(trained_since: bool) -> None:
+    """There was no checkpoint after all; later the state goes out and in again."""
+    run = Run(offload=False, prepare=all_used).train(0)
+    held = run.get(for_load=True)
+    run.train(*([1] if trained_since else []))
+    run.set(run.get())
+    assert held
+    assert_same_runs(run, Run(offload=False, prepare=all_used).train(*range(2 if trained_since else 1)))
+
+
+def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
+    run, other = Run(offload=False).train(0), Run(offload=False, prepare=lambda net: setattr(net, "norm", Net().up))
+    state = run.get()
+    state["state"]["up.weight"]["exp_avg"] = state["state"]["up.weight"]["exp_avg"].bfloat16()
+    state["state"]["up.bias"]["exp_avg"] = torch.zeros(32)
+    before = copy.deepcopy(run.optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' should have local tensors of .*float32.*got .*bfloat16"):
+        run.set(state)
+    with pytest.raises(ValueError, match=r"missing.*exp_avg_sq"):
+        run.set({**run.get(), "state": {"up.weight": {"exp_avg": run.state("up.weight")["exp_avg"]}}})
+    assert_same(run.optimizer.state_dict(), before)
+    with pytest.warns(UserWarning, match=r"has no state.*get_optimizer_state_dict\(for_load=True\)"):
+        other.set(other.get())
+
+
+@EVERY_FORM
+def test_a_template_is_not_saved_before_it_is_loaded_into(tmp_path: Path, form: dict[str, Any]) -> None:
+    saved, run = Run(offload=False, prepare=all_used).train(0), Run(offload=False, prepare=all_used)
+    save(saved, tmp_path / "good", **form)
+    state = {"optimizer": run.get(for_load=True, **form)}
+    with pytest.raises(CheckpointException, match=r"for_load=True made this .*up\.weight.* have no state yet"):
+        checked_save(state, checkpoint_id=tmp_path / "empty")
+    checked_load(state, checkpoint_id=tmp_path / "good")
+    checked_save(state, checkpoint_id=tmp_path / "again")
+    checked_save({"optimizer": saved.get(for_load=True, **form)}, checkpoint_id=tmp_path / "state that exists")
