@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "fsdp_offload": 16_800,  # planned 12,000; 530 masters, 450 whole optimizers, 1,600 mend the silent, 300 the front
     "fsdp_offload/api": 1_760,  # 97 are add_masters; 18 document errors; 50 refuse what was silently ignored
-    "fsdp_offload/checkpoint": 2_200,  # 170 are plain optimizers, Megatron-FSDP v2; 100 compare ranks that offer one key
+    "fsdp_offload/checkpoint": 2_200,  # 170 are plain optimizers, Megatron-FSDP v2; 100 compare ranks of one key
     "fsdp_offload/core": 1_985,  # 80 are threads, holders; 120 join updates, time the host; 70 who waits for loads
     "fsdp_offload/engine": 3_260,  # 50 are shared state, and what failures leave; 190 are threads and holders
     "fsdp_offload/device": 890,  # 140 are copies by the driver's calls, and waits that are implied
