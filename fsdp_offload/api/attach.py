@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Never, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -45,15 +45,17 @@ from .wrapped import (
 )
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
+_WRITE = "Write offload_optimizer(optimizer, model=model)."
 
 
 def offload_optimizer(
     optimizer: _Optimizer,
-    *,
+    *positional: Never,
     model: nn.Module | None = None,
     policy: OffloadPolicy | Mapping[str, Any] | None = None,
     exist_ok: bool = False,
     trust_separable: bool = False,
+    **misplaced: Never,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
 
@@ -81,7 +83,10 @@ def offload_optimizer(
             runs once for each fit. Without ``policy``, whatever that is.
         trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
             The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
-            of another library parameter by parameter. Nothing checks it but the shapes of the state.
+            of another library parameter by parameter. Nothing checks it but the shapes of the state. The policy's field
+            of that name says the same.
+        positional: refused.
+        misplaced: refused, such as fields of the policy; the error has the line to write.
 
     Returns:
         ``optimizer``.
@@ -93,6 +98,13 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    if positional or misplaced:
+        fields = ", ".join(f"{name}={value!r}" for name, value in misplaced.items() if name in vars(OffloadPolicy))
+        raise TypeError(
+            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
+            f"{listed([*misplaced, *(type(one).__name__ for one in positional)])}. Write offload_optimizer(optimizer, "
+            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
+        )
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
@@ -102,9 +114,9 @@ def offload_optimizer(
     # Check the optimizer, its parameters and its model.
     *wrappers, target = wrappers_around(optimizer)
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}. {_WRITE}")
     if not isinstance(target, Optimizer):
-        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}.")
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}. {_WRITE}")
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer
@@ -112,7 +124,7 @@ def offload_optimizer(
     if model is not None:
         checks.refuse(checks.wrong_with_model(model, names))
         names = {param: name for param, name in parameter_names(model).items() if param in names}  # as buckets follow
-    capabilities = capabilities_for(target, trust=trust_separable)
+    capabilities = capabilities_for(target, trust=trust_separable or policy.trust_separable)
     checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":

@@ -69,7 +69,8 @@ def wrong_with_holder(holder: Any) -> Iterator[str]:
 def _updated_on_host(fraction: float) -> str:
     return (
         "Megatron's optimizer_cpu_offload=True (--optimizer-cpu-offload) updates a share of the parameters on the CPU "
-        f"by itself. Leave it off, and offload torch's Adam or AdamW with OffloadPolicy(host_fraction={fraction})."
+        "by itself. Leave it off: the device updates. For a share on the CPU, offload torch's Adam or AdamW with "
+        f"OffloadPolicy(host_fraction={fraction or 1.0})."  # 0.0 in a config is not said: the command line's is 1.0
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
-from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
+from ..api.wrapped import ARGUMENTS, attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
@@ -74,6 +74,7 @@ def get_optimizer_state_dict(
         raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
         raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
+    _check_model(model, "get_optimizer_state_dict")
     fqns = fqns_of(model, experts)
     if not (flatten_optimizer_state_dict or fsdp_dtensor) and any(may_be_local(fqn, p) for p, fqn in fqns.items()):
         raise ValueError(
@@ -123,6 +124,7 @@ def set_optimizer_state_dict(
             another shape, dtype or sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
+    _check_model(model, "set_optimizer_state_dict")
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
     optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
@@ -149,6 +151,14 @@ def set_optimizer_state_dict(
     for one, state_dict in plans:
         one.load_state_dict(state_dict)
         states_of(one).offer(())
+
+
+def _check_model(model: object, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function}: expected a torch.nn.Module first, got {type(model).__name__}. Write "
+            f"{function}({ARGUMENTS[function]})."
+        )
 
 
 def _offloaded(

@@ -155,6 +155,10 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         }
         self.offered_after = after
 
+    def __bool__(self) -> bool:
+        # Entries that were only looked at are empty; torch's state dicts make state by a step only where there is none.
+        return any(dict.values(self))
+
     @property
     def has_offered(self) -> bool:
         return bool(self._offered)
