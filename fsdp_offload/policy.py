@@ -145,17 +145,17 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
         return values
     if values is not None and not isinstance(values, Mapping):
         got = repr(values) if isinstance(values, str) else type(values).__name__
-        fields_of = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
+        given = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
         raise TypeError(
-            f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({fields_of})."
+            f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({given})."
         )
-    given, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
-    for name in given:
+    asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
+    for name in asked:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1)
             meant = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
-    return OffloadPolicy(**given)
+    return OffloadPolicy(**asked)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -186,7 +186,9 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     targets = optimizers_in(optimizer, "remove_offload")
     for target in targets:
         if (attachment := attachment_of(target)) is None:
-            raise RuntimeError(f"remove_offload: this {type(target).__name__} is not offloaded.")
+            raise RuntimeError(
+                f"remove_offload: this {type(target).__name__} is not offloaded. Ask is_offloaded() first."
+            )
         if attachment.stepping:
             raise RuntimeError("remove_offload: a step is running, as inside of a closure. Call it between two steps.")
         attachment.engine.check_usable("remove_offload()")
@@ -318,7 +320,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     _check_masters(target, kind)
     if not any(map(has_master, params_of(target))):
         warnings.warn(
-            "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters.",
+            "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters. Leave "
+            "it out, or call model.to(torch.bfloat16) before the optimizer is built.",
             stacklevel=2,
         )
     plain: Any = type(target)
@@ -333,14 +336,18 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
 def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already.")
+        raise TypeError(
+            f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already; "
+            "for others write add_masters(optimizer)."
+        )
     if isinstance(optimizer, WithMasters):
-        raise RuntimeError(f"add_masters: this {name} has masters already, of kind {optimizer.master_kind!r}.")
+        had = f"this {name} has masters already, of kind {optimizer.master_kind!r}"
+        raise RuntimeError(f"add_masters: {had}. Ask for that kind, or build another optimizer.")
     if attachment_of(optimizer) is not None:
         raise RuntimeError(
             f"add_masters: this {name} is offloaded already, without masters. Add them first:\n"
             f"    add_masters(optimizer, {kind!r})\n"
-            "    offload_optimizer(optimizer, ...)\n"
+            "    offload_optimizer(optimizer, model=model)\n"
             "After training has begun, call remove_offload(optimizer) before these lines."
         )
     if not capabilities_for(optimizer).takes_masters:
@@ -350,7 +357,7 @@ def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("add_masters: differentiable=True is not supported; autograd cannot follow a rounded update.")
+        raise ValueError("add_masters: autograd cannot follow a rounded update. Build it without differentiable=True.")
     fp16 = [name for param, name in checks.names_by_place(optimizer).items() if param.dtype is torch.float16]
     if kind == "remainder" and fp16:
         raise ValueError(

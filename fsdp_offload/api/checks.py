@@ -86,7 +86,10 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
         if len(set(group["params"])) < len(group["params"]):
             yield f"param_groups[{index}] lists a parameter more than once. List each parameter once."
         if group.get("differentiable"):
-            yield f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state."
+            yield (
+                f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state. Set "
+                "it to False."
+            )
     if capabilities.refusal:
         yield capabilities.refusal
     if policy.host_fraction and not capabilities.takes_masters:
@@ -101,7 +104,10 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
 def _indivisible(optimizer: Optimizer) -> Iterator[str]:
     for key in optimizer.state:
         if not isinstance(key, Tensor):
-            yield f"optimizer.state has the key {key!r}, which is not a parameter; no bucket can have such state."
+            yield (
+                f"optimizer.state has the key {key!r}, which is not a parameter: no bucket has it. Keep it "
+                "in an attribute of the optimizer."
+            )
     for index, group in enumerate(optimizer.param_groups):
         # A type of several tensors takes the list of a kernel apart once for each of them, and whatever else is in the
         # list is updated as often: what a step does depends on which parameters it has.
@@ -231,9 +237,12 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
             "waits for all updates. Apply fully_shard to each block, then to the model."
         )
     if policy.snapshot_bytes and not engine.plan.spare_bytes:
-        yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it."
+        yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. Give more, or 0."
     if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
-        yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
+        yield (
+            f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state. "
+            "Give more, smaller bucket_bytes, or 0."
+        )
     # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
     # be exchanged cannot be known before they are.
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -257,8 +266,8 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
         cls, is_past, function = optimizer.plain_class, not optimizer.is_stepping, "add_masters"
     if is_past:
         raise RuntimeError(
-            f"{cls.__name__}.step was called past {function}(): something captured it before. Call {function}() first "
-            "and wrap optimizer.step afterwards. Nothing has been changed."
+            f"{cls.__name__}.step was captured before {function}() and called now. Call {function}() first and wrap "
+            "optimizer.step afterwards. Nothing has been changed."
         )
 
 

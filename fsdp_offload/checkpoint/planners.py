@@ -79,9 +79,9 @@ class Problem(Enum):
     KIND = "of another kind than was saved: {}. Put a value of that kind into the state dict."
     DTYPE = "of another dtype than in the checkpoint: {}. Cast them on purpose with allow_cast=[patterns]."
     DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
-    OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
-    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
-    FILE = "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part?"
+    OVERLAP = "stored twice in part: {}. Reading order would decide which of the two is loaded. Save again."
+    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values. Save on all ranks."
+    FILE = "files that this rank needs, which are not as they were saved: {}. Was it copied in part? Copy it again."
 
 
 Found = tuple[Problem, str, str]  # with a key, and details

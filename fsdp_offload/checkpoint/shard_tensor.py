@@ -63,7 +63,10 @@ class ShardTensor(Tensor):
                 f"{tuple(local.shape)}; chunks of global shape {shard_chunks.global_shape}: {shard_chunks.chunks}"
             )
         if not local.is_contiguous():
-            raise ValueError(f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}")
+            raise ValueError(
+                f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}: "
+                "give local.contiguous(), and load into that"
+            )
         # Without memory of its own and at storage offset 0: torch's stager and deepcopy know it by data_ptr() == 0.
         made: ShardTensor = Tensor._make_wrapper_subclass(
             cls, local.size(), strides=local.stride(), dtype=local.dtype, device=local.device, requires_grad=False
@@ -166,7 +169,9 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
         ValueError: the chunks are of another global shape, or do not fit ``local``.
     """
     if not is_dtensor(like):
-        raise TypeError(f"expected a DTensor, whose mesh the result gets; got {type(like).__name__}")
+        raise TypeError(
+            f"expected a DTensor, whose mesh the result gets, as DTensor.from_local makes it; got {type(like).__name__}"
+        )
     shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
     if tuple(like.shape) != shard_chunks.global_shape:
         raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")

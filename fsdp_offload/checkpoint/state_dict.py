@@ -73,7 +73,8 @@ def get_optimizer_state_dict(
     if for_load and cpu_offload:
         raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
-        raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
+        two = "flatten_optimizer_state_dict and fsdp_dtensor are two layouts"
+        raise ValueError(f"get_optimizer_state_dict: {two}. Leave out one of them.")
     _check_model(model, "get_optimizer_state_dict")
     fqns = fqns_of(model, experts)
     if not (flatten_optimizer_state_dict or fsdp_dtensor) and any(may_be_local(fqn, p) for p, fqn in fqns.items()):

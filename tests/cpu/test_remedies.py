@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,43 +20,12 @@ from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.integrations.plain_values import policy_from
 from tests.fused_adam_reference import FusedAdam
+from tests.remedies import Script
 
 pytestmark = [
     pytest.mark.usefixtures("mesh"),
     pytest.mark.filterwarnings("ignore:offload_optimizer", "ignore:add_masters has no effect"),
 ]
-
-
-class Script:
-    """The names of a user's script: a sharded model of two towers, and its optimizer."""
-
-    def __init__(
-        self,
-        make: Callable[..., Optimizer] = torch.optim.AdamW,
-        *,
-        shard: bool = True,
-        attach: bool = False,
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5, bias=False))
-        for part in (self.model[0], self.model[2], self.model) if shard else ():
-            fully_shard(part)
-        self.optimizer: Any = make(self.model.parameters(), **options)
-        if attach:
-            offload_optimizer(self.optimizer, model=self.model)
-
-    def backward(self) -> None:
-        self.model(torch.linspace(-1, 1, 14).view(2, 7)).square().sum().backward()
-
-    def train(self, steps: int = 2) -> None:
-        for _ in range(steps):
-            self.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def weights(self) -> list[Tensor]:
-        return [param.full_tensor().detach().clone() for param in self.model.parameters()]
 
 
 def line_in(error: BaseException) -> str:
