@@ -17,6 +17,7 @@ from ..engine.engine import Engine
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
 from ..fsdp.fully_shard import parameter_names
+from ..fsdp.gradients import let_foreach
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
@@ -161,6 +162,7 @@ def offload_optimizer(
     attachment.undo += redirect_captured_step(target, cls.step, made.step, wrappers)
     attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
+    let_foreach(True)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
         checks.watch_steps(attachment, model)
@@ -207,6 +209,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         target.__class__ = engine.cls
         target.state = defaultdict(dict, states)
         engine.clear()
+    let_foreach(bool(offloaded))
     return optimizer
 
 

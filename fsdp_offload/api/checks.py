@@ -6,6 +6,7 @@ forward or step, that the optimizer was attached too early, or that another one 
 
 import functools
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..device.arena import refuse_other_systems
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
 from ..engine.whole import kept_by, param_under
@@ -82,6 +84,13 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
     for attribute, value in attributes.items():
         if any(isinstance(one, Optimizer) for one in tree_leaves(value)):
             yield f"{name} wraps another optimizer, its attribute {attribute!r}. Attach to the inner optimizer instead."
+    if policy.updates_in_backward and (torchft := sys.modules.get("torchft.optim")) is not None:
+        cls = getattr(torchft, "OptimizerWrapper", ())
+        if any(issubclass(type(one), cls) and one.optim is optimizer for one in gc.get_objects()):
+            yield (
+                "torchft's OptimizerWrapper leaves out step() where the replicas do not commit, and overlap='iteration' "
+                "has updated by then. Use overlap='forward'."
+            )
     for index, group in enumerate(optimizer.param_groups):
         if len(set(group["params"])) < len(group["params"]):
             yield f"param_groups[{index}] lists a parameter more than once. List each parameter once."
@@ -178,6 +187,7 @@ def device_of(
     if policy.pin_memory and device.type == "cpu":
         refuse(["pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."])
     refuse_capture(device)
+    refuse_other_systems()
     return device
 
 

@@ -1026,6 +1026,7 @@ ELSEWHERE = {
         "prepare() takes the accelerator first",
         "Trainer shards with its own flags",
     ),
+    "tests/cpu/test_whole_process.py": ("torchft's OptimizerWrapper leaves out step()",),
     "tests of several ranks, or of an accelerator": (
         "and there are  ranks",
         "expected a Megatron-FSDP parameter",
