@@ -88,7 +88,7 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
         cls = getattr(torchft, "OptimizerWrapper", ())
         if any(issubclass(type(one), cls) and one.optim is optimizer for one in gc.get_objects()):
             yield (
-                "torchft's OptimizerWrapper leaves out step() where the replicas do not commit, and overlap='iteration' "
+                "torchft's OptimizerWrapper leaves out step() where replicas do not commit, and overlap='iteration' "
                 "has updated by then. Use overlap='forward'."
             )
     for index, group in enumerate(optimizer.param_groups):
