@@ -1,12 +1,12 @@
 """What attaching changes for the whole process: it is undone when the last optimizer is plain again, or said before."""
 
-import gc
 import mmap
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, remove_offload
+from fsdp_offload.api import attach
 from tests.remedies import Script
 
 pytestmark = [
@@ -34,9 +35,10 @@ def iterating() -> Script:
     return script
 
 
-def test_torchs_list_of_types_is_as_it_was_when_nothing_is_offloaded() -> None:
-    gc.collect()  # optimizers of earlier tests
-    before = list(_foreach_utils._foreach_supported_types)
+def test_torchs_list_of_types_is_as_it_was_when_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "offloaded", WeakSet())  # without those of earlier tests
+    listed: list[Any] = _foreach_utils._foreach_supported_types
+    before = [one for one in listed if not one.__module__.startswith("fsdp_offload")]
     one, other = iterating(), iterating()
     assert len(_foreach_utils._foreach_supported_types) > len(before)
     remove_offload(one.optimizer)
