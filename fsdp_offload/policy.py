@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    Bytes, Auto = int, Literal["auto"]
+    Bytes = int
+    Auto = Literal["auto"]
 else:  # command lines that frameworks make of the fields are to take "8GB"
     Bytes = Auto = int | str
 

@@ -41,4 +41,5 @@ class Script:
             self.optimizer.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        return [param.full_tensor().detach().clone() for param in self.model.parameters()]
+        params: list[Any] = list(self.model.parameters())
+        return [getattr(param, "full_tensor", param.detach)().detach().clone() for param in params]

@@ -99,13 +99,7 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    if positional or misplaced:
-        fields = ", ".join(f"{name}={value!r}" for name, value in misplaced.items() if name in vars(OffloadPolicy))
-        raise TypeError(
-            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
-            f"{listed([*misplaced, *(type(one).__name__ for one in positional)])}. Write offload_optimizer(optimizer, "
-            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
-        )
+    checks.refuse_misplaced(positional, misplaced)
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)

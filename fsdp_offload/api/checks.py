@@ -50,6 +50,17 @@ def refuse(sentences: Iterable[str]) -> None:
         raise ValueError(f"offload_optimizer: {sentence}")
 
 
+def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
+    """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in by_name.items() if name in vars(OffloadPolicy))
+    if by_place or by_name:
+        raise TypeError(
+            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
+            f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer(optimizer, "
+            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
+        )
+
+
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 

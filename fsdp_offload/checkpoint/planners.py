@@ -148,7 +148,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             if (known := beside.get(stem)) is not None and _beside_groups(key) is not None:
                 *path, last = self.added[key] = self.mappings[known]
                 self.mappings[key] = (*path, str(last).removesuffix(known.rpartition(".")[2]) + name)
-                entry = stored[key]
+                entry: Any = stored[key]
                 is_tensor = isinstance(entry, TensorStorageMetadata)
                 self.state_dict[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
 
@@ -339,9 +339,9 @@ def load(
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
         state_dict.pop(key, None)
-    for outermost, *inner in (planner.mappings[key] for key in planner.added):
-        if not inner:  # DCP gives the planner another dict of these
-            state_dict[outermost] = planner.original_state_dict[outermost]
+    for path in (planner.mappings[key] for key in planner.added):
+        if len(path) == 1:  # DCP gives the planner another dict of the outermost
+            state_dict[str(path[0])] = planner.original_state_dict[str(path[0])]
     return planner.loaded
 
 

@@ -157,7 +157,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def __bool__(self) -> bool:
         # Entries that were only looked at are empty; torch's state dicts make state by a step only where there is none.
-        return any(dict.values(self))
+        return any(super().values())
 
     @property
     def has_offered(self) -> bool:
