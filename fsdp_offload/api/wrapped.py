@@ -150,7 +150,7 @@ def parts_of(optimizer: Any) -> list[Any]:
     return list(holders_in(optimizer)) or [optimizer]
 
 
-ARGUMENTS = {
+_ARGUMENTS = {
     "clip_grad_norm_": "optimizer, max_norm",
     "get_optimizer_state_dict": "model, optimizer",
     "set_optimizer_state_dict": "model, optimizer, state_dict",
@@ -170,7 +170,7 @@ def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     if wrong or not found:
         raise TypeError(
             f"{function}: expected a torch.optim.Optimizer, a list of them, or one of Megatron's that holds some, got "
-            f"{wrong[0] if wrong else 'an empty list'}. Write {function}({ARGUMENTS.get(function, 'optimizer')})."
+            f"{wrong[0] if wrong else 'an empty list'}. Write {function}({_ARGUMENTS.get(function, 'optimizer')})."
         )
     return list(dict.fromkeys(found))
 

@@ -49,7 +49,7 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
-_NO_METADATA = re.compile(r"No such file or directory: .*\.metadata\b")
+_NO_METADATA = re.compile(r"(?:No such file or|Not a) directory: .*\.metadata\b")
 _Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
 _SAMPLED, _FIRST = 1024, 64  # elements in a digest
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which all dtypes of that size can be read as
@@ -317,11 +317,15 @@ def load(
         The keys that were filled, and those that were left as they were.
 
     Raises:
-        TypeError: ``planner`` is another one.
+        TypeError: ``planner`` is another one, or ``state_dict`` no dict.
         ValueError: the checkpoint does not fit, with what differs; nothing has changed on any rank.
         FileNotFoundError, ...: the type of the error that all ranks have, or RuntimeError, on all of them. The message
             says of each rank what was wrong, and if something may have changed.
     """
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"load: expected a dict, got {type(state_dict).__name__}. Write load(state_dict, checkpoint_id=path)."
+        )
     planner = planner or LoadPlanner()
     if not isinstance(planner, LoadPlanner):
         raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local, over_part
 from ..fsdp.fully_shard import parameter_names
 from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
-from .names import Experts, bare_name, check_experts
+from .names import Experts, bare_name, check_experts, check_model
 
 _aten = torch.ops.aten
 
@@ -224,6 +224,7 @@ def with_parameter_chunks(
         ValueError: a value is not of the global shape or the local size of its parameter; it is sharded unevenly, and
             no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
     """
+    check_model(model, "with_parameter_chunks(model, state_dict)")
     check_experts(state_dict.items(), experts)
     exact = {name: param for param, name in parameter_names(model).items()}
     params = {bare_name(name): param for name, param in exact.items()} | exact

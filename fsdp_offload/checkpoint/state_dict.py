@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
-from ..api.wrapped import ARGUMENTS, attached, is_wrapped, optimizers_in, states_of
+from ..api.wrapped import attached, is_wrapped, optimizers_in, states_of
 from ..engine.engine import find_offloaded
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
@@ -29,7 +29,7 @@ from ..policy import listed
 from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
+from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, check_model, flattened, fqns_of, may_be_local
 from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
@@ -75,7 +75,7 @@ def get_optimizer_state_dict(
     if flatten_optimizer_state_dict and fsdp_dtensor:
         two = "flatten_optimizer_state_dict and fsdp_dtensor are two layouts"
         raise ValueError(f"get_optimizer_state_dict: {two}. Leave out one of them.")
-    _check_model(model, "get_optimizer_state_dict")
+    check_model(model, "get_optimizer_state_dict(model, optimizer)")
     fqns = fqns_of(model, experts)
     if not (flatten_optimizer_state_dict or fsdp_dtensor) and any(may_be_local(fqn, p) for p, fqn in fqns.items()):
         raise ValueError(
@@ -125,7 +125,7 @@ def set_optimizer_state_dict(
             another shape, dtype or sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
-    _check_model(model, "set_optimizer_state_dict")
+    check_model(model, "set_optimizer_state_dict(model, optimizer, state_dict)")
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
     optimizers = _offloaded(optimizer, fqns, "set_optimizer_state_dict")
@@ -152,14 +152,6 @@ def set_optimizer_state_dict(
     for one, state_dict in plans:
         one.load_state_dict(state_dict)
         states_of(one).offer(())
-
-
-def _check_model(model: object, function: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{function}: expected a torch.nn.Module first, got {type(model).__name__}. Write "
-            f"{function}({ARGUMENTS[function]})."
-        )
 
 
 def _offloaded(

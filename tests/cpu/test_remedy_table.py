@@ -692,6 +692,53 @@ def no_state_dict(_: Path) -> Any:
     return script
 
 
+@remedy("Load it with optimizer.load_state_dict()")
+def numbers_for_names(_: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    saved = copy.deepcopy(script.optimizer.state_dict())
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, saved)
+    script.optimizer.load_state_dict(saved)
+    return script
+
+
+@remedy("where state_dict is what get_optimizer_state_dict(for_load=True) gives")
+def a_path_for_a_state_dict(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, path)  # type: ignore[arg-type]
+    state_dict = template_of(script)
+    ours.load({"o": state_dict}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, state_dict)
+    return script
+
+
+@remedy("Write load(state_dict, checkpoint_id=path)")
+def a_path_first(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: ours.load(path)  # type: ignore[arg-type]
+    ours.load(state_dict := {"o": template_of(script)}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, state_dict["o"])
+    return script
+
+
+@remedy("Write Experts.of_rank(rank, count)")
+def a_number_of_experts(_: Path) -> Any:
+    script = Script(attach=True)
+    get = functools.partial(get_optimizer_state_dict, script.model, script.optimizer)
+    yield lambda: get(experts=4)
+    get(experts=ours.Experts.of_rank(0, 4))
+    return script
+
+
+@remedy("Write with_parameter_chunks(model, state_dict)")
+def chunks_the_other_way_round(_: Path) -> Any:
+    script = Script(attach=True)
+    state_dict = script.model.state_dict()
+    yield lambda: ours.with_parameter_chunks(state_dict, script.model)  # type: ignore[arg-type]
+    assert ours.with_parameter_chunks(script.model, state_dict).keys() == state_dict.keys()
+    return script
+
+
 @remedy("dcp.load takes any other")
 def another_planner(path: Path) -> Any:
     script = saved_script(path)
