@@ -143,7 +143,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         self.added = {}
         stored = {} if metadata is None else metadata.state_dict_metadata
         beside = {key.rpartition(".")[0]: key for key in self.state_dict if _beside_groups(key) is not None}
-        for key in stored.keys() - self.state_dict.keys():
+        for key in itertools.filterfalse(self._may_be_extra, stored.keys() - self.state_dict.keys()):
             stem, _, name = key.rpartition(".")
             if (known := beside.get(stem)) is not None and _beside_groups(key) is not None:
                 *path, last = self.added[key] = self.mappings[known]

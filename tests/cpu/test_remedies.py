@@ -245,6 +245,19 @@ def test_a_refused_load_adds_nothing_to_the_groups(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="less"):
         ours.load(state, checkpoint_id=tmp_path)
     assert "initial_lr" not in state["o"]["param_groups"][0]
+    state = {"o": whole(other, {}), "more": 0}
+    ours.load(state, checkpoint_id=tmp_path, planner=ours.LoadPlanner(allow_extra=["*.initial_lr"]))
+    assert "initial_lr" not in state["o"]["param_groups"][0]
+    ours.load(state, checkpoint_id=tmp_path)
+    assert state["o"]["param_groups"][0]["initial_lr"] == 0.5
+
+
+def test_torch_makes_state_of_other_classes_where_it_would_without_offload() -> None:
+    """A look at the state leaves an empty entry, after which torch makes no step."""
+    for script in (Script(), Script(attach=True)):
+        assert script.optimizer.state[next(script.model.parameters())] == {}
+        torch_state_dict.get_optimizer_state_dict(script.model, script.optimizer)
+        assert not any(script.optimizer.state.values())
 
 
 def test_a_whole_class_without_state_gets_it_from_torchs_getter(tmp_path: Path) -> None:
