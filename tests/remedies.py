@@ -29,7 +29,11 @@ class Script:
             fully_shard(part)
         self.optimizer: Any = make(self.model.parameters(), **options)
         if attach:
-            offload_optimizer(self.optimizer, model=self.model)
+            self.attach()
+
+    def attach(self, **policy: Any) -> "Script":
+        offload_optimizer(self.optimizer, model=self.model, policy=policy)
+        return self
 
     def backward(self) -> None:
         self.model(torch.linspace(-1, 1, 14, dtype=self.dtype).view(2, 7)).square().sum().backward()

@@ -151,7 +151,7 @@ def test_sizes_are_read_as_they_are_written(text: str, monkeypatch: pytest.Monke
             patch.setenv(f"FSDP_OFFLOAD_{name.upper()}", text)
             assert policy_from() == expected
     script = Script()
-    offload_optimizer(script.optimizer, model=script.model, policy={"device_bytes": text})
+    script.attach(device_bytes=text)
     script.train()
 
 
@@ -267,7 +267,7 @@ def test_a_whole_class_without_state_gets_it_from_torchs_getter(tmp_path: Path) 
     def script_of() -> Script:
         script = Script(schedulefree.RAdamScheduleFree, lr=0.01)
         script.optimizer.train()
-        offload_optimizer(script.optimizer, model=script.model)
+        script.attach()
         script.optimizer.train()
         return script
 

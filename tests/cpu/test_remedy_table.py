@@ -61,7 +61,7 @@ def remedy(words: str) -> Callable[[Story], Story]:
 def report_of_two(_: Path) -> Any:
     one, other = Script(attach=True), Script()
     yield lambda: offload_report([one.optimizer, other.optimizer])  # type: ignore[arg-type]
-    offload_optimizer(other.optimizer, model=other.model)
+    other.attach()
     for script in (one, other):
         assert "host" in str(offload_report(script.optimizer))
     return one
@@ -70,7 +70,7 @@ def report_of_two(_: Path) -> Any:
 @remedy("exist_ok=True accepts the same again")
 def attached_twice(_: Path) -> Any:
     script = Script(attach=True)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     offload_optimizer(script.optimizer, model=script.model, exist_ok=True)
     return script
 
@@ -90,8 +90,7 @@ def removed_twice(_: Path) -> Any:
     script = Script()
     yield lambda: remove_offload(script.optimizer)
     assert not is_offloaded(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Call it between two steps")
@@ -99,15 +98,14 @@ def removed_within_a_step(_: Path) -> Any:
     script = Script(SGD, attach=True)
     yield lambda: script.optimizer.step(lambda: remove_offload(script.optimizer))
     remove_offload(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Call offload_optimizer() first and wrap optimizer.step afterwards")
 def a_captured_step(_: Path) -> Any:
     script = Script()
     captured = functools.partial(torch.optim.AdamW.step, script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     script.backward()
     yield captured
     functools.partial(script.optimizer.step)()
@@ -128,7 +126,7 @@ def two_with_the_same(_: Path) -> Any:
 @remedy("Train with one of them: call remove_offload() on the other")
 def two_that_step(_: Path) -> Any:
     script = Script()
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(overlap="iteration"))
+    script.attach(overlap="iteration")
     script.train(4)
     other = SGD(script.model.parameters())
     for param in script.model.parameters():
@@ -145,14 +143,13 @@ def two_that_step(_: Path) -> Any:
 )
 def attached_before_sharding(_: Path) -> Any:
     script = Script(shard=False)
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     fully_shard(script.model)
     yield script.train
     script = Script(shard=False)
     fully_shard(script.model)
     script.optimizer = SGD(script.model.parameters())
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 def megatron(script: Script, **flags: Any) -> Any:
@@ -191,7 +188,7 @@ class Around(Optimizer):
 @remedy("Attach to the inner optimizer instead")
 def around_another(_: Path) -> Any:
     script = Script(Around)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script.optimizer = offload_optimizer(script.optimizer.fast, model=script.model)
     return script
 
@@ -205,38 +202,34 @@ def twice(params: Any) -> Optimizer:
 @remedy("List each parameter once")
 def listed_twice(_: Path) -> Any:
     script = Script(twice)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     params = script.optimizer.param_groups[0]["params"]
     params[:] = dict.fromkeys(params)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Set it to False")
 def differentiable(_: Path) -> Any:
     script = Script(torch.optim.Adam, differentiable=True)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script.optimizer.param_groups[0]["differentiable"] = False
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Keep it in an attribute of the optimizer")
 def state_of_no_parameter(_: Path) -> Any:
     script = Script(SGD)
     script.optimizer.state["seen"] = 4
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script.optimizer.seen = script.optimizer.state.pop("seen")
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("is not one of them. Leave it 0")
 def a_share_of_no_elementwise(_: Path) -> Any:
     script = Script(Whole)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"host_fraction": 0.5})
-    offload_optimizer(script.optimizer, model=script.model, policy={"host_fraction": 0})
-    return script
+    yield lambda: script.attach(host_fraction=0.5)
+    return script.attach(host_fraction=0)
 
 
 @remedy("Leave out model= and overlap=; to load while gradients are reduced, wrap Megatron's hook by reload_before()")
@@ -244,7 +237,7 @@ def masters_of_a_framework(_: Path) -> Any:
     script = Script(shard=False)
     copies = [param.detach().clone().requires_grad_() for param in script.model.parameters()]
     script.optimizer = SGD(copies)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"overlap": "forward"})
+    yield lambda: script.attach(overlap="forward")
     offload_optimizer(script.optimizer)
     hook = fsdp_offload.reload_before(None, script.optimizer)
     for _step in range(4):
@@ -259,10 +252,9 @@ def masters_of_a_framework(_: Path) -> Any:
 def an_optimizer_before_sharding(_: Path) -> Any:
     script = Script(shard=False)
     fully_shard(script.model)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script.optimizer = SGD(script.model.parameters())
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("After a forward without a backward, call model.reshard() before that")
@@ -283,13 +275,12 @@ def an_optimizer_behind_a_forward(_: Path) -> Any:
 def on_meta(_: Path) -> Any:
     with torch.device("meta"):
         script = Script()
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script.model.to_empty(device="cpu")
     for module in (script.model[0], script.model[2]):
         module.reset_parameters()
     script.optimizer = SGD(script.model.parameters())
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Shard without offload_policy: fully_shard(module)")
@@ -298,8 +289,7 @@ def under_cpu_offload_policy(_: Path) -> Any:
     fully_shard(script.model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     yield lambda: offload_optimizer(SGD(script.model.parameters()), model=script.model)
     script = Script()
-    offload_optimizer(script.optimizer, model=script.model, policy={"parameters": True})
-    return script
+    return script.attach(parameters=True)
 
 
 @remedy("Write policy=OffloadPolicy(parameters=True)")
@@ -308,9 +298,8 @@ def parameters_on_the_host(_: Path) -> Any:
         script = Script()
     fsdp_offload.materialize_on_host(script.model)
     script.optimizer = SGD(script.model.parameters())
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(parameters=True))
-    return script
+    yield script.attach
+    return script.attach(parameters=True)
 
 
 @remedy("Call reload_model(model) first")
@@ -352,17 +341,15 @@ class Whole(Optimizer):
 @remedy("which OffloadPolicy(parameters=True) moves to the host. Use parameters=False")
 def kept_over_parameters(_: Path) -> Any:
     script = Script(Whole, views=True)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"parameters": True})
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(parameters=False))
-    return script
+    yield lambda: script.attach(parameters=True)
+    return script.attach(parameters=False)
 
 
 @remedy("Leave it None")
 def pinned_without_an_accelerator(_: Path) -> Any:
     script = Script()
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"pin_memory": True})
-    offload_optimizer(script.optimizer, model=script.model, policy={"pin_memory": None})
-    return script
+    yield lambda: script.attach(pin_memory=True)
+    return script.attach(pin_memory=None)
 
 
 # Warnings at attach ---------------------------------------------------------------------------------------------------
@@ -382,7 +369,7 @@ def one_group(_: Path) -> Any:
 @remedy("has no effect: no state fits into it. Give more, or 0")
 def few_spare_bytes(_: Path) -> Any:
     script = Script()
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"snapshot_bytes": 3})
+    yield lambda: script.attach(snapshot_bytes=3)
     for policy in ({"snapshot_bytes": "1MiB"}, {"snapshot_bytes": 0}):
         script = Script()
         offload_optimizer(script.optimizer, model=script.model, policy=policy)
@@ -392,7 +379,7 @@ def few_spare_bytes(_: Path) -> Any:
 @remedy("as that share of the state. Give more, smaller bucket_bytes, or 0")
 def a_small_share(_: Path) -> Any:
     script = Script()
-    yield lambda: offload_optimizer(script.optimizer, model=script.model, policy={"host_fraction": 1e-5})
+    yield lambda: script.attach(host_fraction=1e-5)
     for policy in ({"host_fraction": 0.9}, {"host_fraction": 0}):
         script = Script()
         offload_optimizer(script.optimizer, model=script.model, policy=policy)
@@ -402,10 +389,9 @@ def a_small_share(_: Path) -> Any:
 @remedy("OffloadPolicy(trust_separable=True) moves it in pieces")
 def a_class_of_a_user(_: Path) -> Any:
     script = Script(Whole)
-    yield lambda: offload_optimizer(script.optimizer, model=script.model)
+    yield script.attach
     script = Script(Whole)
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(trust_separable=True))
-    return script
+    return script.attach(trust_separable=True)
 
 
 @remedy("NOTHING IS OFFLOADED. Attach to the one that steps: call fully_shard(model), build the optimizer, then")
@@ -414,8 +400,7 @@ def another_that_steps(_: Path) -> Any:
     attached, script.optimizer = script.optimizer, SGD(script.model.parameters())
     yield lambda: script.train(1)
     del attached
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 # Masters --------------------------------------------------------------------------------------------------------------
@@ -435,8 +420,7 @@ def masters_of_no_kind(_: Path) -> Any:
     script = in_bf16()
     yield lambda: add_masters(script.optimizer, "bf16")  # type: ignore[arg-type]
     add_masters(script.optimizer, "fp32")
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Ask for that kind, or build another optimizer")
@@ -447,14 +431,13 @@ def masters_of_another_kind(_: Path) -> Any:
     add_masters(script.optimizer, "fp32")
     script.optimizer = torch.optim.AdamW(script.model.parameters())
     add_masters(script.optimizer, "remainder")
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("After training has begun, call remove_offload(optimizer) before these lines")
 def masters_after_attaching(_: Path) -> Any:
     script = in_bf16()
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     script.train()
     with pytest.raises(RuntimeError) as error:
         add_masters(script.optimizer, "fp32")
@@ -472,8 +455,7 @@ def masters_of_no_elementwise(_: Path) -> Any:
     script = Script(Whole, shard=False)
     fully_shard(script.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     script.optimizer = Whole(script.model.parameters())
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Build it without differentiable=True")
@@ -481,8 +463,7 @@ def masters_that_are_differentiable(_: Path) -> Any:
     yield lambda: add_masters(in_bf16(differentiable=True).optimizer)
     script = in_bf16()
     add_masters(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Use 'fp32'")
@@ -490,8 +471,7 @@ def masters_of_fp16(_: Path) -> Any:
     script = in_bf16(dtype=torch.float16)
     yield lambda: add_masters(script.optimizer, "remainder")
     add_masters(script.optimizer, "fp32")
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Leave it out, or call model.to(torch.bfloat16) before the optimizer is built")
@@ -499,8 +479,7 @@ def masters_without_effect(_: Path) -> Any:
     yield lambda: add_masters(Script().optimizer)
     script = in_bf16()
     add_masters(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -523,14 +502,13 @@ def copies(_: Path) -> Any:
     assert copy.deepcopy(script.optimizer.state_dict())["state"]
     remove_offload(script.optimizer)
     copy.deepcopy(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    return script
+    return script.attach()
 
 
 @remedy("Call the closure yourself, then step() without it")
 def a_closure_in_pieces(_: Path) -> Any:
     script = Script(Whole)
-    offload_optimizer(script.optimizer, model=script.model, policy={"trust_separable": True})
+    script.attach(trust_separable=True)
     yield lambda: script.optimizer.step(script.backward)
     script.backward()
     script.optimizer.step()
@@ -554,7 +532,7 @@ def a_load_that_is_not_set(path: Path) -> Any:
 @remedy("After a load (of the model as well), go on with zero_grad() and another backward")
 def a_load_between(_: Path) -> Any:
     script = Script()
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(overlap="iteration"))
+    script.attach(overlap="iteration")
     script.train(5)
     saved = copy.deepcopy(script.optimizer.state_dict())
     script.backward()
@@ -587,7 +565,7 @@ def a_step_without_gradients(_: Path) -> Any:
 def phases_of_a_plain_one(_: Path) -> Any:
     script = Script()
     yield lambda: fsdp_offload.offload_states(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     script.train()
     fsdp_offload.offload_states(script.optimizer)
     fsdp_offload.release_states(script.optimizer)
@@ -606,6 +584,12 @@ def saved_script(path: Path, make: Any = torch.optim.AdamW, **options: Any) -> S
     return Script(make, attach=True, **options)
 
 
+def resumed(script: Script, path: Path) -> Script:
+    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    return script
+
+
 def template_of(script: Script) -> dict[str, Any]:
     return get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
 
@@ -614,7 +598,7 @@ def template_of(script: Script) -> dict[str, Any]:
 def a_stager_of_a_plain_one(path: Path) -> Any:
     script = Script()
     yield lambda: ours.ArenaStager(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     script.train()
     stager = ours.ArenaStager(script.optimizer)
     state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
@@ -716,9 +700,7 @@ def a_path_for_a_state_dict(path: Path) -> Any:
 def a_path_first(path: Path) -> Any:
     script = saved_script(path)
     yield lambda: ours.load(path)  # type: ignore[arg-type]
-    ours.load(state_dict := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state_dict["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("Write Experts.of_rank(rank, count)")
@@ -764,9 +746,7 @@ def nested_in_another_way(path: Path) -> Any:
     script = saved_script(path)
     planner = functools.partial(ours.LoadPlanner, allow_missing=True)
     yield lambda: ours.load({"state": {"optimizer": 1}}, checkpoint_id=path, planner=planner())
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("or saved with another flatten_optimizer_state_dict?")
@@ -774,18 +754,14 @@ def flattened_in_another_way(path: Path) -> Any:
     script = saved_script(path)
     flat = get_optimizer_state_dict(script.model, script.optimizer, for_load=True, flatten_optimizer_state_dict=True)
     yield lambda: ours.load({"o": flat}, checkpoint_id=path)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("(get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet)")
 def a_template_without_state(path: Path) -> Any:
     script = saved_script(path)
     yield lambda: ours.load({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("or leave them in the checkpoint with allow_extra=[patterns]")
@@ -828,18 +804,14 @@ def copied_in_part(path: Path) -> Any:
     file.unlink()
     yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
     file.write_bytes(content)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("there is no .metadata. Give the folder that dcp.save() was given")
 def the_parent_of_a_checkpoint(path: Path) -> Any:
     script = saved_script(path / "step-2")
     yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path / "step-2")
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path / "step-2")
 
 
 @remedy("Leave out enable_consolidation, or save with FileSystemWriter")
@@ -920,9 +892,7 @@ def a_step_after_the_template(path: Path) -> Any:
     script.train(1)
     ours.load({"o": template}, checkpoint_id=path)
     yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("Are the keys those under which it was saved?")
@@ -930,9 +900,7 @@ def nothing_was_loaded(path: Path) -> Any:
     script = saved_script(path)
     template = template_of(script)
     yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("A checkpoint is loaded into what get_optimizer_state_dict(for_load=True) returns")
@@ -940,9 +908,7 @@ def no_state_was_requested(path: Path) -> Any:
     script = saved_script(path)
     empty = get_optimizer_state_dict(script.model, script.optimizer)
     yield lambda: set_optimizer_state_dict(script.model, script.optimizer, empty)
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
+    return resumed(script, path)
 
 
 @remedy("Give the model that it was built for")
@@ -1014,7 +980,7 @@ def clipped_and_plain(_: Path) -> Any:
     clip_with = pytest.importorskip("fsdp_offload.integrations.accelerate").clip_with
     script = Script()
     yield lambda: clip_with(ACCELERATOR, script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
+    script.attach()
     clip_with(copy.copy(ACCELERATOR), script.optimizer)
     return script
 

@@ -26,7 +26,7 @@ pytestmark = [
 
 def iterating() -> Script:
     script = Script()
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(overlap="iteration"))
+    script.attach(overlap="iteration")
     for _ in range(4):
         script.backward()
         clip_grad_norm_(script.optimizer, 10.0)
@@ -100,7 +100,7 @@ def test_torchft_and_updates_in_the_backward(monkeypatch: pytest.MonkeyPatch) ->
     for given in (script.optimizer, wrapper):
         with pytest.raises(ValueError, match=message if given is not wrapper else "Attach to the inner optimizer"):
             offload_optimizer(given, model=script.model, policy=OffloadPolicy(overlap="iteration"))
-    offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(overlap="forward"))
+    script.attach(overlap="forward")
     plain = Script()
     for one, optimizer in ((script, wrapper), (plain, OptimizerWrapper([True, False, True, True], plain.optimizer))):
         for _ in range(4):
@@ -110,7 +110,7 @@ def test_torchft_and_updates_in_the_backward(monkeypatch: pytest.MonkeyPatch) ->
     script.optimizer.synchronize()
     assert all(map(torch.equal, script.weights(), plain.weights()))
     other = Script()  # which is in no wrapper
-    offload_optimizer(other.optimizer, model=other.model, policy=OffloadPolicy(overlap="iteration"))
+    other.attach(overlap="iteration")
     other.train()
 
 
@@ -127,7 +127,7 @@ def test_another_system_is_told_linux_in_one_sentence(system: str, make: Any, mo
     script = Script(make)
     cls, before = type(script.optimizer), script.weights()
     with pytest.raises(RuntimeError, match=rf"^fsdp_offload runs on Linux.*{system}[^.]*\.$"):
-        offload_optimizer(script.optimizer, model=script.model)
+        script.attach()
     assert type(script.optimizer) is cls
     assert all(map(torch.equal, before, script.weights()))
     script.train()
