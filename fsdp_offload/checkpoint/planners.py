@@ -142,15 +142,20 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
         self.added = {}
         stored = {} if metadata is None else metadata.state_dict_metadata
-        beside = {key.rpartition(".")[0]: key for key in self.state_dict if _beside_groups(key) is not None}
-        for key in itertools.filterfalse(self._may_be_extra, stored.keys() - self.state_dict.keys()):
+        beside = {
+            key.rpartition(".")[0]: key
+            for key in self.state_dict
+            if _beside_groups(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
+        }
+        for key, entry in stored.items():
             stem, _, name = key.rpartition(".")
-            if (known := beside.get(stem)) is not None and _beside_groups(key) is not None:
-                *path, last = self.added[key] = self.mappings[known]
-                self.mappings[key] = (*path, str(last).removesuffix(known.rpartition(".")[2]) + name)
-                entry: Any = stored[key]
-                is_tensor = isinstance(entry, TensorStorageMetadata)
-                self.state_dict[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+            if key in self.state_dict or stem not in beside or self._may_be_extra(key):
+                continue
+            *path, last = self.added[key] = self.mappings[beside[stem]]
+            self.mappings[key] = (*path, str(last).removesuffix(beside[stem].rpartition(".")[2]) + name)
+            self.state_dict[key] = None
+            if isinstance(entry, TensorStorageMetadata):
+                self.state_dict[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def create_local_plan(self) -> LoadPlan:
         """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together."""

@@ -238,7 +238,7 @@ def test_what_a_scheduler_has_added_to_the_groups_is_loaded(
 def test_a_refused_load_adds_nothing_to_the_groups(tmp_path: Path) -> None:
     script = Script(attach=True)
     script.train()
-    script.optimizer.param_groups[0]["initial_lr"] = 0.5
+    script.optimizer.param_groups[0] |= {"initial_lr": 0.5, "warm": torch.tensor(0.25)}
     ours.save({"o": ours.get_optimizer_state_dict(script.model, script.optimizer), "more": 1}, checkpoint_id=tmp_path)
     other = Script(attach=True)
     state = {"o": whole(other, {}), "less": 1}
@@ -250,6 +250,7 @@ def test_a_refused_load_adds_nothing_to_the_groups(tmp_path: Path) -> None:
     assert "initial_lr" not in state["o"]["param_groups"][0]
     ours.load(state, checkpoint_id=tmp_path)
     assert state["o"]["param_groups"][0]["initial_lr"] == 0.5
+    assert state["o"]["param_groups"][0]["warm"].equal(torch.tensor(0.25))
 
 
 def test_torch_makes_state_of_other_classes_where_it_would_without_offload() -> None:
