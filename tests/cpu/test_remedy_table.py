@@ -1040,7 +1040,7 @@ ELSEWHERE = {
         "Trainer shards with its own flags",
     ),
     "tests/cpu/test_whole_process.py": ("torchft's OptimizerWrapper leaves out step()",),
-    "tests of several ranks, or of an accelerator": (
+    "tests/distributed: test_megatron_experts.py, test_megatron_fsdp.py, test_meshes.py, test_sharded_refusals.py": (
         "and there are  ranks",
         "expected a Megatron-FSDP parameter",
         "it is sharded unevenly, and nothing says how",
