@@ -985,6 +985,19 @@ def clipped_and_plain(_: Path) -> Any:
     return script
 
 
+@remedy("Write optimizer = setup_optimizers(fabric, model, optimizer)")
+def set_up_without_a_fabric(_: Path) -> Any:
+    setup_optimizers = pytest.importorskip("fsdp_offload.integrations.lightning").setup_optimizers
+    script, strategy = Script(), SimpleNamespace(clip_gradients_norm=lambda *_: None)
+    fabric: Any = SimpleNamespace(setup_optimizers=lambda *given: given[0], strategy=strategy)
+    for given in ((fabric, script.optimizer), (script.model, script.optimizer)):
+        with pytest.raises(TypeError, match="setup_optimizers"):
+            setup_optimizers(*given)
+    yield lambda: setup_optimizers(script.model, script.optimizer, fabric)
+    script.optimizer = setup_optimizers(fabric, script.model, script.optimizer)
+    return script
+
+
 @remedy("call offload_container(self, policy) at the end of that container's __init__")
 def a_container_of_a_users(_: Path) -> Any:
     torchtitan = pytest.importorskip("fsdp_offload.integrations.torchtitan")
