@@ -156,7 +156,6 @@ def offload_optimizer(
     attachment.undo += redirect_captured_step(target, cls.step, made.step, wrappers)
     attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
-    let_foreach(True)
     try:
         attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
         checks.watch_steps(attachment, model)
@@ -203,7 +202,8 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         target.__class__ = engine.cls
         target.state = defaultdict(dict, states)
         engine.clear()
-    let_foreach(bool(offloaded))
+    if not offloaded:
+        let_foreach(False)
     return optimizer
 
 

@@ -106,6 +106,8 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 
 def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
     """Tell ``watcher``, which is not kept alive, what is done with ``tensors``; returns those that it did not watch."""
+    if _FOREACH and _FOREACH[0] not in _foreach_utils._foreach_supported_types:  # since the last optimizer was removed
+        let_foreach(True)
     reference = weakref.ref(watcher)  # the same object each time, while there is only one
     new = [one for one in tensors if vars(one).get(_WATCHER) is not reference]
     _WATCH.put_on(new)
