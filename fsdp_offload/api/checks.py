@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..device.arena import refuse_other_systems
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
 from ..engine.whole import kept_by, param_under
@@ -198,7 +197,6 @@ def device_of(
     if policy.pin_memory and device.type == "cpu":
         refuse(["pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None."])
     refuse_capture(device)
-    refuse_other_systems()
     return device
 
 

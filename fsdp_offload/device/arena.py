@@ -76,12 +76,6 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def refuse_other_systems() -> None:
-    """Raise a RuntimeError where host memory cannot be kept from forked processes."""
-    if sys.platform != "linux":
-        raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
-
-
 class Region:
     """One block of host memory; ``bytes`` is all of it, ``uint8`` of shape ``(nbytes,)`` on the CPU."""
 
@@ -92,7 +86,8 @@ class Region:
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
         are touched and locked in parallel, and the driver refuses a copy across two.
         """
-        refuse_other_systems()
+        if sys.platform != "linux":
+            raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
         self.nbytes = nbytes
         self.pinned = pin and nbytes > 0
         if self.pinned and device.type != "cuda":
