@@ -1,9 +1,16 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    Bytes = int
+    Auto = Literal["auto"]
+else:  # command lines that frameworks make of the fields are to take "8GB"
+    Bytes = Auto = int | str
 
 MIB = 1 << 20
 
@@ -39,7 +46,8 @@ class OffloadPolicy:
         device_bytes: Limit the device memory for what is offloaded, passing through or kept: a number is never
             exceeded, unless one update needs more (the report says so). ``"auto"`` begins with four blocks of state,
             and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
-            within what training leaves free. At least two ``bucket_bytes``, where those are a number.
+            within what training leaves free. At least two ``bucket_bytes``, where those are a number. All sizes also
+            take text, decimal or binary as written: ``"8GB"``, ``"640MiB"``.
         bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
             ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter
             with more is cut into several buckets if its optimizer works element by element, and is one large bucket
@@ -58,6 +66,7 @@ class OffloadPolicy:
             memory that is not pinned are several times slower and do not overlap.
         serial: Run the same schedule one action after the other: slow, with the same bits, to tell whether a difference
             comes from overlap.
+        trust_separable: As the argument of :func:`~fsdp_offload.offload_optimizer`, for configurations of frameworks.
 
     Raises:
         ValueError: A field has a value that it does not take, or ``device_bytes`` holds fewer than two buckets.
@@ -66,15 +75,21 @@ class OffloadPolicy:
 
     parameters: bool = False
     overlap: OverlapKind = "step"
-    device_bytes: int | Literal["auto"] = "auto"
-    bucket_bytes: int | Literal["auto"] = "auto"
+    device_bytes: Bytes | Auto = "auto"
+    bucket_bytes: Bytes | Auto = "auto"
     host_fraction: float = 0.0
-    snapshot_bytes: int = 0
-    host_limit_bytes: int | None = None
+    snapshot_bytes: Bytes = 0
+    host_limit_bytes: Bytes | None = None
     pin_memory: bool | None = None
     serial: bool = False
+    trust_separable: bool = False
 
     def __post_init__(self) -> None:
+        for name in _LEAST_BYTES:
+            if size := _SIZE.fullmatch(str(getattr(self, name))):
+                number, prefix, binary = size.groups()
+                factor = (1024 if binary else 1000) ** ("kmgt".index(prefix.lower()) + 1 if prefix else 0)
+                object.__setattr__(self, name, round(float(number) * factor))
         for name, (types, wanted) in _TYPES.items():
             value = getattr(self, name)
             is_so = isinstance(value, types) and (bool in types or not isinstance(value, bool))
@@ -130,14 +145,18 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     if isinstance(values, OffloadPolicy):
         return values
     if values is not None and not isinstance(values, Mapping):
-        raise TypeError(f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {type(values).__name__}.")
-    given, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
-    for name in given:
+        got = repr(values) if isinstance(values, str) else type(values).__name__
+        given = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
+        raise TypeError(
+            f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({given})."
+        )
+    asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
+    for name in asked:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1)
             meant = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
-    return OffloadPolicy(**given)
+    return OffloadPolicy(**asked)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -146,7 +165,8 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-_BYTES = "an integer number of bytes"
+_BYTES = "an integer number of bytes, or a size such as '640MiB' or '8GB',"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i)?)?b", re.IGNORECASE)
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "parameters": ((bool,), "a bool"),
     "device_bytes": ((int,), f"{_BYTES} or 'auto'"),
@@ -156,5 +176,6 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "host_limit_bytes": ((int, type(None)), _BYTES),
     "pin_memory": ((bool, type(None)), "a bool or None"),
     "serial": ((bool,), "a bool"),
+    "trust_separable": ((bool,), "a bool"),
 }
 _LEAST_BYTES = {"device_bytes": 1, "bucket_bytes": 1024, "snapshot_bytes": 0, "host_limit_bytes": 0}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Never, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..engine.engine import Engine
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
 from ..fsdp.fully_shard import parameter_names
+from ..fsdp.gradients import let_foreach
 from ..model.sleep import ParkedParameters, owns_its_storage
 from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
@@ -46,15 +47,17 @@ from .wrapped import (
 )
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
+_WRITE = "Write offload_optimizer(optimizer, model=model)."
 
 
 def offload_optimizer(
     optimizer: _Optimizer,
-    *,
+    *positional: Never,
     model: nn.Module | None = None,
     policy: OffloadPolicy | Mapping[str, Any] | None = None,
     exist_ok: bool = False,
     trust_separable: bool = False,
+    **misplaced: Never,
 ) -> _Optimizer:
     """Keep the state of ``optimizer`` in host memory from now on, and stream it through the device in each step.
 
@@ -82,7 +85,10 @@ def offload_optimizer(
             runs once for each fit. Without ``policy``, whatever that is.
         trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
             The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
-            of another library parameter by parameter. Nothing checks it but the shapes of the state.
+            of another library parameter by parameter. Nothing checks it but the shapes of the state. The policy's field
+            of that name says the same.
+        positional: refused.
+        misplaced: refused, such as fields of the policy; the error has the line to write.
 
     Returns:
         ``optimizer``.
@@ -94,6 +100,7 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
+    checks.refuse_misplaced(positional, misplaced)
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
@@ -103,9 +110,9 @@ def offload_optimizer(
     # Check the optimizer, its parameters and its model.
     *wrappers, target = wrappers_around(optimizer)
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}. {_WRITE}")
     if not isinstance(target, Optimizer):
-        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}.")
+        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}. {_WRITE}")
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer
@@ -113,7 +120,7 @@ def offload_optimizer(
     if model is not None:
         checks.refuse(checks.wrong_with_model(model, names))
         names = {param: name for param, name in parameter_names(model).items() if param in names}  # as buckets follow
-    capabilities = capabilities_for(target, trust=trust_separable)
+    capabilities = capabilities_for(target, trust=trust_separable or policy.trust_separable)
     checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
         if policy.overlap != "step":
@@ -194,6 +201,8 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
         target.__class__ = engine.cls
         target.state = defaultdict(dict, states)
         engine.clear()
+    if not offloaded:
+        let_foreach(False)
     return optimizer
 
 
@@ -306,7 +315,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     _check_masters(target, kind)
     if not any(map(has_master, params_of(target))):
         warnings.warn(
-            "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters.",
+            "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters. Leave "
+            "it out, or call model.to(torch.bfloat16) before the optimizer is built.",
             stacklevel=2,
         )
     plain: Any = type(target)
@@ -321,14 +331,18 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
 def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already.")
+        raise TypeError(
+            f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already; "
+            "for others write add_masters(optimizer)."
+        )
     if isinstance(optimizer, WithMasters):
-        raise RuntimeError(f"add_masters: this {name} has masters already, of kind {optimizer.master_kind!r}.")
+        had = f"this {name} has masters already, of kind {optimizer.master_kind!r}"
+        raise RuntimeError(f"add_masters: {had}. Ask for that kind, or build another optimizer.")
     if attachment_of(optimizer) is not None:
         raise RuntimeError(
             f"add_masters: this {name} is offloaded already, without masters. Add them first:\n"
             f"    add_masters(optimizer, {kind!r})\n"
-            "    offload_optimizer(optimizer, ...)\n"
+            "    offload_optimizer(optimizer, model=model)\n"
             "After training has begun, call remove_offload(optimizer) before these lines."
         )
     if not capabilities_for(optimizer).takes_masters:
@@ -338,7 +352,7 @@ def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("add_masters: differentiable=True is not supported; autograd cannot follow a rounded update.")
+        raise ValueError("add_masters: autograd cannot follow a rounded update. Build it without differentiable=True.")
     fp16 = [name for param, name in checks.names_by_place(optimizer).items() if param.dtype is torch.float16]
     if kind == "remainder" and fp16:
         raise ValueError(

@@ -6,6 +6,7 @@ forward or step, that the optimizer was attached too early, or that another one 
 
 import functools
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,17 @@ def refuse(sentences: Iterable[str]) -> None:
         raise ValueError(f"offload_optimizer: {sentence}")
 
 
+def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
+    """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in by_name.items() if name in vars(OffloadPolicy))
+    if by_place or by_name:
+        raise TypeError(
+            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
+            f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer(optimizer, "
+            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
+        )
+
+
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +81,8 @@ def wrong_with_holder(holder: Any) -> Iterator[str]:
 def _updated_on_host(fraction: float) -> str:
     return (
         "Megatron's optimizer_cpu_offload=True (--optimizer-cpu-offload) updates a share of the parameters on the CPU "
-        f"by itself. Leave it off, and offload torch's Adam or AdamW with OffloadPolicy(host_fraction={fraction})."
+        "by itself. Leave it off: the device updates. For a share on the CPU, offload torch's Adam or AdamW with "
+        f"OffloadPolicy(host_fraction={fraction or 1.0})."  # 0.0 in a config is not said: the command line's is 1.0
     )
 
 
@@ -81,11 +94,21 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
     for attribute, value in attributes.items():
         if any(isinstance(one, Optimizer) for one in tree_leaves(value)):
             yield f"{name} wraps another optimizer, its attribute {attribute!r}. Attach to the inner optimizer instead."
+    if policy.updates_in_backward and (torchft := sys.modules.get("torchft.optim")) is not None:
+        cls = getattr(torchft, "OptimizerWrapper", ())
+        if any(issubclass(type(one), cls) and one.optim is optimizer for one in gc.get_objects()):
+            yield (
+                "torchft's OptimizerWrapper leaves out step() where replicas do not commit, and overlap='iteration' "
+                "has updated by then. Use overlap='forward'."
+            )
     for index, group in enumerate(optimizer.param_groups):
         if len(set(group["params"])) < len(group["params"]):
             yield f"param_groups[{index}] lists a parameter more than once. List each parameter once."
         if group.get("differentiable"):
-            yield f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state."
+            yield (
+                f"param_groups[{index}] has differentiable=True: autograd follows its step, which needs all state. Set "
+                "it to False."
+            )
     if capabilities.refusal:
         yield capabilities.refusal
     if policy.host_fraction and not capabilities.takes_masters:
@@ -100,7 +123,10 @@ def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, polic
 def _indivisible(optimizer: Optimizer) -> Iterator[str]:
     for key in optimizer.state:
         if not isinstance(key, Tensor):
-            yield f"optimizer.state has the key {key!r}, which is not a parameter; no bucket can have such state."
+            yield (
+                f"optimizer.state has the key {key!r}, which is not a parameter: no bucket has it. Keep it "
+                "in an attribute of the optimizer."
+            )
     for index, group in enumerate(optimizer.param_groups):
         # A type of several tensors takes the list of a kernel apart once for each of them, and whatever else is in the
         # list is updated as often: what a step does depends on which parameters it has.
@@ -230,9 +256,12 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
             "waits for all updates. Apply fully_shard to each block, then to the model."
         )
     if policy.snapshot_bytes and not engine.plan.spare_bytes:
-        yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it."
+        yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. Give more, or 0."
     if policy.host_fraction and shards and not any(shard.on_host for shard in shards):
-        yield f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state."
+        yield (
+            f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state. "
+            "Give more, smaller bucket_bytes, or 0."
+        )
     # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
     # be exchanged cannot be known before they are.
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -256,8 +285,8 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
         cls, is_past, function = optimizer.plain_class, not optimizer.is_stepping, "add_masters"
     if is_past:
         raise RuntimeError(
-            f"{cls.__name__}.step was called past {function}(): something captured it before. Call {function}() first "
-            "and wrap optimizer.step afterwards. Nothing has been changed."
+            f"{cls.__name__}.step was captured before {function}() and called now. Call {function}() first and wrap "
+            "optimizer.step afterwards. Nothing has been changed."
         )
 
 

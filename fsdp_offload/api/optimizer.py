@@ -241,7 +241,7 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
     if not states and states.has_offered and not states.is_all_untouched():
         warnings.warn(
             "a checkpoint was loaded into what get_optimizer_state_dict(for_load=True) gave, and "
-            "set_optimizer_state_dict() has not taken it: this step makes new state.",
+            "set_optimizer_state_dict() has not taken it: this step makes new state. Call it after the load.",
             stacklevel=3,
         )
     if isinstance(engine, WholeEngine):

@@ -243,7 +243,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
     )
 
 
-_TRUST = " offload_optimizer(..., trust_separable=True) moves it in pieces."
+_TRUST = " OffloadPolicy(trust_separable=True) moves it in pieces."
 _WHOLE = {
     None: ("is not in the table of optimizers", " If each element's update depends on that element alone," + _TRUST),
     "mixed": ("computes with several parameters together", ""),

@@ -150,6 +150,15 @@ def parts_of(optimizer: Any) -> list[Any]:
     return list(holders_in(optimizer)) or [optimizer]
 
 
+_ARGUMENTS = {
+    "clip_grad_norm_": "optimizer, max_norm",
+    "get_optimizer_state_dict": "model, optimizer",
+    "set_optimizer_state_dict": "model, optimizer, state_dict",
+    "reload_before": "callback, optimizer",
+}
+"""Of functions that take more than an optimizer."""
+
+
 def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     """List the optimizers of torch inside ``optimizer``, or inside a list, in order, each once.
 
@@ -161,7 +170,7 @@ def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     if wrong or not found:
         raise TypeError(
             f"{function}: expected a torch.optim.Optimizer, a list of them, or one of Megatron's that holds some, got "
-            f"{wrong[0] if wrong else 'an empty list'}. Write {function}(optimizer)."
+            f"{wrong[0] if wrong else 'an empty list'}. Write {function}({_ARGUMENTS.get(function, 'optimizer')})."
         )
     return list(dict.fromkeys(found))
 
@@ -244,7 +253,10 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
         TypeError: an optimizer is not offloaded, or ``callback`` cannot be called.
     """
     if not (callback is None or callable(callback)):
-        raise TypeError(f"reload_before: expected a hook that can be called, or None, got {type(callback).__name__}.")
+        raise TypeError(
+            f"reload_before: expected a hook that can be called, or None, got {type(callback).__name__}. Write "
+            "reload_before(callback, optimizer)."
+        )
     targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def reload_then_call(*args: Any, **kwargs: Any) -> Any:

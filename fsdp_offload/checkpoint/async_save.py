@@ -283,7 +283,7 @@ class StagedDict(dict[str, Any]):
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """As ``dict.items``; in the writing thread once."""
         if self._is_handed_over:
-            raise RuntimeError("a staged dict is written once; what it held has been handed to the writer")
+            raise RuntimeError("a staged dict is written once, and the writer has it. Call stage() again.")
         if threading.current_thread() is self._loan.owner:
             return super().items()
         self._loan.thread = threading.current_thread()  # whoever looked in before: a profiler looks at any object

@@ -88,7 +88,17 @@ def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
 
 def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     """Any of the forms, by FQN; a ValueError if it is none of them."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"expected the state dict of an optimizer, got {type(state_dict).__name__}. Write load({{'optimizer': "
+            "state_dict}, checkpoint_id=path), where state_dict is what get_optimizer_state_dict(for_load=True) gives."
+        )
     groups = state_dict.get("param_groups")
+    if isinstance(groups, Sequence) and any(isinstance(one, int) for of in groups for one in of.get("params", ())):
+        raise ValueError(
+            "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
+            "optimizer.load_state_dict()."
+        )
     entries = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
         entries = {fqn: {n: v for n, v in of.items() if n != "params"} for of in groups for fqn in of["params"]}
@@ -159,6 +169,12 @@ class Experts:
         return f"{name[:begin]}{number + self.first}{name[end:]}"
 
 
+def check_model(model: object, line: str) -> None:
+    """Refuse what is no module, with the line to write."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module first, got {type(model).__name__}. Write {line}.")
+
+
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
     """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name."""
     names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
@@ -168,6 +184,8 @@ def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
 
 def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> None:
     """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name."""
+    if not isinstance(experts, Experts | None):
+        raise TypeError(f"expected experts=Experts(first, count), got {experts!r}. Write Experts.of_rank(rank, count).")
     lacking = [name for name, value in named if may_be_local(name, value)] if experts is None else []
     if lacking:
         raise ValueError(

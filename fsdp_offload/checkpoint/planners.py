@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -49,6 +50,7 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
+_NO_METADATA = re.compile(r"(?:No such file or|Not a) directory: .*\.metadata\b")
 _Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
 _SAMPLED, _FIRST = 1024, 64  # elements in a digest
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which all dtypes of that size can be read as
@@ -78,9 +80,9 @@ class Problem(Enum):
     KIND = "of another kind than was saved: {}. Put a value of that kind into the state dict."
     DTYPE = "of another dtype than in the checkpoint: {}. Cast them on purpose with allow_cast=[patterns]."
     DESTINATION = "that DCP cannot load into correctly: {}. fsdp_offload.checkpoint.with_chunks says what they hold."
-    OVERLAP = "stored twice in part: {}. Which of the two is loaded would depend on the order of reading."
-    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values."
-    FILE = "files that this rank needs, which are not as they were saved: {}. Was the checkpoint copied in part?"
+    OVERLAP = "stored twice in part: {}. Reading order would decide which of the two is loaded. Save again."
+    HOLE = "only partly in the checkpoint: {}. What is not there would keep its old values. Save on all ranks."
+    FILE = "files that this rank needs, which are not as they were saved: {}. Was it copied in part? Copy it again."
 
 
 Found = tuple[Problem, str, str]  # with a key, and details
@@ -94,13 +96,14 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     a load of nothing. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where
     each rank has one range of the elements. State is what has ``param_groups`` beside it, below whatever prefix.
 
+    Entries of param groups that only the checkpoint has (a scheduler's ``initial_lr``) are loaded beside the others.
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
     :func:`load` takes out of the state dict all state of parameters that the checkpoint lists in its groups without
     state, and a missing ``master_param`` of floating point, which the optimizer rebuilds. A planner alone leaves
-    outermost keys in it, and cannot read the lists of the nested layout: it refuses these. Other keys that are missing,
-    and may be, stay as they were. So do all keys after a refusal.
+    outermost keys in it, adds none, and cannot read the lists of the nested layout: it refuses these. Other keys that
+    are missing, and may be, stay as they were. So do all keys after a refusal.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``
@@ -117,6 +120,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     reader: FileSystemReader | None = None  # whose files are looked at
     taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter
+    added: dict[str, tuple[Any, ...]]  # keys of groups, such as initial_lr, that come into it -> path of one beside
 
     def __init__(
         self, *, allow_missing: Allowed = False, allow_extra: Allowed = False, allow_cast: Allowed = False
@@ -137,6 +141,22 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
         self.taken_out = {}
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
+        self.added = {}
+        stored = {} if metadata is None else metadata.state_dict_metadata
+        beside = {
+            key.rpartition(".")[0]: key
+            for key in self.state_dict
+            if _beside_groups(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
+        }
+        for key, entry in stored.items():
+            stem, _, name = key.rpartition(".")
+            if key in self.state_dict or stem not in beside or self._may_be_extra(key):
+                continue
+            *path, last = self.added[key] = self.mappings[beside[stem]]
+            self.mappings[key] = (*path, str(last).removesuffix(beside[stem].rpartition(".")[2]) + name)
+            self.state_dict[key] = None
+            if isinstance(entry, TensorStorageMetadata):
+                self.state_dict[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def create_local_plan(self) -> LoadPlan:
         """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together."""
@@ -172,6 +192,9 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks agree: from now on, the user's state dict is written to."""
         self.original_state_dict = self._users_state_dict
+        for key, beside in self.added.items():
+            container, _ = _place(self._users_state_dict, beside)
+            container[self.mappings[key][-1]] = self.state_dict[key]
         for key, path in self.mappings.items():
             container, place = _place(self._users_state_dict, path)
             value, filled = container[place], self.state_dict.get(key)
@@ -300,10 +323,15 @@ def load(
         The keys that were filled, and those that were left as they were.
 
     Raises:
-        TypeError: ``planner`` is another one.
-        CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has
-            changed on any rank; if it is ``read``, something may have.
+        TypeError: ``planner`` is another one, or ``state_dict`` no dict.
+        ValueError: the checkpoint does not fit, with what differs; nothing has changed on any rank.
+        FileNotFoundError, ...: the type of the error that all ranks have, or RuntimeError, on all of them. The message
+            says of each rank what was wrong, and if something may have changed.
     """
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"load: expected a dict, got {type(state_dict).__name__}. Write load(state_dict, checkpoint_id=path)."
+        )
     planner = planner or LoadPlanner()
     if not isinstance(planner, LoadPlanner):
         raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")
@@ -315,10 +343,15 @@ def load(
     where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
     try:
         state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
+    except CheckpointException as error:
+        raise _told(error, checkpoint_id or getattr(storage_reader, "path", type(storage_reader).__name__)) from None
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
         state_dict.pop(key, None)
+    for path in (planner.mappings[key] for key in planner.added):
+        if len(path) == 1:  # DCP gives the planner another dict of the outermost
+            state_dict[str(path[0])] = planner.original_state_dict[str(path[0])]
     return planner.loaded
 
 
@@ -494,6 +527,22 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
             yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
         elif covered != needed:  # as many as there are, and no two the same, are all
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
+
+
+def _told(error: CheckpointException, path: object) -> Exception:
+    """Return one error for those of all ranks: of their type, with the text of each and the path."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    types: set[type[Any]] = set()
+    for rank, (cause, _) in sorted(error.failures.items()):
+        text, cls = str(cause) or type(cause).__name__, type(cause)
+        if _NO_METADATA.search(text):  # which torch says in another way in each release
+            text, cls = "there is no .metadata. Give the folder that dcp.save() was given.", FileNotFoundError
+        ranks[text].append(rank)
+        types.add(cls)
+    is_plain = len(types) == 1 and types < {ValueError, TypeError, MemoryError, FileNotFoundError, PermissionError}
+    texts = [text if len(ranks) == 1 else f"on ranks {of}: {text}" for text, of in ranks.items()]
+    changed = " Something may have changed: load again before training." if error.args[0] == "read" else ""
+    return (types.pop() if is_plain else RuntimeError)(f"load: {path}: " + "\n".join(texts) + changed)
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:

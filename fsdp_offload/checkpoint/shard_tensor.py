@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local, over_part
 from ..fsdp.fully_shard import parameter_names
 from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
-from .names import Experts, bare_name, check_experts
+from .names import Experts, bare_name, check_experts, check_model
 
 _aten = torch.ops.aten
 
@@ -63,7 +63,10 @@ class ShardTensor(Tensor):
                 f"{tuple(local.shape)}; chunks of global shape {shard_chunks.global_shape}: {shard_chunks.chunks}"
             )
         if not local.is_contiguous():
-            raise ValueError(f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}")
+            raise ValueError(
+                f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}: "
+                "give local.contiguous(), and load into that"
+            )
         # Without memory of its own and at storage offset 0: torch's stager and deepcopy know it by data_ptr() == 0.
         made: ShardTensor = Tensor._make_wrapper_subclass(
             cls, local.size(), strides=local.stride(), dtype=local.dtype, device=local.device, requires_grad=False
@@ -166,7 +169,9 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
         ValueError: the chunks are of another global shape, or do not fit ``local``.
     """
     if not is_dtensor(like):
-        raise TypeError(f"expected a DTensor, whose mesh the result gets; got {type(like).__name__}")
+        raise TypeError(
+            f"expected a DTensor, whose mesh the result gets, as DTensor.from_local makes it; got {type(like).__name__}"
+        )
     shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
     if tuple(like.shape) != shard_chunks.global_shape:
         raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")
@@ -219,6 +224,7 @@ def with_parameter_chunks(
         ValueError: a value is not of the global shape or the local size of its parameter; it is sharded unevenly, and
             no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
     """
+    check_model(model, "with_parameter_chunks(model, state_dict)")
     check_experts(state_dict.items(), experts)
     exact = {name: param for param, name in parameter_names(model).items()}
     params = {bare_name(name): param for name, param in exact.items()} | exact

@@ -29,7 +29,7 @@ from ..policy import listed
 from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, flattened, fqns_of, may_be_local
+from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, check_model, flattened, fqns_of, may_be_local
 from .plain import keeps_state, load_plain, seen, to_load_into
 from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
@@ -75,7 +75,9 @@ def get_optimizer_state_dict(
     if for_load and cpu_offload:
         raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
-        raise ValueError("get_optimizer_state_dict: flatten_optimizer_state_dict and fsdp_dtensor are two layouts")
+        two = "flatten_optimizer_state_dict and fsdp_dtensor are two layouts"
+        raise ValueError(f"get_optimizer_state_dict: {two}. Leave out one of them.")
+    check_model(model, "get_optimizer_state_dict(model, optimizer)")
     fqns = fqns_of(model, experts)
     if not (flatten_optimizer_state_dict or fsdp_dtensor) and any(may_be_local(fqn, p) for p, fqn in fqns.items()):
         raise ValueError(
@@ -128,6 +130,7 @@ def set_optimizer_state_dict(
             sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
+    check_model(model, "set_optimizer_state_dict(model, optimizer, state_dict)")
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
     optimizers = _given(optimizer, fqns, "set_optimizer_state_dict")

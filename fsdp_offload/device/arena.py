@@ -86,6 +86,8 @@ class Region:
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
         are touched and locked in parallel, and the driver refuses a copy across two.
         """
+        if sys.platform != "linux":
+            raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
         self.nbytes = nbytes
         self.pinned = pin and nbytes > 0
         if self.pinned and device.type != "cuda":

@@ -152,8 +152,9 @@ def _check_sharding(place: str, home: Tensor, saved: object) -> None:
     wanted, found = placements_of(home), placements_of(saved)
     # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
     if wanted != found and (saved.shape == home.shape or found is None):
+        got = f"a plain tensor of shape {tuple(saved.shape)}" if found is None else found
         raise ValueError(
-            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted}, got {found}. Load "
+            f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted}, got {got}. Load "
             "sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full one to "
             "fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
         )

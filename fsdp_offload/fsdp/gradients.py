@@ -82,10 +82,22 @@ class _Watch(Guard):
         made = super().derive(cls)
         if issubclass(cls, DTensor):
             setattr(made, LOCAL.__name__, property(_give_local, _put_local))
-        supported: list[Any] = _foreach_utils._foreach_supported_types
-        if cls in supported:  # by which clip_grad_norm_ chooses between kernels that round differently
-            supported.append(made)
+        if cls in _foreach_utils._foreach_supported_types:
+            _FOREACH.append(made)
+            let_foreach(True)
         return made
+
+
+_FOREACH: list[Any] = []
+
+
+def let_foreach(is_let: bool) -> None:
+    """Let torch use foreach kernels for watched gradients, or no longer; the list is the whole process's.
+
+    By it clip_grad_norm_ chooses between kernels that round differently.
+    """
+    supported: list[Any] = _foreach_utils._foreach_supported_types
+    supported[:] = [cls for cls in supported if cls not in _FOREACH] + (_FOREACH if is_let else [])
 
 
 _OFTEN = ("grad", "_version", "device", "dtype", "requires_grad", "shape")
@@ -94,6 +106,8 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 
 def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
     """Tell ``watcher``, which is not kept alive, what is done with ``tensors``; returns those that it did not watch."""
+    if _FOREACH and _FOREACH[0] not in _foreach_utils._foreach_supported_types:  # since the last optimizer was removed
+        let_foreach(True)
     reference = weakref.ref(watcher)  # the same object each time, while there is only one
     new = [one for one in tensors if vars(one).get(_WATCHER) is not reference]
     _WATCH.put_on(new)

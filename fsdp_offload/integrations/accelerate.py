@@ -37,6 +37,11 @@ def prepare(
         policy: a policy, or its fields as plain values.
         options: as for ``accelerator.prepare``, such as ``device_placement``.
     """
+    if not hasattr(accelerator, "prepare"):
+        raise TypeError(
+            f"prepare() takes the accelerator first, got {type(accelerator).__name__}. Write "
+            "model, optimizer = prepare(accelerator, model, optimizer)."
+        )
     if any(isinstance(each, OffloadPolicy | Mapping) for each in objects):
         raise TypeError("prepare() takes the policy by its name: prepare(accelerator, model, optimizer, policy=...).")
     if not any(isinstance(each, Optimizer) for each in objects):

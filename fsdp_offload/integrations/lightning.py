@@ -55,6 +55,12 @@ def setup_optimizers(
     fabric: Fabric, model: nn.Module, *optimizers: Optimizer, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Any:
     """Call ``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
+    if not optimizers or not hasattr(fabric, "setup_optimizers"):
+        raise TypeError(
+            "setup_optimizers() takes the Fabric, the model and its optimizers, got "
+            f"{', '.join(type(one).__name__ for one in (fabric, model, *optimizers))}. Write "
+            "optimizer = setup_optimizers(fabric, model, optimizer)."
+        )
     module = getattr(model, "module", model)
     for optimizer in optimizers:
         offload(optimizer, module, policy)

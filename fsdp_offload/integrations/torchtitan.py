@@ -11,6 +11,7 @@ its modes, without the second line too. Trainers clip an offloaded container by 
 """
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
@@ -21,11 +22,13 @@ import torchtitan.distributed.utils as titan
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchtitan.components.checkpoint import OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
+from ..api.wrapped import attached
 from ..checkpoint import ArenaStager, SavePlanner
 from ..policy import OffloadPolicy
 from ..state.layout import params_of
@@ -74,12 +77,23 @@ def offload_container(
     """
     for optimizer in container.optimizers:
         offload(optimizer, model_of(optimizer, container.model_parts), policy)
+        if optimizer not in _clipped:
+            _clipped.add(optimizer)
+            attached(optimizer).undo.append(functools.partial(_clip_no_longer, weakref.ref(optimizer)))
     _containers.add(container)
     titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
     return container
 
 
+def _clip_no_longer(optimizer: "weakref.ref[Optimizer]") -> None:
+    """Give torchtitan its function back when the last optimizer of all containers is plain again."""
+    _clipped.discard(optimizer())  # type: ignore[arg-type]  # it is there: it is being removed
+    if not _clipped:
+        titan.clip_grad_norm_ = _clip_as_torchtitan
+
+
 _containers: WeakSet[OptimizersContainer] = WeakSet()
+_clipped: WeakSet[Optimizer] = WeakSet()
 _clip_as_torchtitan = titan.clip_grad_norm_
 
 

@@ -37,7 +37,13 @@ class OffloadTrainer(Trainer):
         """As ``Trainer``. Comes when model and optimizer are prepared, and before a checkpoint is loaded."""
         if optimizer is None:
             assert self.optimizer is not None, "Trainer makes its optimizer before its scheduler"
-            offload(self.optimizer, self.model, self._offload_policy)
+            try:
+                offload(self.optimizer, self.model, self._offload_policy)
+            except ValueError as error:
+                if self.is_fsdp_enabled:
+                    raise
+                flags = "TrainingArguments(..., fsdp=True, fsdp_config={'version': 2})"
+                raise ValueError(f"{error} Trainer shards with its own flags. Write {flags}.") from None
             clip_with(self.accelerator, self.optimizer)
         return super().create_scheduler(num_training_steps, optimizer)
 

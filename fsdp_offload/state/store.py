@@ -155,6 +155,11 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         }
         self.offered_after = after
 
+    def __bool__(self) -> bool:
+        # torch's state dicts make state by a step only where there is none, and a load needs that of a class that moves
+        # as a whole: entries that its train() has only looked at are none.
+        return any(super().values()) if self._engine.layouts.capabilities.moves_whole else len(self) > 0
+
     @property
     def has_offered(self) -> bool:
         return bool(self._offered)

@@ -74,7 +74,7 @@ def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:
     """As a whole, which the report has advice for, or in pieces, as its row says."""
     pair = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01, **kwargs), policy=None)
     optimizer = attach(pair.offloaded.optimizer, trust_separable=trusted)
-    advice = "AdamWScheduleFree was tried in pieces.* trust_separable=True"
+    advice = "AdamWScheduleFree was tried in pieces.*trust_separable=True"
     assert any(re.search(advice, note) for note in offload_report(optimizer).notes) != trusted
     capabilities = engine_of(optimizer).layouts.capabilities
     assert (capabilities.elementwise, capabilities.moves_whole) == (False, not trusted)

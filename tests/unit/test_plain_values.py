@@ -55,8 +55,8 @@ def test_other_ways_to_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "64MB")
-    with pytest.raises(TypeError, match=r"got '64mb' \(from the environment: FSDP_OFFLOAD_BUCKET_BYTES\)"):
+    monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTES", "64 megabytes")
+    with pytest.raises(TypeError, match=r"got '64 megabytes' \(from the environment: FSDP_OFFLOAD_BUCKET_BYTES\)"):
         policy_from({"overlap": "forward"})
     monkeypatch.delenv("FSDP_OFFLOAD_BUCKET_BYTES")
     monkeypatch.setenv("FSDP_OFFLOAD_BUCKET_BYTE", "4096")

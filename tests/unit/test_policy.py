@@ -24,6 +24,7 @@ def test_its_fields_and_their_defaults() -> None:
         "host_limit_bytes": None,
         "pin_memory": None,
         "serial": False,
+        "trust_separable": False,
     }
 
 
@@ -61,9 +62,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({name: value}, TypeError, f"{name} must be an integer number of bytes.*, got {value!r}")
         for name in SIZES
-        for value in (1e9, "256MiB", True)
+        for value in (1e9, "256M", "-1MB", "1.5.2GB", True)
     ),
-    ({"device_bytes": "Auto"}, TypeError, "device_bytes must be an integer number of bytes or 'auto', got 'Auto'"),
+    ({"device_bytes": "Auto"}, TypeError, "device_bytes must be an integer number of bytes, .* or 'auto', got 'Auto'"),
     *(({"overlap": value}, ValueError, rf"{OVERLAPS} {value!r}") for value in ("backward", None, 1)),
     *(({"host_fraction": value}, ValueError, "host_fraction must be") for value in (-0.1, 1.5)),
     *(({"host_fraction": value}, TypeError, "host_fraction must be") for value in ("auto", True)),

@@ -1,0 +1,1126 @@
+"""The table of remedies: each refusal is provoked, what its message says is done, and training goes on."""
+
+import ast
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
+
+import fsdp_offload
+from fsdp_offload import OffloadPolicy, add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload
+from fsdp_offload import checkpoint as ours
+from fsdp_offload.checkpoint import async_save, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint.shard_tensor import ShardTensor
+from tests.remedies import Script
+
+IGNORED = (
+    "offload_optimizer. The parameters are on the CPU",
+    "offload_optimizer. NOTHING IS OFFLOADED. all of the state fits",
+    "DTensor random operators may not have complete support",
+)
+pytestmark = [
+    pytest.mark.usefixtures("mesh"),
+    pytest.mark.filterwarnings(
+        *(f"ignore:{one}" for one in (*IGNORED, "offload_optimizer. Whole is not in the table"))
+    ),
+]
+
+PACKAGE = Path(fsdp_offload.__file__).parent
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+Story = Callable[[Path], Iterator[Callable[[], object]]]
+TABLE: dict[str, Story] = {}
+"""By what the message says to do: yields what is refused, does what is said, and returns the script, which trains."""
+
+
+def remedy(words: str) -> Callable[[Story], Story]:
+    def add(story: Story) -> Story:
+        assert words not in TABLE
+        TABLE[words] = story
+        return story
+
+    return add
+
+
+# Attaching ------------------------------------------------------------------------------------------------------------
+
+
+@remedy("give one at a time, as in chained_optimizers")
+def report_of_two(_: Path) -> Any:
+    one, other = Script(attach=True), Script()
+    yield lambda: offload_report([one.optimizer, other.optimizer])  # type: ignore[arg-type]
+    other.attach()
+    for script in (one, other):
+        assert "host" in str(offload_report(script.optimizer))
+    return one
+
+
+@remedy("exist_ok=True accepts the same again")
+def attached_twice(_: Path) -> Any:
+    script = Script(attach=True)
+    yield script.attach
+    offload_optimizer(script.optimizer, model=script.model, exist_ok=True)
+    return script
+
+
+@remedy("For another offload call remove_offload() first")
+def attached_in_another_way(_: Path) -> Any:
+    script = Script(attach=True)
+    again = functools.partial(offload_optimizer, script.optimizer, model=script.model, policy={"overlap": "forward"})
+    yield lambda: again(exist_ok=True)
+    remove_offload(script.optimizer)
+    again()
+    return script
+
+
+@remedy("write `if is_offloaded(optimizer):` before this")
+def removed_twice(_: Path) -> Any:
+    script = Script()
+    yield lambda: remove_offload(script.optimizer)
+    if is_offloaded(script.optimizer):
+        remove_offload(script.optimizer)
+    return script.attach()
+
+
+@remedy("Call it between two steps")
+def removed_within_a_step(_: Path) -> Any:
+    script = Script(SGD, attach=True)
+    yield lambda: script.optimizer.step(lambda: remove_offload(script.optimizer))
+    remove_offload(script.optimizer)
+    return script.attach()
+
+
+@remedy("Call offload_optimizer() first and wrap optimizer.step afterwards")
+def a_captured_step(_: Path) -> Any:
+    script = Script()
+    captured = functools.partial(torch.optim.AdamW.step, script.optimizer)
+    script.attach()
+    script.backward()
+    yield captured
+    functools.partial(script.optimizer.step)()
+    return script
+
+
+@remedy("Call remove_offload() on that one first")
+def two_with_the_same(_: Path) -> Any:
+    script = Script(attach=True)
+    other = SGD(script.model.parameters())
+    attach = functools.partial(offload_optimizer, other, model=script.model, policy=OffloadPolicy(overlap="iteration"))
+    yield attach
+    remove_offload(script.optimizer)
+    script.optimizer = attach()
+    return script
+
+
+@remedy("Train with one of them: call remove_offload() on the other")
+def two_that_step(_: Path) -> Any:
+    script = Script()
+    script.attach(overlap="iteration")
+    script.train(4)
+    other = SGD(script.model.parameters())
+    for param in script.model.parameters():
+        param.grad = torch.ones_like(param)
+    yield other.step
+    script.optimizer.zero_grad()
+    remove_offload(script.optimizer)
+    script.optimizer = offload_optimizer(other, model=script.model)
+    return script
+
+
+@remedy(
+    "Attach afterwards: call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)"
+)
+def attached_before_sharding(_: Path) -> Any:
+    script = Script(shard=False)
+    script.attach()
+    fully_shard(script.model)
+    yield script.train
+    script = Script(shard=False)
+    fully_shard(script.model)
+    script.optimizer = SGD(script.model.parameters())
+    return script.attach()
+
+
+def megatron(script: Script, **flags: Any) -> Any:
+    config = SimpleNamespace(**flags)
+    return SimpleNamespace(optimizer=script.optimizer, config=config, zero_grad=script.optimizer.zero_grad)
+
+
+@remedy("Leave it off: the device updates.")
+def megatrons_cpu_offload(_: Path) -> Any:
+    script = Script(shard=False)
+    yield lambda: offload_optimizer(megatron(script, optimizer_cpu_offload=True))
+    offload_optimizer(megatron(script, optimizer_cpu_offload=False))
+    return script
+
+
+@remedy("Leave both off; offload_states(), release_states() and reload_before() do the same")
+def megatrons_own(_: Path) -> Any:
+    script = Script(shard=False)
+    yield lambda: offload_optimizer(megatron(script, offload_optimizer_states=True))
+    holder = megatron(script)
+    offload_optimizer(holder)
+    script.train()
+    fsdp_offload.offload_states(holder)
+    fsdp_offload.release_states(holder)
+    script.backward()
+    fsdp_offload.reload_before(None, holder)()
+    return script
+
+
+class Around(Optimizer):
+    def __init__(self, params: Any) -> None:
+        self.fast = torch.optim.NAdam(params)
+        super().__init__(self.fast.param_groups, {})
+
+
+@remedy("Attach to the inner optimizer instead")
+def around_another(_: Path) -> Any:
+    script = Script(Around)
+    yield script.attach
+    script.optimizer = offload_optimizer(script.optimizer.fast, model=script.model)
+    return script
+
+
+def twice(params: Any) -> Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return SGD([*(listed := list(params)), listed[0]])
+
+
+@remedy("List each parameter once")
+def listed_twice(_: Path) -> Any:
+    script = Script(twice)
+    yield script.attach
+    params = script.optimizer.param_groups[0]["params"]
+    params[:] = dict.fromkeys(params)
+    return script.attach()
+
+
+@remedy("Set it to False")
+def differentiable(_: Path) -> Any:
+    script = Script(torch.optim.Adam, differentiable=True)
+    yield script.attach
+    script.optimizer.param_groups[0]["differentiable"] = False
+    return script.attach()
+
+
+@remedy("Keep it in an attribute of the optimizer")
+def state_of_no_parameter(_: Path) -> Any:
+    script = Script(SGD)
+    script.optimizer.state["seen"] = 4
+    yield script.attach
+    script.optimizer.seen = script.optimizer.state.pop("seen")
+    return script.attach()
+
+
+@remedy("is not one of them. Leave it 0")
+def a_share_of_no_elementwise(_: Path) -> Any:
+    script = Script(Whole)
+    yield lambda: script.attach(host_fraction=0.5)
+    return script.attach(host_fraction=0)
+
+
+@remedy("Leave out model= and overlap=; to load while gradients are reduced, wrap Megatron's hook by reload_before()")
+def masters_of_a_framework(_: Path) -> Any:
+    script = Script(shard=False)
+    copies = [param.detach().clone().requires_grad_() for param in script.model.parameters()]
+    script.optimizer = SGD(copies)
+    yield lambda: script.attach(overlap="forward")
+    offload_optimizer(script.optimizer)
+    hook = fsdp_offload.reload_before(None, script.optimizer)
+    for _step in range(4):
+        for one in copies:
+            one.grad = torch.ones_like(one)
+        hook()
+        script.optimizer.step()
+    return None
+
+
+@remedy("Call fully_shard, which exchanges them, then build the optimizer, then attach")
+def an_optimizer_before_sharding(_: Path) -> Any:
+    script = Script(shard=False)
+    fully_shard(script.model)
+    yield script.attach
+    script.optimizer = SGD(script.model.parameters())
+    return script.attach()
+
+
+@remedy("After a forward without a backward, call model.reshard() before that")
+def an_optimizer_behind_a_forward(_: Path) -> Any:
+    script = Script(shard=False)
+    fully_shard(script.model)
+    with torch.no_grad():
+        script.model(torch.ones(1, 7))
+    yield lambda: offload_optimizer(SGD(script.model.parameters()), model=script.model)
+    script.model.reshard()
+    script.optimizer = offload_optimizer(SGD(script.model.parameters()), model=script.model)
+    return script
+
+
+@remedy(
+    "Materialize the model (to_empty; for OffloadPolicy(parameters=True), materialize_on_host) before the optimizer"
+)
+def on_meta(_: Path) -> Any:
+    with torch.device("meta"):
+        script = Script()
+    yield script.attach
+    script.model.to_empty(device="cpu")
+    for module in (script.model[0], script.model[2]):
+        module.reset_parameters()
+    script.optimizer = SGD(script.model.parameters())
+    return script.attach()
+
+
+@remedy("Shard without offload_policy: fully_shard(module)")
+def under_cpu_offload_policy(_: Path) -> Any:
+    script = Script(shard=False)
+    fully_shard(script.model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    yield lambda: offload_optimizer(SGD(script.model.parameters()), model=script.model)
+    script = Script()
+    return script.attach(parameters=True)
+
+
+@remedy("Write policy=OffloadPolicy(parameters=True)")
+def parameters_on_the_host(_: Path) -> Any:
+    with torch.device("meta"):
+        script = Script()
+    fsdp_offload.materialize_on_host(script.model)
+    script.optimizer = SGD(script.model.parameters())
+    yield script.attach
+    return script.attach(parameters=True)
+
+
+@remedy("Call reload_model(model) first")
+def attached_asleep(_: Path) -> Any:
+    script = Script()
+    fsdp_offload.offload_model(script.model)
+    attach = functools.partial(offload_optimizer, script.optimizer, model=script.model, policy={"parameters": True})
+    yield attach
+    fsdp_offload.reload_model(script.model)
+    attach()
+    return script
+
+
+@remedy("Shard it, then build the optimizer, then attach")
+def parameters_without_shards(_: Path) -> Any:
+    script = Script(shard=False)
+    attach = functools.partial(offload_optimizer, model=script.model, policy={"parameters": True})
+    yield lambda: attach(script.optimizer)
+    fully_shard(script.model)
+    script.optimizer = attach(SGD(script.model.parameters()))
+    return script
+
+
+class Whole(Optimizer):
+    """Computes with the sum of all gradients."""
+
+    def __init__(self, params: Any, *, views: bool = False) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.views = [param._local_tensor.detach() for param in self.param_groups[0]["params"]] if views else []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        for param in params:
+            self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
+            param.sub_(self.state[param]["seen"], alpha=0.01)
+
+
+@remedy("which OffloadPolicy(parameters=True) moves to the host. Use parameters=False")
+def kept_over_parameters(_: Path) -> Any:
+    script = Script(Whole, views=True)
+    yield lambda: script.attach(parameters=True)
+    return script.attach(parameters=False)
+
+
+@remedy("Leave it None")
+def pinned_without_an_accelerator(_: Path) -> Any:
+    script = Script()
+    yield lambda: script.attach(pin_memory=True)
+    return script.attach(pin_memory=None)
+
+
+# Warnings at attach ---------------------------------------------------------------------------------------------------
+
+
+@remedy("Apply fully_shard to each block, then to the model")
+def one_group(_: Path) -> Any:
+    script = Script(shard=False)
+    fully_shard(script.model)
+    attach = functools.partial(offload_optimizer, policy={"overlap": "forward"})
+    yield lambda: attach(SGD(script.model.parameters()), model=script.model)
+    script = Script()
+    attach(script.optimizer, model=script.model)
+    return script
+
+
+@remedy("has no effect: no state fits into it. Give more, or 0")
+def few_spare_bytes(_: Path) -> Any:
+    script = Script()
+    yield lambda: script.attach(snapshot_bytes=3)
+    for policy in ({"snapshot_bytes": "1MiB"}, {"snapshot_bytes": 0}):
+        script = Script()
+        offload_optimizer(script.optimizer, model=script.model, policy=policy)
+    return script
+
+
+@remedy("as that share of the state. Give more, smaller bucket_bytes, or 0")
+def a_small_share(_: Path) -> Any:
+    script = Script()
+    yield lambda: script.attach(host_fraction=1e-5)
+    for policy in ({"host_fraction": 0.9}, {"host_fraction": 0}):
+        script = Script()
+        offload_optimizer(script.optimizer, model=script.model, policy=policy)
+    return script
+
+
+@remedy("OffloadPolicy(trust_separable=True) moves it in pieces")
+def a_class_of_a_user(_: Path) -> Any:
+    script = Script(Whole)
+    yield script.attach
+    script = Script(Whole)
+    return script.attach(trust_separable=True)
+
+
+@remedy("NOTHING IS OFFLOADED. Attach to the one that steps: call fully_shard(model), build the optimizer, then")
+def another_that_steps(_: Path) -> Any:
+    script = Script(attach=True)
+    attached, script.optimizer = script.optimizer, SGD(script.model.parameters())
+    yield lambda: script.train(1)
+    del attached
+    return script.attach()
+
+
+# Masters --------------------------------------------------------------------------------------------------------------
+
+
+def in_bf16(make: Any = torch.optim.AdamW, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Script:
+    script = Script(shard=False)
+    script.model.to(dtype)
+    script.dtype = dtype
+    fully_shard(script.model)
+    script.optimizer = make(script.model.parameters(), **options)
+    return script
+
+
+@remedy("add_masters: kind must be one of")
+def masters_of_no_kind(_: Path) -> Any:
+    script = in_bf16()
+    yield lambda: add_masters(script.optimizer, "bf16")  # type: ignore[arg-type]
+    add_masters(script.optimizer, "fp32")
+    return script.attach()
+
+
+@remedy("Ask for that kind, or build another optimizer")
+def masters_of_another_kind(_: Path) -> Any:
+    script = in_bf16()
+    add_masters(script.optimizer, "fp32")
+    yield lambda: add_masters(script.optimizer, "remainder")
+    add_masters(script.optimizer, "fp32")
+    script.optimizer = torch.optim.AdamW(script.model.parameters())
+    add_masters(script.optimizer, "remainder")
+    return script.attach()
+
+
+@remedy("After training has begun, call remove_offload(optimizer) before these lines")
+def masters_after_attaching(_: Path) -> Any:
+    script = in_bf16()
+    script.attach()
+    script.train()
+    with pytest.raises(RuntimeError) as error:
+        add_masters(script.optimizer, "fp32")
+    yield lambda: add_masters(script.optimizer, "fp32")
+    remove_offload(script.optimizer)
+    for line in str(error.value).splitlines()[1:-1]:
+        exec(line.strip(), {**vars(fsdp_offload), **vars(script)})
+    return script
+
+
+@remedy("Shard an fp32 model with MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead")
+def masters_of_no_elementwise(_: Path) -> Any:
+    script = in_bf16(Whole)
+    yield lambda: add_masters(script.optimizer)
+    script = Script(Whole, shard=False)
+    fully_shard(script.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    script.optimizer = Whole(script.model.parameters())
+    return script.attach()
+
+
+@remedy("Build it without differentiable=True")
+def masters_that_are_differentiable(_: Path) -> Any:
+    yield lambda: add_masters(in_bf16(differentiable=True).optimizer)
+    script = in_bf16()
+    add_masters(script.optimizer)
+    return script.attach()
+
+
+@remedy("Use 'fp32'")
+def masters_of_fp16(_: Path) -> Any:
+    script = in_bf16(dtype=torch.float16)
+    yield lambda: add_masters(script.optimizer, "remainder")
+    add_masters(script.optimizer, "fp32")
+    return script.attach()
+
+
+@remedy("Leave it out, or call model.to(torch.bfloat16) before the optimizer is built")
+def masters_without_effect(_: Path) -> Any:
+    yield lambda: add_masters(Script().optimizer)
+    script = in_bf16()
+    add_masters(script.optimizer)
+    return script.attach()
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+@remedy("build one of the class RMSprop and attach it")
+def an_offloaded_class_by_hand(_: Path) -> Any:
+    script = Script(torch.optim.RMSprop, attach=True)
+    yield lambda: type(script.optimizer)(script.model.parameters())
+    remove_offload(script.optimizer)
+    script.optimizer = offload_optimizer(torch.optim.RMSprop(script.model.parameters()), model=script.model)
+    return script
+
+
+@remedy("Use state_dict(), or call remove_offload() first")
+def copies(_: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    yield lambda: copy.deepcopy(script.optimizer)
+    assert copy.deepcopy(script.optimizer.state_dict())["state"]
+    remove_offload(script.optimizer)
+    copy.deepcopy(script.optimizer)
+    return script.attach()
+
+
+@remedy("Call the closure yourself, then step() without it")
+def a_closure_in_pieces(_: Path) -> Any:
+    script = Script(Whole)
+    script.attach(trust_separable=True)
+    yield lambda: script.optimizer.step(script.backward)
+    script.backward()
+    script.optimizer.step()
+    return script
+
+
+@remedy("this step makes new state. Call it after the load")
+def a_load_that_is_not_set(path: Path) -> Any:
+    script = saved_script(path)
+    template = get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+    ours.load({"o": template}, checkpoint_id=path)
+    script.backward()
+    yield script.optimizer.step
+    script = saved_script(path)
+    template = get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+    ours.load({"o": template}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, template)
+    return script
+
+
+@remedy("After a load (of the model as well), go on with zero_grad() and another backward")
+def a_load_between(_: Path) -> Any:
+    script = Script()
+    script.attach(overlap="iteration")
+    script.train(5)
+    saved = copy.deepcopy(script.optimizer.state_dict())
+    script.backward()
+    script.optimizer.load_state_dict(saved)
+    yield script.optimizer.step
+    script.optimizer.zero_grad()
+    return script
+
+
+@remedy("Bind the wrapper where the loop looks for it")
+def a_hook_that_no_loop_calls(_: Path) -> Any:
+    script = Script(attach=True)
+    hook = fsdp_offload.reload_before(None, script.optimizer)
+    yield lambda: script.train(3)
+    script.backward()
+    hook()
+    return script
+
+
+@remedy(
+    "step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the model"
+)
+def a_step_without_gradients(_: Path) -> Any:
+    script = Script(attach=True)
+    yield script.optimizer.step
+    return script
+
+
+@remedy("is not offloaded; call offload_optimizer() first")
+def phases_of_a_plain_one(_: Path) -> Any:
+    script = Script()
+    yield lambda: fsdp_offload.offload_states(script.optimizer)
+    script.attach()
+    script.train()
+    fsdp_offload.offload_states(script.optimizer)
+    fsdp_offload.release_states(script.optimizer)
+    return script
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def saved_script(path: Path, make: Any = torch.optim.AdamW, **options: Any) -> Script:
+    """A fresh script, and in ``path`` what another like it has saved after training."""
+    script = Script(make, attach=True, **options)
+    script.train()
+    if not path.exists() or not any(path.iterdir()):
+        ours.save({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
+    return Script(make, attach=True, **options)
+
+
+def resumed(script: Script, path: Path) -> Script:
+    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    return script
+
+
+def template_of(script: Script) -> dict[str, Any]:
+    return get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+
+
+@remedy("use AsyncCheckpointerType.THREAD, or DefaultStager")
+def a_staged_dict_for_another_process(path: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    stager = ours.ArenaStager(script.optimizer)
+    staged = [stager.stage(state)]
+    yield lambda: pickle.dumps(staged[0])
+    staged.clear()
+    kind = dcp.state_dict_saver.AsyncCheckpointerType.THREAD
+    dcp.async_save(state, checkpoint_id=path, async_stager=stager, async_checkpointer_type=kind).result()
+    stager.close()
+    return script
+
+
+@remedy("Let go of the future of an async_save that failed, and of what ArenaStager.stage() has returned")
+def staged_and_never_written(path: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    stager = ours.ArenaStager(script.optimizer)
+    staged = [stager.stage(state)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_BEGIN_SECONDS", 0.02)
+        yield lambda: stager.stage(state)
+    staged.clear()
+    dcp.async_save(state, checkpoint_id=path, async_stager=stager).result()
+    stager.close()
+    return script
+
+
+@remedy("is a term of a sum. Redistribute it to Shard or Replicate")
+def chunks_of_a_sum(_: Path) -> Any:
+    script = Script(attach=True)
+    mesh = next(script.model.parameters()).device_mesh
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    yield lambda: ours.chunks_of(partial)
+    assert ours.chunks_of(partial.redistribute(placements=[Replicate()])).chunks
+    return script
+
+
+@remedy("give local.contiguous(), and load into that")
+def a_transposed_local_tensor(_: Path) -> Any:
+    script = Script(attach=True)
+    local = torch.ones(3, 2).t()
+    yield lambda: ShardTensor(local, ours.chunks_of((2, 3)))
+    ShardTensor(local.contiguous(), ours.chunks_of((2, 3)))
+    return script
+
+
+@remedy("as DTensor.from_local makes it")
+def chunks_without_a_mesh(_: Path) -> Any:
+    script = Script(attach=True)
+    mesh = next(script.model.parameters()).device_mesh
+    yield lambda: ours.with_chunks(torch.ones(4))
+    ours.with_chunks(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    return script
+
+
+@remedy("as get_optimizer_state_dict gives them")
+def no_state_dict(_: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, {"model": {}})
+    given = get_optimizer_state_dict(script.model, script.optimizer)
+    set_optimizer_state_dict(script.model, script.optimizer, given)
+    return script
+
+
+@remedy("Load it with optimizer.load_state_dict()")
+def numbers_for_names(_: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    saved = copy.deepcopy(script.optimizer.state_dict())
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, saved)
+    script.optimizer.load_state_dict(saved)
+    return script
+
+
+@remedy("where state_dict is what get_optimizer_state_dict(for_load=True) gives")
+def a_path_for_a_state_dict(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, path)  # type: ignore[arg-type]
+    state_dict = template_of(script)
+    ours.load({"o": state_dict}, checkpoint_id=path)
+    set_optimizer_state_dict(script.model, script.optimizer, state_dict)
+    return script
+
+
+@remedy("Write load(state_dict, checkpoint_id=path)")
+def a_path_first(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: ours.load(path)  # type: ignore[arg-type]
+    return resumed(script, path)
+
+
+@remedy("Write Experts.of_rank(rank, count)")
+def a_number_of_experts(_: Path) -> Any:
+    script = Script(attach=True)
+    get = functools.partial(get_optimizer_state_dict, script.model, script.optimizer)
+    yield lambda: get(experts=4)
+    get(experts=ours.Experts.of_rank(0, 4))
+    return script
+
+
+@remedy("Write with_parameter_chunks(model, state_dict)")
+def chunks_the_other_way_round(_: Path) -> Any:
+    script = Script(attach=True)
+    state_dict = script.model.state_dict()
+    yield lambda: ours.with_parameter_chunks(state_dict, script.model)  # type: ignore[arg-type]
+    assert ours.with_parameter_chunks(script.model, state_dict).keys() == state_dict.keys()
+    return script
+
+
+@remedy("dcp.load takes any other")
+def another_planner(path: Path) -> Any:
+    script = saved_script(path)
+    state = {"o": template_of(script)}
+    yield lambda: ours.load(state, checkpoint_id=path, planner=DefaultLoadPlanner())  # type: ignore[arg-type]
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner())
+    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    return script
+
+
+@remedy("expected a bool or a sequence of patterns such as ['model.head.*']")
+def a_pattern_alone(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: ours.LoadPlanner(allow_missing="more.*")
+    state = {"o": template_of(script), "more": {"a": 1}}
+    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_missing=["more.*"]))
+    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    return script
+
+
+@remedy("Is the state dict nested as it was saved?")
+def nested_in_another_way(path: Path) -> Any:
+    script = saved_script(path)
+    planner = functools.partial(ours.LoadPlanner, allow_missing=True)
+    yield lambda: ours.load({"state": {"optimizer": 1}}, checkpoint_id=path, planner=planner())
+    return resumed(script, path)
+
+
+@remedy("or saved with another flatten_optimizer_state_dict?")
+def flattened_in_another_way(path: Path) -> Any:
+    script = saved_script(path)
+    flat = get_optimizer_state_dict(script.model, script.optimizer, for_load=True, flatten_optimizer_state_dict=True)
+    yield lambda: ours.load({"o": flat}, checkpoint_id=path)
+    return resumed(script, path)
+
+
+@remedy("(get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet)")
+def a_template_without_state(path: Path) -> Any:
+    script = saved_script(path)
+    yield lambda: ours.load({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
+    return resumed(script, path)
+
+
+@remedy("or leave them in the checkpoint with allow_extra=[patterns]")
+def a_part_of_a_model(path: Path) -> Any:
+    script = Script(attach=True)
+    dcp.save({"m": {"body": torch.ones(3), "head": torch.ones(2)}}, checkpoint_id=path)
+    state = {"m": {"body": torch.zeros(3)}}
+    yield lambda: ours.load(state, checkpoint_id=path)
+    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_extra=["m.head"]))
+    assert state["m"]["body"].eq(1).all()
+    return script
+
+
+@remedy("Put a value of that kind into the state dict")
+def of_another_kind(path: Path) -> Any:
+    script = Script(attach=True)
+    dcp.save({"seen": torch.tensor(5)}, checkpoint_id=path)
+    yield lambda: ours.load({"seen": 0}, checkpoint_id=path)
+    ours.load(state := {"seen": torch.tensor(0)}, checkpoint_id=path)
+    assert state["seen"] == 5
+    return script
+
+
+@remedy("Cast them on purpose with allow_cast=[patterns]")
+def of_another_dtype(path: Path) -> Any:
+    script = Script(attach=True)
+    dcp.save({"m": {"w": torch.ones(3)}}, checkpoint_id=path)
+    state = {"m": {"w": torch.zeros(3, dtype=torch.bfloat16)}}
+    yield lambda: ours.load(state, checkpoint_id=path)
+    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_cast=["m.*"]))
+    assert state["m"]["w"].eq(1).all()
+    return script
+
+
+@remedy("Was it copied in part? Copy it again")
+def copied_in_part(path: Path) -> Any:
+    script = saved_script(path)
+    (file,) = path.glob("*.distcp")
+    content = file.read_bytes()
+    file.unlink()
+    yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
+    file.write_bytes(content)
+    return resumed(script, path)
+
+
+@remedy("there is no .metadata. Give the folder that dcp.save() was given")
+def the_parent_of_a_checkpoint(path: Path) -> Any:
+    script = saved_script(path / "step-2")
+    yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
+    return resumed(script, path / "step-2")
+
+
+@remedy("Leave out enable_consolidation, or save with FileSystemWriter")
+def consolidated(path: Path) -> Any:
+    pytest.importorskip("safetensors")
+    script = Script(attach=True)
+    script.train()
+    state = get_optimizer_state_dict(script.model, script.optimizer, flatten_optimizer_state_dict=True)
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    writer = functools.partial(dcp.HuggingFaceStorageWriter, str(path / "h"))
+    yield lambda: ours.save(tensors, storage_writer=writer(enable_consolidation=True))
+    ours.save(tensors, storage_writer=writer())
+    ours.save(state, storage_writer=dcp.FileSystemWriter(path / "f"))
+    return script
+
+
+@remedy("Save what get_optimizer_state_dict() gives without for_load")
+def a_template_is_saved(path: Path) -> Any:
+    script = Script(attach=True)
+    yield lambda: ours.save({"o": template_of(script)}, checkpoint_id=path)
+    ours.save({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
+    return script
+
+
+# State dicts ----------------------------------------------------------------------------------------------------------
+
+
+@remedy("leave out cpu_offload with for_load=True")
+def copies_to_load_into(_: Path) -> Any:
+    script = Script(attach=True)
+    get = functools.partial(get_optimizer_state_dict, script.model, script.optimizer, for_load=True)
+    yield lambda: get(cpu_offload=True)
+    assert get()["state"]
+    script.optimizer.load_state_dict(script.optimizer.state_dict())
+    return script
+
+
+@remedy("are two layouts. Leave out one of them")
+def two_layouts(_: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    get = functools.partial(get_optimizer_state_dict, script.model, script.optimizer)
+    yield lambda: get(flatten_optimizer_state_dict=True, fsdp_dtensor=True)
+    for one in (get(flatten_optimizer_state_dict=True), get(fsdp_dtensor=True)):
+        set_optimizer_state_dict(script.model, script.optimizer, one)
+    return script
+
+
+def other_parameters(lacks: bool) -> tuple[Script, dict[str, Any]]:
+    script = Script(attach=True)
+    script.train()
+    state = get_optimizer_state_dict(script.model, script.optimizer, flatten_optimizer_state_dict=True)
+    if lacks:
+        return script, {key: value for key, value in state.items() if "2.weight" not in key}
+    return script, state | {"param_groups.head.weight.lr": 0.1}
+
+
+@remedy("Is it of another model? strict=False ignores them")
+def of_more_parameters(_: Path) -> Any:
+    script, state = other_parameters(lacks=False)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, state)
+    set_optimizer_state_dict(script.model, script.optimizer, state, strict=False)
+    return script
+
+
+@remedy("strict=False leaves them as they are")
+def of_fewer_parameters(_: Path) -> Any:
+    script, state = other_parameters(lacks=True)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, state)
+    set_optimizer_state_dict(script.model, script.optimizer, state, strict=False)
+    return script
+
+
+@remedy("Call get_optimizer_state_dict(for_load=True) again, load into that, and set it")
+def a_step_after_the_template(path: Path) -> Any:
+    script = saved_script(path)
+    template = template_of(script)
+    script.train(1)
+    ours.load({"o": template}, checkpoint_id=path)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
+    return resumed(script, path)
+
+
+@remedy("Are the keys those under which it was saved?")
+def nothing_was_loaded(path: Path) -> Any:
+    script = saved_script(path)
+    template = template_of(script)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
+    return resumed(script, path)
+
+
+@remedy("A checkpoint is loaded into what get_optimizer_state_dict(for_load=True) returns")
+def no_state_was_requested(path: Path) -> Any:
+    script = saved_script(path)
+    empty = get_optimizer_state_dict(script.model, script.optimizer)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, empty)
+    return resumed(script, path)
+
+
+@remedy("Give the model that it was built for")
+def of_another_model(_: Path) -> Any:
+    script, other = Script(attach=True), Script()
+    yield lambda: get_optimizer_state_dict(other.model, script.optimizer)
+    get_optimizer_state_dict(script.model, script.optimizer)
+    return script
+
+
+@remedy("Load all of it, or take 0.bias out of the state dict")
+def loaded_in_part(path: Path) -> Any:
+    script = saved_script(path)
+    template = template_of(script)
+    template["state"]["0.bias"]["exp_avg"].zero_()
+    planner = ours.LoadPlanner(allow_extra=True)
+    part = {"o": {"state": {n: s for n, s in template["state"].items() if n != "0.bias"}}}
+    ours.load(part, checkpoint_id=path, planner=planner)
+    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
+    del template["state"]["0.bias"]
+    set_optimizer_state_dict(script.model, script.optimizer, template)
+    return script
+
+
+@remedy("Build groups that do not mix them")
+def groups_that_mix(_: Path) -> Any:
+    def two(params: Any) -> Optimizer:
+        first, *others = params
+        return SGD([{"params": [first], "lr": 0.3}, {"params": others}])
+
+    script = Script(two, attach=True)
+    script.train()
+    state = get_optimizer_state_dict(
+        script.model, script.optimizer, flatten_optimizer_state_dict=True, cpu_offload=True
+    )
+    mixed = Script(SGD, attach=True)
+    yield lambda: set_optimizer_state_dict(mixed.model, mixed.optimizer, state)
+    script = Script(two, attach=True)
+    set_optimizer_state_dict(script.model, script.optimizer, state)
+    return script
+
+
+# Integrations ---------------------------------------------------------------------------------------------------------
+
+ACCELERATOR: Any = SimpleNamespace(prepare=lambda *objects: objects, clip_grad_norm_=lambda *_: None)
+
+
+@remedy("prepare() takes the policy by its name: prepare(accelerator, model, optimizer, policy=...)")
+def a_policy_by_place(_: Path) -> Any:
+    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    script, policy = Script(), {"overlap": "forward"}
+    yield lambda: prepare(ACCELERATOR, script.model, script.optimizer, policy)
+    prepare(ACCELERATOR, script.model, script.optimizer, policy=policy)
+    return script
+
+
+@remedy("for others there is accelerator.prepare()")
+def prepared_without_an_optimizer(_: Path) -> Any:
+    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    script = Script()
+    yield lambda: prepare(ACCELERATOR, script.model)
+    model, optimizer = prepare(ACCELERATOR, script.model, script.optimizer)
+    assert (model, optimizer) == (script.model, script.optimizer)
+    return script
+
+
+@remedy("clip_with: this AdamW is not offloaded; call offload_optimizer() first")
+def clipped_and_plain(_: Path) -> Any:
+    clip_with = pytest.importorskip("fsdp_offload.integrations.accelerate").clip_with
+    script = Script()
+    yield lambda: clip_with(ACCELERATOR, script.optimizer)
+    script.attach()
+    clip_with(copy.copy(ACCELERATOR), script.optimizer)
+    return script
+
+
+@remedy("Write optimizer = setup_optimizers(fabric, model, optimizer)")
+def set_up_without_a_fabric(_: Path) -> Any:
+    setup_optimizers = pytest.importorskip("fsdp_offload.integrations.lightning").setup_optimizers
+    script, strategy = Script(), SimpleNamespace(clip_gradients_norm=lambda *_: None)
+    fabric: Any = SimpleNamespace(setup_optimizers=lambda *given: given[0], strategy=strategy)
+    for given in ((fabric, script.optimizer), (script.model, script.optimizer)):
+        with pytest.raises(TypeError, match="setup_optimizers"):
+            setup_optimizers(*given)
+    yield lambda: setup_optimizers(script.model, script.optimizer, fabric)
+    script.optimizer = setup_optimizers(fabric, script.model, script.optimizer)
+    return script
+
+
+@remedy("call offload_container(self, policy) at the end of that container's __init__")
+def a_container_of_a_users(_: Path) -> Any:
+    torchtitan = pytest.importorskip("fsdp_offload.integrations.torchtitan")
+    theirs: Any = torchtitan.OptimizersContainer
+
+    class Own(theirs):
+        def __init__(self, script: Script, policy: Any) -> None:
+            self.optimizers, self.model_parts = [script.optimizer], [script.model]
+            Optimizer.__init__(self, list(script.model.parameters()), {})
+            torchtitan.offload_container(self, policy)
+
+    script = Script()
+    yield lambda: torchtitan.offloaded(SimpleNamespace())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan.titan, "clip_grad_norm_", torchtitan.titan.clip_grad_norm_)
+        Own(script, {"overlap": "forward"})
+    return script
+
+
+# The test -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", TABLE, ids=[story.__name__ for story in TABLE.values()])
+def test_training_goes_on_after_what_the_message_says(words: str, tmp_path: Path) -> None:
+    story: Any = TABLE[words](tmp_path)
+    refused = next(story)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one in IGNORED:
+            warnings.filterwarnings("ignore", one)
+        with pytest.raises((ValueError, TypeError, RuntimeError, OSError, UserWarning, CheckpointException)) as error:
+            refused()
+    said = str(error.value)
+    del error, refused  # the frames of an error hold what was given
+    assert words in said
+    with pytest.raises(StopIteration) as end:
+        next(story)
+    script = end.value.value
+    if script is not None:
+        assert is_offloaded(script.optimizer)
+        script.train()
+
+
+ELSEWHERE = {
+    "tests/cpu/test_remedies.py": (
+        "by name model, policy, exist_ok",
+        "model must be a torch.nn.Module",
+        "expected a torch.optim.Optimizer, got",
+        "a list of them, or one of Megatron's",
+        "expected a hook that can be called",
+        "expected a torch.nn.Module first",
+        "prepare() takes the accelerator first",
+        "Trainer shards with its own flags",
+    ),
+    "tests/core/test_unreduced_gradients.py": ("the newest version that fsdp_offload was tested",),
+    "tests/distributed/test_megatron_fsdp_v2.py": ("its rows are not known",),
+    "tests/cpu/test_whole_process.py": ("torchft's OptimizerWrapper leaves out step()",),
+    "tests/distributed: test_megatron_experts.py, test_megatron_fsdp.py, test_meshes.py, test_sharded_refusals.py": (
+        "and there are  ranks",
+        "expected a Megatron-FSDP parameter",
+        "it is sharded unevenly, and nothing says how",
+        "says that it is the chunk at",
+        "experts are on a mesh that is not all ranks",
+        "nested groups list the names of this rank's experts",
+        "has the size of this rank's part",
+        "To reshard, load into what",
+        "DCP would save  tensors as other parts",
+        "silently drop the others",
+        "ranks have different tensors under",
+        "damaged, and what was read is of one rank",
+    ),
+    "rows whose words are in a constant of their own": (
+        "they were exchanged when the model was sharded",
+        "and moves as a whole: all of its state",
+        "offload_optimizer: overlap= .",
+        "this is not offloaded;",
+    ),
+    "tests of plain optimizers": ("Attach it with offload_optimizer(), or",),
+    "tests of types of tensors": (
+        "which is made of several tensors",
+        "made of other tensors: add the first such group",
+        "which says itself how it is gathered",
+    ),
+    "sentences without anything to do: numbers of the report, details of a problem": (
+        "is not made of dense tensors",
+        "One update needs  bytes",
+        "tensors over their state or parameters were held",
+        "keeps no state for these parameters",
+        "no parameter is trained",
+        "all of the state fits into device_bytes",
+        "there is nothing to gain",
+        "last step: updated",
+        "last iteration",
+        "held until step()",
+        "at the host's pace",
+        "a tensor, saved as an object",
+        "a number or object, saved as a tensor",
+        "the metadata does not say where it is",
+        "by the stored chunks at",
+        "elements that this rank needs",
+        "a staged dict is written once",
+        "optimizer_offload_fraction",
+    ),
+    "arithmetic of chunks, for those who write layouts": (
+        "a flat range",
+        "expected a local tensor of",
+        "but its chunks are those of a tensor of",
+        "has no chunk at",
+        "expected chunks of a tensor of shape",
+        "a ShardTensor is being copied into a plain tensor",
+        "expected first >= 0 and count >= 1",
+        "local experts are 0 to",
+    ),
+}
+"""Sentences that no row provokes."""
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Yield where a sentence of api, checkpoint or integrations is raised, yielded or warned of, and its text."""
+    for file in (file for room in ("api", "checkpoint", "integrations") for file in (PACKAGE / room).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            is_warned = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+            if is_warned or isinstance(node, ast.Raise | ast.Yield):
+                pieces = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+                text = "".join(one for one in pieces if isinstance(one, str))
+                if len(text) > 25:
+                    yield f"{file.name}:{node.lineno}", text
+
+
+def test_every_sentence_has_a_row_or_a_reason() -> None:
+    known = [*TABLE, *(words for others in ELSEWHERE.values() for words in others)]
+    windows = {" ".join(words.split()[at : at + 4]) for words in known for at in range(max(1, len(words.split()) - 3))}
+    lacking = [
+        f"{where}: {text}"
+        for where, text in sentences()
+        if not any(one in " ".join(text.split()) for one in windows if len(one) > 8)
+    ]
+    assert not lacking, "\n".join(lacking)

@@ -1,0 +1,49 @@
+"""The script of a user whom a message tells what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import offload_optimizer
+
+
+class Script:
+    """The names of a user's script: a sharded model of two towers, and its optimizer."""
+
+    def __init__(
+        self,
+        make: Callable[..., Optimizer] = torch.optim.AdamW,
+        *,
+        shard: bool = True,
+        attach: bool = False,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(3)
+        self.dtype = torch.float32
+        self.model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5, bias=False))
+        for part in (self.model[0], self.model[2], self.model) if shard else ():
+            fully_shard(part)
+        self.optimizer: Any = make(self.model.parameters(), **options)
+        if attach:
+            self.attach()
+
+    def attach(self, **policy: Any) -> "Script":
+        offload_optimizer(self.optimizer, model=self.model, policy=policy)
+        return self
+
+    def backward(self) -> None:
+        self.model(torch.linspace(-1, 1, 14, dtype=self.dtype).view(2, 7)).square().sum().backward()
+
+    def train(self, steps: int = 2) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        params: list[Any] = list(self.model.parameters())
+        return [getattr(param, "full_tensor", param.detach)().detach().clone() for param in params]
