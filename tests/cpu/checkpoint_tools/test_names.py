@@ -112,6 +112,31 @@ def test_keys_of_megatron(tmp_path: Path) -> None:
     assert values[f"optimizer.param_to_group_meta.{own}.wd_mult"] == 1.0  # as Megatron itself leaves it
 
 
+@pytest.mark.parametrize(
+    ("key", "fqn"),
+    [
+        ("encoder._orig_mod.1.{}", "encoder.1.{}"),
+        ("encoder.1.{}", "module.encoder._orig_mod.1._checkpoint_wrapped_module.{}"),
+        ("_orig_mod.encoder.1._orig_mod.{}", "encoder._checkpoint_wrapped_module.1.{}"),
+    ],
+)
+def test_wrappers_in_the_names_of_either(tmp_path: Path, key: str, fqn: str) -> None:
+    """What torch.compile and checkpoint_wrapper put into a model's keys, or into those of its state, is forgiven."""
+    state = {"state": {fqn.format(FUSED): {"exp_avg": WHOLE}}, "param_groups": [{"params": [fqn.format(FUSED)]}]}
+    values = round_trip(tmp_path, {"model": {key.format(FUSED): WHOLE * 2}, "optim": state})
+    assert same_bits(values[f"model.{key.format(UP)}"], WHOLE[4:] * 2)
+    assert same_bits(values[f"optim.state.{fqn.format(UP)}.exp_avg"], WHOLE[4:])
+    assert values["optim.param_groups.0.params"] == [fqn.format(GATE), fqn.format(UP)]
+    model = {key.format(FUSED): WHOLE * 2}
+    parts, optim = split_state_dict(model, state, [rule()])
+    assert optim["state"][fqn.format(UP)]["exp_avg"].equal(WHOLE[4:])
+    assert merge_state_dict(parts, optim, [rule()])[0][key.format(FUSED)] is model[key.format(FUSED)]
+    # Where a name is exact, it is another tensor's nowhere: this twin is not fused.
+    narrow = {"state": {fqn.format(FUSED): {"exp_avg": WHOLE[:2]}}, "param_groups": [{"params": [fqn.format(FUSED)]}]}
+    twins = {key.format(FUSED): WHOLE, fqn.format(FUSED): WHOLE[:2]}
+    assert split_state_dict(twins, narrow, [rule(exclude=(fqn.format(FUSED),))])[1] == narrow
+
+
 def test_without_paths(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": {FUSED: WHOLE}, "optim": optimizer(exp_avg=WHOLE)}
     for lead in ("", "app."):
