@@ -192,7 +192,9 @@ class Match(NamedTuple):
             return False
         (template, at), dim = self.rule.same_size_as, self.rule.dim
         own, other = shapes.get(self.fused, ()), shapes.get(template_filled(template, self.texts), ())
-        return -len(own) <= dim < len(own) and -len(other) <= at < len(other) and own[dim] == other[at] > 0
+        has_size = -len(own) <= dim < len(own) and -len(other) <= at < len(other) and own[dim] == other[at] > 0
+        # Stacks of experts may be transposed: a rule of the others finds the hidden size in both.
+        return has_size and (len(own) < 3 or math.prod(own) == math.prod(other))
 
     def divided(
         self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
@@ -345,7 +347,7 @@ def presets_for(way: Way, keys: Iterable[str]) -> str:
 
     found = [name for name in preset_names() if any(is_match(rule, key) for rule in preset(name) for key in known)]
     names = ", ".join(found or preset_names())
-    return f"of the presets, these match its keys: {names}" if found else f"no preset matches its keys ({names})"
+    return f"presets that match its keys: {names}" if found else f"no preset matches its keys ({names})"
 
 
 def preset(name: str) -> tuple[Rule, ...]:

@@ -157,7 +157,9 @@ def test_towers_without_a_gate_stay(tmp_path: Path, rows: int, caplog: pytest.Lo
     ):
         source = save(tmp_path / name, state)
         ran = run("split", source, tmp_path / f"{name} split", "--preset", "megatron-swiglu", "--value", "tp_size=4")
-        assert re.search(r"note: left as they are: (model\.)?vision\.encoder\.layers\.4\.mlp\.linear_fc1", ran.stdout), ran
+        assert re.search(
+            r"note: left as they are: (model\.)?vision\.encoder\.layers\.4\.mlp\.linear_fc1", ran.stdout
+        ), ran
         split = {key.removeprefix("model.") for key in values_of(tmp_path / f"{name} split")}
         ends = tuple(end for key in tower for end in (key, f"{key}.exp_avg"))
         assert {key for key in split if key.endswith(ends)} == {
