@@ -23,7 +23,7 @@ from ..fuse.names import sorted_out
 from ..rewrite import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored import safetensors_folder as folder
 from ..stored.checkpoint import Checkpoint, StoredTensor
-from ..stored.foreign import state_beside
+from ..stored.foreign import state_beside, works_for_state
 from ..stored.items import ItemReader
 from ..stored.safetensors_folder import MODEL, OPTIMIZER, open_safetensors, path_of
 
@@ -130,8 +130,8 @@ def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
     left = [name for name in beside if not is_excluded(name, excluded)]
     if left and not sorted_out(everything, checkpoint.paths).states:
         raise CheckpointError(
-            f"{checkpoint.path}: {left[0]} has the optimizer's state, which is not of this checkpoint; convert it by "
-            f"itself, and leave it out here with --exclude {left[0]}"
+            f"{checkpoint.path}: {left[0]} has the optimizer's state, which would be left behind. "
+            f"{works_for_state(checkpoint.folder, left[0])}. Leave it out here with --exclude {left[0]}"
         )
     return [key for key in everything if not is_excluded(key, excluded)]
 

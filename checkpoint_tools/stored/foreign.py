@@ -1,6 +1,7 @@
 """Folders without metadata of DCP, by the names in them: whose they are, and which subfolder or command works."""
 
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,8 +28,8 @@ _KINDS = (
     _Kind(
         r"^mp_rank_\d+_model_states\.pt$[\s\S]*^zero/$",
         "is DeepSpeed's universal checkpoint",
-        "DeepSpeed alone loads it (load_universal in its config); zero_to_fp32.py, beside the checkpoint that it was made "
-        "of, writes the weights as safetensors",
+        "DeepSpeed alone loads it (load_universal in its config); zero_to_fp32.py, where it was made from, writes the "
+        "weights as safetensors",
     ),
     _Kind(
         r"^zero_to_fp32\.py$",
@@ -58,9 +59,26 @@ def state_beside(names: Iterable[str]) -> list[str]:
     return list(filter(_STATE.fullmatch, names))
 
 
+def works_for_state(folder: Folder, name: str) -> str:
+    """Say what works for a file or a subfolder that has an optimizer's state."""
+    path = f"{folder.path.rstrip('/')}/{name.rstrip('/')}"
+    if name.endswith("/"):
+        return described(open_folder(path)) or f"{path} is a checkpoint of its own"
+    return f"checkpoint-tools convert {path} DST makes a checkpoint of it"
+
+
 def described(folder: Folder) -> str | None:
-    """Say what a folder is that is no checkpoint of DCP or safetensors, and what works; None if that is not known."""
-    names, path = folder.files(), folder.path.rstrip("/")
+    """Say what a path is that is no checkpoint of DCP or safetensors, and what works; None if that is not known."""
+    path = folder.path.rstrip("/")
+    try:
+        names = folder.files()
+    except OSError:
+        parent, name = os.path.split(path)
+        if not name.endswith(TORCH_SUFFIXES) or not os.path.isfile(path):
+            return None
+        if re.search(_KINDS[0].names, name):
+            return _told(parent or ".", _KINDS[0])
+        return f"{path} is one file of torch.save: checkpoint-tools convert {path} DST makes a checkpoint of it"
     if own := _kind_of(names):
         return _told(path, own)
     found = sorted(_inside(folder, 2), key=lambda each: natural_order(each[0]))

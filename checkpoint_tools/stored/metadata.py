@@ -28,7 +28,7 @@ import torch
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .foreign import described
-from .storage import TORCH_SUFFIXES, Folder, open_folder, read_file
+from .storage import Folder, open_folder, read_file
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
 METADATA_FILE = ".metadata"
@@ -154,13 +154,10 @@ def _unpickled(folder: Folder) -> dict[str, Any]:
 
 
 def _why_none(folder: Folder) -> str:
-    if folder.path.endswith(TORCH_SUFFIXES) and os.path.isfile(folder.path):
-        command = f"checkpoint-tools convert {folder.path} DST"
-        return f"{folder.path} is one file of torch.save; {command} makes a checkpoint of it"
     try:
         has_data = any(name.endswith(".distcp") for name in folder.files())
     except OSError:
-        return f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
+        return described(folder) or f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
     return (None if has_data else described(folder)) or (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not end, or "
         "it was saved with use_collectives=False, and each rank has metadata of its own"

@@ -27,7 +27,11 @@ def put(folder: Path, *names: str, content: Any = ADAM) -> None:
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(WEIGHTS, path) if path.suffix == ".safetensors" else torch.save(content, path)
+        if path.suffix == ".safetensors":
+            save_file(WEIGHTS, path)
+            continue
+        with path.open("wb") as stream:
+            torch.save(content, stream)
 
 
 VERL = [f"{what}_world_size_3_rank_{rank}.pt" for what in ("model", "optim", "extra_state") for rank in range(3)]
@@ -125,28 +129,31 @@ def test_folders_of_accelerate_two_levels_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state_file", "to"),
+    ("state_file", "to", "works"),
     [
-        ("optimizer.pt", None),
-        ("optimizer.bin", "torch"),
-        ("recipe_state/recipe_state.pt", None),
-        ("optimizer_0/__0_0.distcp", None),
-        ("global_step40/mp_rank_00_model_states.pt", "torch"),
+        ("optimizer.pt", None, "checkpoint-tools convert {}/optimizer.pt DST"),
+        ("optimizer.bin", "torch", "checkpoint-tools convert {}/optimizer.bin DST"),
+        ("recipe_state/recipe_state.pt", None, "checkpoint-tools convert {}/recipe_state/recipe_state.pt DST"),
+        ("optimizer_0/.metadata", None, "{}/optimizer_0 is a checkpoint of its own"),
+        ("global_step40/mp_rank_00_model_states.pt", "torch", "zero_to_fp32.py, in the folder above it, writes"),
     ],
 )
-def test_weights_are_not_converted_without_their_optimizer(tmp_path: Path, state_file: str, to: str | None) -> None:
+def test_weights_are_not_converted_without_their_optimizer(
+    tmp_path: Path, state_file: str, to: str | None, works: str
+) -> None:
     """Of Trainer, accelerate, torchtune, DeepSpeed: as one says on purpose, and inspect says where it is."""
     put(tmp_path / "step", "model.safetensors", "trainer_state.json")
     put(tmp_path / "step", state_file, content=ADAM)
     name = state_file.partition("/")[0] + "/" * ("/" in state_file)
     command = ["convert", tmp_path / "step", tmp_path / "new", *(["--to", to] if to else [])]
     assert f"note: {name} has the optimizer's state" in tool.shown("inspect", tmp_path / "step")
-    tool.assert_one_line(tool.run(*command), f"{name} has the optimizer's state, ", f"--exclude {name}")
+    works = works.replace("{}", f"{tmp_path}/step")
+    tool.assert_one_line(tool.run(*command), f"{name} has the optimizer's state, ", works, f"--exclude {name}")
     assert not (tmp_path / "new").exists()
     tool.shown(*command, "--exclude", name)
     assert (tmp_path / "new").exists()
-    if state_file.startswith("optimizer."):  # the other command that is named
-        tool.shown("convert", tmp_path / "step" / name, tmp_path / "state")
+    if "convert" in works:  # the other command that is named
+        tool.shown(*works.split()[1:-1], tmp_path / "state")
         assert tool.values_of(tmp_path / "state")["state.0.exp_avg"].sum() == 12
     # A checkpoint that has state of its own is no such half.
     whole = save(tmp_path / "whole", {"model": WEIGHTS, "optim": {"state": {"out.bias": {"exp_avg": torch.ones(5)}}}})
@@ -162,8 +169,10 @@ def test_one_ranks_file_is_a_part(tmp_path: Path, mesh: DeviceMesh) -> None:
         )
 
     torch.save({"w": of_ranks(torch.ones(2, 3), 4), "n": 1}, tmp_path / "model_world_size_4_rank_1.pt")
+    merger = MERGER.replace("{}/{}", f"{tmp_path}")
     ran = tool.run("convert", tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "new")
-    tool.assert_one_line(ran, "has a part of w, as one rank of several has it", MERGER.format("", "")[:40])
+    tool.assert_one_line(ran, "has a part of w, as one rank of several has it", merger)
+    tool.assert_one_line(tool.run("inspect", tmp_path / "model_world_size_4_rank_1.pt"), merger)
     torch.save({"w": of_ranks(torch.ones(2, 3), 1)}, tmp_path / "whole.pt")
     tool.shown("convert", tmp_path / "whole.pt", tmp_path / "new")
     assert tool.values_of(tmp_path / "new")["w"].equal(torch.ones(2, 3))
