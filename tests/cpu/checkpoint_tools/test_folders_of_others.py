@@ -152,7 +152,7 @@ def test_weights_are_not_converted_without_their_optimizer(
     assert not (tmp_path / "new").exists()
     tool.shown(*command, "--exclude", name)
     assert (tmp_path / "new").exists()
-    if "convert" in works:  # the other command that is named
+    if works.startswith("checkpoint-tools"):  # the other command that is named
         tool.shown(*works.split()[1:-1], tmp_path / "state")
         assert tool.values_of(tmp_path / "state")["state.0.exp_avg"].sum() == 12
     # A checkpoint that has state of its own is no such half.
