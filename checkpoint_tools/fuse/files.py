@@ -133,8 +133,8 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     rules, fused, recorded = _of_record(checkpoint, request) if way == "merge" else (request.rules, None, [])
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
-        names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
-        fitting = presets_for(way, [*names.others, *(name.fqn for name in names.states)])
+        keys = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
+        fitting = presets_for(way, [*keys.others, *(name.fqn for name in keys.states)])
         raise CheckpointError(f"no rules{hint}; give --preset NAME or --rules FILE: {fitting}")
     known, given = {name for rule in rules for name in rule.value_names}, dict(request.values)
     recorded = [(name, value) for name, value in recorded if name in known]

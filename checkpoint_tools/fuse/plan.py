@@ -189,8 +189,8 @@ class _Planner:
                 f"{presets_for(way, [*model, *(fqn for _, fqn in self.fqns)])}"
             )
         if self.whole:
-            names = some_of([*self.whole], 3)
-            self.found.notes = (f"left as they are: {names}: no gate, as the next layer takes all of each",)
+            stay = some_of([*self.whole], 3)
+            self.found.notes = (f"left as they are: {stay}: no gate, as the next layer takes all of each",)
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
