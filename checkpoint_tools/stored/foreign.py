@@ -1,6 +1,5 @@
 """Folders without metadata of DCP, by the names in them: whose they are, and which subfolder or command works."""
 
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +8,7 @@ from typing import NamedTuple
 from ..core.text import natural_order, some_of
 from .storage import TORCH_SUFFIXES, Folder, open_folder
 
-_MOST_FOLDERS = 200  # of a level that are looked into
+_MOST_FOLDERS = 200  # that are looked into: behind a URL, each takes a request
 
 
 class _Kind(NamedTuple):
@@ -81,7 +80,7 @@ def described(folder: Folder) -> str | None:
         return f"{path} is one file of torch.save: checkpoint-tools convert {path} DST makes a checkpoint of it"
     if own := _kind_of(names):
         return _told(path, own)
-    found = sorted(_inside(folder, 2), key=lambda each: natural_order(each[0]))
+    found = sorted(_inside(folder), key=lambda each: natural_order(each[0]))
     told = [_told(f"{path}/{name}", kind) for name, kind in found if kind is not None][:1]
     if inside := [name for name, kind in found if kind is None]:
         told = [f"{path} is no checkpoint itself; give one of its subfolders: {some_of(inside, 8)}", *told]
@@ -100,18 +99,20 @@ def _told(path: str, kind: _Kind) -> str:
     return f"{path} {kind.what}: {kind.works.replace('{}', path)}"
 
 
-def _inside(folder: Folder, levels: int) -> Iterator[tuple[str, _Kind | None]]:
-    """Find subfolders that are checkpoints, and those of others."""
-    below = (name.removesuffix("/") for name in folder.files() if name.endswith("/"))
-    for name in itertools.islice(below, _MOST_FOLDERS):
-        one = open_folder(f"{folder.path.rstrip('/')}/{name}")
-        try:
-            names = one.files()
-        except OSError:
-            continue
-        if ".metadata" in names or any(each.endswith(".safetensors") for each in names):
-            yield name, None
-        elif kind := _kind_of(names):
-            yield name, kind
-        elif levels > 1:
-            yield from ((f"{name}/{deeper}", kind) for deeper, kind in _inside(one, levels - 1))
+def _inside(folder: Folder) -> Iterator[tuple[str, _Kind | None]]:
+    """Find subfolders, up to two levels below, that are checkpoints, and those of others."""
+    level, room = [("", folder.files())], _MOST_FOLDERS
+    for _ in range(2):
+        below = [f"{lead}{name}" for lead, names in level for name in names if name.endswith("/")][:room]
+        level, room = [], room - len(below)
+        for name in below:
+            try:
+                names = open_folder(f"{folder.path.rstrip('/')}/{name.rstrip('/')}").files()
+            except OSError:
+                continue
+            if ".metadata" in names or any(each.endswith(".safetensors") for each in names):
+                yield name.rstrip("/"), None
+            elif kind := _kind_of(names):
+                yield name.rstrip("/"), kind
+            else:
+                level.append((name, names))
