@@ -212,7 +212,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             if parameter is not None and parameter not in with_state:
                 self.taken_out[key] = parameter
             elif _is_spare_master(key, requested[key]):
-                self.taken_out[key] = without_wrappers(key).rpartition(".")[0]
+                self.taken_out[key] = key.rpartition(".")[0]
             elif not self._may_be_missing(key):
                 yield Problem.MISSING, key, ""
 
@@ -486,7 +486,7 @@ def _beside_groups(key: str) -> tuple[str, str] | None:
 def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:
     """The begin of a ``path`` to some state of ``parameter`` that names one value of it, which may be a dict itself."""
     begins = (path[:length] for length in range(1, len(path)))
-    return next((begin for begin in begins if len(without_wrappers(".".join(map(str, begin)))) > len(parameter)), path)
+    return next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path)
 
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:

@@ -612,12 +612,15 @@ def test_two_keys_that_wrappers_alone_tell_apart_are_not_one(tmp_path: Path) -> 
     """Neither of two saved keys is loaded as a third, nor one as two."""
     two, at = {"a._orig_mod.w": torch.ones(3), "_checkpoint_wrapped_module.a.w": torch.zeros(3)}, tmp_path / "two"
     dcp.save(two, checkpoint_id=at)
-    dcp.save({"a.w": torch.ones(3)}, checkpoint_id=tmp_path / "one")
+    dcp.save({"a.w": torch.ones(3), "n": 5}, checkpoint_id=tmp_path / "one")
     for state, folder in (({"a.w": torch.ones(3)}, at), ({**two}, tmp_path / "one")):
         with pytest.raises(CheckpointException, match="requested, but not in the checkpoint"):
             checked_load(dict(state), checkpoint_id=folder)
+    any_keys = LoadPlanner(allow_missing=True, allow_extra=True)
+    loaded = checked_load({**two, "n": 0}, checkpoint_id=tmp_path / "one", planner=any_keys)
+    assert {*loaded.missing} == {*two}
     kept = torch.full((3,), 2.0)
-    checked_load({"_checkpoint_wrapped_module.a.w": kept}, checkpoint_id=at, planner=LoadPlanner(allow_extra=True))
+    checked_load({"_checkpoint_wrapped_module.a.w": kept}, checkpoint_id=at, planner=any_keys)
     assert not kept.any()
 
 

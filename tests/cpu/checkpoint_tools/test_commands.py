@@ -219,7 +219,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
         "towers": {
             "model": {"2.mlp.experts.gate_up_proj": torch.ones(1, 2, 2), "up.linear_fc1.weight": torch.ones(2, 2)},
-            "optim": {"state": {f"2.attn.{name}_proj.weight": {"exp_avg": one} for name in "qkv"}},
+            "optim": {"state": {f"2.mlp.{name}_proj.weight": {"exp_avg": one} for name in ("gate", *"qkv")}},
         },
         "apart": {"model": {"up.linear_fc1.weight_w": one, "up.linear_fc1.weight_v": one}},
     }

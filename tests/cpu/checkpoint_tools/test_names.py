@@ -117,6 +117,7 @@ def test_keys_of_megatron(tmp_path: Path) -> None:
     ("key", "fqn"),
     [
         ("encoder._orig_mod.1.{}", "encoder.1.{}"),
+        ("encoder.{}", "encoder._orig_mod.{}"),
         ("encoder.1.{}", "module.encoder._orig_mod.1._checkpoint_wrapped_module.{}"),
         ("_orig_mod.encoder.1._orig_mod.{}", "encoder._checkpoint_wrapped_module.1.{}"),
     ],
