@@ -43,7 +43,7 @@ def lost_file(folder: Path, lose: Callable[[Path], None]) -> list[str]:
 
 
 def own_keys(folder: Path) -> Iterator[str]:
-    """As pipeline stages: what the other one requests is not extra, also without a wrapper, and what neither does is."""
+    """As pipeline stages: what the other requests is not extra, also without a wrapper, and what neither does is."""
     key = f"layer{dist.get_rank()}"
     own = WHOLE + dist.get_rank()
     dcp.save({"model": {f"{key}._orig_mod.up": own, key: own, "shared": WHOLE}}, checkpoint_id=folder)
