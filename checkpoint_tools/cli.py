@@ -20,7 +20,7 @@ from . import rewrite
 from .convert import convert, torch_files, translate
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
 from .fuse.files import Request
-from .fuse.rules import Way, load_rules, preset, preset_names
+from .fuse.rules import Way, load_rules, preset, preset_lines
 from .look import diff, inspect, verify
 from .stored.safetensors_folder import open_checkpoint
 from .stored.storage import TORCH_SUFFIXES, is_file_of
@@ -460,7 +460,7 @@ def _of_all_commands(
     pass
 
 
-_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name}" for name in preset_names())
+_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in preset_lines().items())
 for _name, _command, _help, _epilog in (
     ("inspect", _inspect, None, None),
     ("verify", _verify, None, None),

@@ -23,6 +23,7 @@ from ..fuse.names import sorted_out
 from ..rewrite import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored import safetensors_folder as folder
 from ..stored.checkpoint import Checkpoint, StoredTensor
+from ..stored.foreign import state_beside, works_for_state
 from ..stored.items import ItemReader
 from ..stored.safetensors_folder import MODEL, OPTIMIZER, open_safetensors, path_of
 
@@ -102,7 +103,7 @@ class _Parts:
     """Keys of a checkpoint, sorted by the file that they go to."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
-        keys = _wanted_keys(checkpoint, wanted)
+        keys = wanted_keys(checkpoint, wanted.excluded)
         neither = [key for key in sorted_out(keys, checkpoint.paths).others if key in checkpoint.tensors]
         self.prefix = _prefix_of(checkpoint, neither) if wanted.key_prefix is None else wanted.key_prefix
         model = {key for key in neither if key.startswith(self.prefix)}
@@ -121,10 +122,18 @@ class _Parts:
         self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}
 
 
-def _wanted_keys(checkpoint: Checkpoint, wanted: Wanted) -> list[str]:
+def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
+    """Return the keys without excluded ones, of a checkpoint of which no optimizer's state would be left behind."""
     everything = [*checkpoint.tensors, *checkpoint.objects]
-    check_patterns("--exclude", wanted.excluded, everything)
-    return [key for key in everything if not is_excluded(key, wanted.excluded)]
+    beside = state_beside(checkpoint.folder.files()) if checkpoint.own_files is not None else []
+    check_patterns("--exclude", excluded, [*everything, *beside])
+    left = [name for name in beside if not is_excluded(name, excluded)]
+    if left and not sorted_out(everything, checkpoint.paths).states:
+        raise CheckpointError(
+            f"{checkpoint.path}: {left[0]} has the optimizer's state, which would be left behind. "
+            f"{works_for_state(checkpoint.folder, left[0])}. Leave it out here with --exclude {left[0]}"
+        )
+    return [key for key in everything if not is_excluded(key, excluded)]
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
@@ -153,7 +162,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
 
 def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
     checkpoint = rewrite.whole(open_safetensors(source, wanted.key_prefix), threads)
-    keys = _wanted_keys(checkpoint, wanted)
+    keys = wanted_keys(checkpoint, wanted.excluded)
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")
     new = _new_tensors(checkpoint, keys, checkpoint.model_keys, wanted.dtype)

@@ -18,15 +18,19 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from ..core.regions import whole_of
-from ..core.text import CheckpointError, check_patterns, counted, human_bytes, is_excluded, shortened, some_of
+from ..core.text import CheckpointError, counted, human_bytes, shortened, some_of
+from ..core.values import values_in
 from ..look.verify import WITHOUT_CHECKSUMS, check_whole, notes_on_checksums, seal
 from ..rewrite import appearing, written
 from ..stored.checkpoint import Checkpoint
+from ..stored.foreign import described
 from ..stored.items import Archive, DamagedError, ItemReader, plain_load
 from ..stored.safetensors_folder import open_checkpoint
 from ..stored.storage import Folder
+from .convert import wanted_keys
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
 
@@ -42,6 +46,10 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, l
         raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{source} has a {type(state).__name__}, and no state dict with names")
+    for key, value in state.items():
+        if any(isinstance(each, DTensor) and each.to_local().numel() != each.numel() for each in values_in(value)):
+            whose = described(folder) or "save it with DCP, which puts the parts of all ranks together"
+            raise CheckpointError(f"{source} has a part of {key}, as one rank of several has it. {whose}")
     with appearing(destination) as made:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is no process group
@@ -65,9 +73,9 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
     """Write one file with everything in a checkpoint, nested as it was; return what is in it, and notes."""
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, 1)
-    check_patterns("--exclude", excluded, [*checkpoint.tensors, *checkpoint.objects])
-    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not is_excluded(key, excluded)}
-    objects = {key: item for key, item in checkpoint.objects.items() if not is_excluded(key, excluded)}
+    keys = wanted_keys(checkpoint, excluded)
+    tensors = {key: checkpoint.tensors[key] for key in keys if key in checkpoint.tensors}
+    objects = {key: checkpoint.objects[key] for key in keys if key in checkpoint.objects}
     nbytes = sum(tensor.nbytes for tensor in tensors.values()) + sum(item.length_bytes for item in objects.values())
     if nbytes > max_memory_bytes:
         raise CheckpointError(
@@ -78,7 +86,11 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
     reader = ItemReader(checkpoint, max_memory_bytes)
     for key, tensor in tensors.items():
         values[key] = reader.read_region(tensor, whole_of(tensor.shape))
-    values.update((key, reader.read_object(item)) for key, item in objects.items())
+    for key, item in objects.items():
+        try:
+            values[key] = reader.read_object(item)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}; leave it out with --exclude") from error
     nested = _nested(checkpoint, values)
     with appearing(destination, is_file=True) as made, made.open("wb") as stream:
         try:

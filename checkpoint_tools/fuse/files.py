@@ -31,7 +31,7 @@ from ..stored.storage import read_file
 from ..stored.unpickle import PickledObject
 from .names import GroupName, sorted_out
 from .plan import Exchange, Source, plan_exchange
-from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, preset_names, rules_of
+from .rules import ALL, DENSE_RANKS, EXPERT_RANKS, Match, Rule, Wanted, Way, match_of, presets_for, rules_of
 
 RECORD_FILE = "split_record.json"
 _FORMAT = "checkpoint_tools split 1"
@@ -133,7 +133,9 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
     rules, fused, recorded = _of_record(checkpoint, request) if way == "merge" else (request.rules, None, [])
     if not rules:
         hint = f", and {checkpoint.path} has no {RECORD_FILE}" if way == "merge" else ""
-        raise CheckpointError(f"no rules{hint}; give --preset ({', '.join(preset_names())}) or --rules FILE")
+        keys = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
+        fitting = presets_for(way, [*keys.others, *(name.fqn for name in keys.states)])
+        raise CheckpointError(f"no rules{hint}; give --preset NAME or --rules FILE: {fitting}")
     known, given = {name for rule in rules for name in rule.value_names}, dict(request.values)
     recorded = [(name, value) for name, value in recorded if name in known]
     for name, value in recorded:  # by which it was split, whatever the config of the model has
@@ -170,6 +172,8 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     asked = _completed(checkpoint, way, request)
     source = _Files(checkpoint, asked.values)
     found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
+    if not found.matched:
+        raise CheckpointError(f"nothing to {way}; {'; '.join(found.notes)}")
     check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
     _check_left(source, found, asked.excluded)
     if not (asked.is_known or asked.is_dry):
@@ -178,7 +182,7 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
             f"rules match would be: {some_of(found.matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
             "PATTERN for some of it"
         )
-    return found, asked
+    return found, asked._replace(notes=(*asked.notes, *found.notes))
 
 
 class _Files(Source):

@@ -11,6 +11,7 @@ says which rows of it a rank has.
 """
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from .plan import Exchange, Fusion, Layout, Source, plan_exchange
 from .rules import DENSE_RANKS, EXPERT_RANKS, Match, Rule, Way
 
 StateDict = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class _Origin(NamedTuple):
@@ -77,9 +79,9 @@ def split_state_dict(
             :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that, instead.
 
     Returns:
-        New dicts; what is not fused is taken over as it is. Parts are views of the memory of the fused tensors, except
-        where a plain tensor was fused in groups, which no strides can tell: those are copies, and
-        :func:`merge_state_dict` writes them back.
+        New dicts; what is not fused is taken over as it is, also in modules without a gate (which are logged). Parts
+        are views of the memory of the fused tensors, except where a plain tensor was fused in groups, which no strides
+        can tell: those are copies, and :func:`merge_state_dict` writes them back.
 
     Raises:
         ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
@@ -115,8 +117,11 @@ def _exchanged(
     rules: Sequence[Rule],
     values: Mapping[str, float],
 ) -> tuple[StateDict, StateDict | None]:
-    source = _StateDicts(model_state, optim_state, values)
+    is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state
+    source = _StateDicts(model_state, None if is_empty else optim_state, values)
     found = plan_exchange(way, source, rules)
+    for note in found.notes:
+        _log.info(note)
     for fqn in found.listed if way == "split" else ():
         if fqn not in found.owners:  # no model tells how it is sharded
             raise CheckpointError(
@@ -125,8 +130,8 @@ def _exchanged(
             )
     new = (_split if way == "split" else _merged)(found, source)
     model = {key: value for old in model_state for key, value in new[old].items()}
-    if optim_state is None:
-        return model, None
+    if is_empty:
+        return model, None if optim_state is None else {**optim_state}
     optim = {key: value for old in source.optim for key, value in new[old].items()}
     return model, source.nested(optim, found)
 

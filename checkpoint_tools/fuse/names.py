@@ -17,11 +17,12 @@ have dots and names of state have none, unless flattened param groups list a sho
 :mod:`fsdp_offload.checkpoint.names` reads them too.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
 
-from fsdp_offload.checkpoint.names import parameter_of
+from fsdp_offload.checkpoint.names import parameter_of, without_wrappers
 
 from ..core.text import CheckpointError
 from ..stored.checkpoint import Path
@@ -181,29 +182,34 @@ class Owners:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._by_end: dict[str, list[str]] = {}
-        for key in keys:
+        for key, name in [(each, name) for each in keys for name in {each, without_wrappers(each)}]:
             at = 0
             while at >= 0:
-                self._by_end.setdefault(key[at:], []).append(key)
-                at = key.find(".", at) + 1 or -1
+                self._by_end.setdefault(name[at:], []).append(key)
+                at = name.find(".", at) + 1 or -1
 
     def of(self, fqn: str, same: Callable[[str, str], bool]) -> Owner | None:
         """Return the owner of state of ``fqn``, which may have ``module.`` in front more often than the model.
 
-        Of several, it is the one with the shortest prefix; unless all that have it become the ``same``, nobody knows.
+        Either may have wrappers in its name, if no name is exact. Of several owners, the one with the shortest prefix
+        is returned; unless all that have it become the ``same``, nobody knows.
         """
-        own_lead, end = "", fqn
-        while True:
-            found = self._by_end.get(end, [])
-            if found:
-                depth = min(key.count(".") for key in found)
-                nearest = [key for key in found if key.count(".") == depth]
-                if not all(same(nearest[0], other) for other in nearest[1:]):
-                    raise CheckpointError(
-                        f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
-                        "rules that match all of them, or --exclude them all"
-                    )
-                return Owner(nearest[0], nearest[0].removesuffix(end), own_lead)
-            if not end.startswith("module."):
-                return None
-            own_lead, end = own_lead + "module.", end.removeprefix("module.")
+        ends: list[str] = []
+        for name in (fqn, without_wrappers(fqn)):
+            ends.append(name)
+            while ends[-1].startswith("module."):
+                ends.append(ends[-1].removeprefix("module."))
+        found = next((self._by_end[end] for end in ends if end in self._by_end), None)
+        if found is None:
+            return None
+        depth = min(key.count(".") for key in found)
+        nearest = [key for key in dict.fromkeys(found) if key.count(".") == depth]
+        if not all(same(nearest[0], other) for other in nearest[1:]):
+            raise CheckpointError(
+                f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
+                "rules that match all of them, or --exclude them all"
+            )
+        both = zip(reversed(nearest[0].split(".")), reversed(fqn.split(".")), strict=False)
+        words = [one for one, _ in itertools.takewhile(lambda each: each[0] == each[1], both)]
+        common = ".".join(reversed(words))
+        return Owner(nearest[0], nearest[0].removesuffix(common), fqn.removesuffix(common))

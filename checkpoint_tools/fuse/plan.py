@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..core.regions import Comb, Shape
-from ..core.text import CheckpointError, check_patterns, is_excluded, short_repr
+from ..core.text import CheckpointError, check_patterns, is_excluded, short_repr, some_of
 from ..core.values import same_values, values_in
 from ..stored.checkpoint import Path
 from .names import GroupName, Names, Owners, StateName
-from .rules import ALL, MAX_KEY, Match, Rule, Wanted, Way, find_matches, match_of
+from .rules import ALL, MAX_KEY, Match, Rule, Wanted, Way, find_matches, match_of, presets_for
 
 
 class Fusion(NamedTuple):
@@ -61,6 +61,7 @@ class Exchange:
     matched: tuple[str, ...] = ()  # fused tensors by the names that rules match: of the model, or of state without one
     listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # what param groups list instead of an FQN
     owners: dict[Fqn, str] = field(default_factory=dict)  # keys of the model's tensors whose state there is
+    notes: tuple[str, ...] = ()  # what people should know
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
         """Give an entry of state to these parameters."""
@@ -175,26 +176,35 @@ class _Planner:
         self.found = Exchange()
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
         self.used: set[int] = set()  # rules that match something
-        self.of_model = self._roles(model)
+        self.whole: dict[str, None] = {}  # what they match, and nothing is fused in
+        self.of_model = self._roles(model, self.shapes)
         self.of_state = self._roles_of_state(fqns, Owners(key for key in model if len(key) <= MAX_KEY))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
             nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))
+            if way == "split" and any(match_of("merge", rule, key) for rule in rules for key in self.keys):
+                nothing += ", but parts of these: they are split already"
             raise CheckpointError(
-                f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there"
+                f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there; "
+                f"{presets_for(way, [*model, *(fqn for _, fqn in self.fqns)])}"
             )
+        if self.whole:
+            stay = some_of([*self.whole], 3)
+            self.found.notes = (f"left as they are: {stay}: no gate, as the next layer takes all of each",)
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
         for fqn, role in self.of_state.items():  # param groups list the parts, or the fused one in place of the first
             self.found.listed[fqn] = role.parts if role.number is None else () if role.number else (role.fused,)
 
-    def _roles(self, names: Iterable[str]) -> dict[str, _Role]:
+    def _roles(self, names: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, _Role]:
         known = [name for name in names if not is_excluded(name, self.excluded)]
         roles = {}
         for match in find_matches(self.way, known, self.rules, self.wanted):
             self.used.update(number for number, rule in enumerate(self.rules) if rule is match.rule)
-            if self.way == "split":
+            if self.way == "split" and match.is_whole(shapes):
+                self.whole[match.fused] = None
+            elif self.way == "split":
                 roles[match.fused] = _Role(match, match.fused, match.parts, None, None)
             else:
                 for number, part in enumerate(match.parts):
@@ -215,8 +225,10 @@ class _Planner:
             if role is not None:
                 own = [owner.own(key, fqn) for key in (role.fused, *role.parts)]
                 roles[optimizer, fqn] = _Role(role.match, own[0], tuple(own[1:]), role.number, owner.key)
+        shapes = self._shapes_of_state()
         for optimizer, names in alone.items():
-            roles.update(((optimizer, fqn), role) for fqn, role in self._roles(names).items())
+            found = self._roles(names, shapes.get(optimizer, {}))
+            roles.update(((optimizer, fqn), role) for fqn, role in found.items())
         return roles
 
     def _become_the_same(self, one: str, other: str) -> bool:
@@ -237,7 +249,8 @@ class _Planner:
                 )
         for name in self.source.names.states:
             fqn = name.optimizer, name.fqn
-            is_left = fqn not in self.of_state and fqn not in self.found.owners and name.key in self.source.tensors
+            is_known = fqn in self.of_state or fqn in self.found.owners or name.fqn in self.whole
+            is_left = not is_known and name.key in self.source.tensors
             found = (match_of(self.way, rule, name.key) for rule in self.rules if is_left)
             is_matched = any(match is not None and self.wanted(match) for match in found)
             if is_matched and not is_excluded(name.key, self.excluded):

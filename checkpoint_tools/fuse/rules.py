@@ -45,7 +45,7 @@ class Rule:
             part, along a dimension that the parts do not have.
         groups: for ``grouped``, a number or an expression: how many ranks or groups.
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
-            What tells a gated MLP from one without a gate, where ``linear_fc1`` is half as large and must not be split.
+            What tells a gated MLP from one without a gate, where ``linear_fc1`` has that size itself, and stays.
         optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
         only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
         exclude: patterns of keys that the rule is not about.
@@ -140,17 +140,27 @@ class Rule:
         """Locate the parts along the fused dimension, by the config values that the sizes name."""
         if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
-        groups = evaluated(self.groups, values, where)
+        groups, sizes = evaluated(self.groups, values, where), self.part_sizes(fused_size, values, where)
         if groups < 1:
             raise CheckpointError(
                 f"{where}: {self.groups} is {groups}; expected 1 or more, as many as it was divided into"
             )
+        try:
+            return combs_of(sizes, self.layout, groups)
+        except ValueError as error:
+            given = f": {self.groups} is {groups}; give as many as it was divided into, or exclude it"
+            raise CheckpointError(f"{where}: {error}{given if self.layout == 'grouped' else ''}") from None
+
+    def part_sizes(self, fused_size: int, values: Mapping[str, float], where: str) -> list[int]:
+        """Return the parts' sizes along the fused dimension, over all groups."""
         count = len(self.parts)
         if self.layout == "stacked":
             sizes = [1] * count
         elif self.sizes == "equal":
             if fused_size % count:
-                raise CheckpointError(f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts")
+                raise CheckpointError(
+                    f"{where}: dimension {self.dim} of size {fused_size} has no {count} equal parts. Exclude it"
+                )
             sizes = [fused_size // count] * count
         else:
             known = [None if size == "rest" else evaluated(size, values, where) for size in self.sizes]
@@ -161,10 +171,7 @@ class Rule:
                 f"{where}: its parts have sizes {sizes}, {sum(sizes)} together, but its dimension {self.dim} has "
                 f"{fused_size}. Is it fused as the rule for {self.fused} says?"
             )
-        try:
-            return combs_of(sizes, self.layout, groups)
-        except ValueError as error:
-            raise CheckpointError(f"{where}: {error}") from None
+        return sizes
 
 
 DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
@@ -179,33 +186,42 @@ class Match(NamedTuple):
     parts: tuple[str, ...]
     texts: dict[str, str]
 
+    def is_whole(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Tell whether nothing is fused: the tensor of ``same_size_as`` takes all of this one, as without a gate."""
+        if self.rule.same_size_as is None:
+            return False
+        (template, at), dim = self.rule.same_size_as, self.rule.dim
+        own, other = shapes.get(self.fused, ()), shapes.get(template_filled(template, self.texts), ())
+        has_size = -len(own) <= dim < len(own) and -len(other) <= at < len(other) and own[dim] == other[at] > 0
+        # Stacks of experts may be transposed: a rule of the others finds the hidden size in both.
+        return has_size and (len(own) < 3 or math.prod(own) == math.prod(other))
+
     def divided(
         self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
     ) -> tuple[int, tuple[Comb, ...]]:
         """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
 
-        The first part's size is held against the tensor that ``same_size_as`` names.
+        The first part's size is held against the tensor that ``same_size_as`` names, before it is divided into groups.
         """
         dim = self.rule.dim_of(shape, self.fused)
-        combs = self.rule.combs(shape[dim], values, self.fused)
-        if self.rule.same_size_as is None:
-            return dim, combs
-        template, at = self.rule.same_size_as
-        sibling, first_size = template_filled(template, self.texts), combs[0].size
-        if sibling not in siblings:
-            raise CheckpointError(
-                f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
-                "give a rule without same_size_as if you know"
-            )
-        other = siblings[sibling]
-        if not -len(other) <= at < len(other):
-            raise CheckpointError(f"{self.fused}: expected {sibling} to have a dimension {at}, got {other}")
-        if other[at] != first_size:
-            raise CheckpointError(
-                f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
-                f"{sibling} takes {other[at]}. A module without a gate? Exclude it"
-            )
-        return dim, combs
+        if self.rule.same_size_as is not None:
+            template, at = self.rule.same_size_as
+            sibling = template_filled(template, self.texts)
+            if sibling not in siblings:
+                raise CheckpointError(
+                    f"{self.fused}: whether it is fused can be told from {sibling}, which is not there. Exclude it, or "
+                    "give a rule without same_size_as if you know"
+                )
+            other = siblings[sibling]
+            if not -len(other) <= at < len(other):
+                raise CheckpointError(f"{self.fused}: expected {sibling} to have a dimension {at}, got {other}")
+            first_size = self.rule.part_sizes(shape[dim], values, self.fused)[0]
+            if other[at] != first_size:
+                raise CheckpointError(
+                    f"{self.fused} is not fused as the rule says: its first part would have size {first_size}, but "
+                    f"{sibling} takes {other[at]}. Exclude it"
+                )
+        return dim, self.rule.combs(shape[dim], values, self.fused)
 
     def joined(
         self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
@@ -313,6 +329,25 @@ def tables_in(path: str | Path) -> Any:
 def preset_names() -> tuple[str, ...]:
     """Names of the presets."""
     return tuple(sorted(file.name.removesuffix(".toml") for file in _PRESETS.iterdir()))
+
+
+def preset_lines() -> dict[str, str]:
+    """What each preset is for, by name: the first line of its file."""
+    texts = {name: (_PRESETS / f"{name}.toml").read_text(encoding="utf-8") for name in preset_names()}
+    return {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
+
+
+def presets_for(way: Way, keys: Iterable[str]) -> str:
+    """Say which presets match any of these keys: as fused tensors to split, or with all their parts to merge."""
+    known = frozenset(keys)
+
+    def is_match(rule: Rule, key: str) -> bool:
+        match = match_of(way, rule, key)
+        return match is not None and (way == "split" or known.issuperset(match.parts))
+
+    found = [name for name in preset_names() if any(is_match(rule, key) for rule in preset(name) for key in known)]
+    names = ", ".join(found or preset_names())
+    return f"presets that match its keys: {names}" if found else f"no preset matches its keys ({names})"
 
 
 def preset(name: str) -> tuple[Rule, ...]:

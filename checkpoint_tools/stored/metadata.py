@@ -27,6 +27,7 @@ import torch
 
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
+from .foreign import described
 from .storage import Folder, open_folder, read_file
 from .unpickle import ForbiddenNameError, PickledObject, unpickle
 
@@ -154,10 +155,10 @@ def _unpickled(folder: Folder) -> dict[str, Any]:
 
 def _why_none(folder: Folder) -> str:
     try:
-        folder.files()
+        has_data = any(name.endswith(".distcp") for name in folder.files())
     except OSError:
-        return f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
-    return (
+        return described(folder) or f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
+    return (None if has_data else described(folder)) or (
         f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not end, or "
         "it was saved with use_collectives=False, and each rank has metadata of its own"
     )

@@ -24,6 +24,7 @@ import torch
 
 from ..core.text import MAX_DIMS, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
+from .foreign import state_beside
 from .metadata import misnamed, open_dcp
 from .storage import Folder, is_file_of, open_folder, read_file
 
@@ -168,7 +169,7 @@ def open_safetensors(
         own_files=None if found.single else tuple(found.json_files),
         key_prefix=prefix,
         model_keys=model_keys,
-        notes=(_NOTE_ON_PARTS,) if found.is_sharded else (),
+        notes=(*([_NOTE_ON_PARTS] if found.is_sharded else ()), *found.notes),
     )
 
 
@@ -186,6 +187,7 @@ class _Reading:
         self.objects: dict[str, StoredObject] = {}
         self.paths: dict[str, Path] = {}
         self.is_sharded = False
+        self.notes: list[str] = []
         self.recorded_prefix: str | None = None
         model, others = ({self.single: {}}, {}) if self.single else self._listed()
         for is_model, files in ((True, model), (False, others)):
@@ -197,6 +199,9 @@ class _Reading:
     def _listed(self) -> tuple[dict[str, Collection[str]], dict[str, Collection[str]]]:
         """List the files of the model and others, and keys that have to be in them."""
         there = self.folder.files()
+        self.notes += (
+            f"{name} has the optimizer's state, which is not in the safetensors" for name in state_beside(there)
+        )
         if OBJECTS_FILE in there:
             self.json_files.append(OBJECTS_FILE)
         own, index = f"{OPTIMIZER}{INDEX_SUFFIX}", f"{MODEL}{INDEX_SUFFIX}"

@@ -20,8 +20,7 @@ are, with whatever wraps the model in front:
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,16 +43,15 @@ class SavedByFqn(NamedTuple):
     entries: dict[str, dict[str, Any]]  # of the param group that lists it
 
     def with_names_of(self, known: Iterable[str]) -> "SavedByFqn":
-        """The same under those of the ``known`` names that differ from its own in the ``module.`` in front alone."""
-        same = set(known)
-        by_bare: dict[str, str | None] = {}
-        for name in same:
-            by_bare[bare_name(name)] = None if bare_name(name) in by_bare else name  # of two, neither
-        given = {*self.state, *self.entries}
-        renamed = {fqn: by_bare.get(bare_name(fqn)) for fqn in given - same}
-        taken = Counter([*given, *renamed.values()])  # nor one for two
-        own = {fqn: fqn for fqn in given} | {fqn: name for fqn, name in renamed.items() if name and taken[name] == 1}
-        return SavedByFqn(*({own[fqn]: values for fqn, values in part.items()} for part in self))
+        """The same under those of the ``known`` names that differ from its own in wrappers alone."""
+        same, own = by_bare_name(known), [by_bare_name(part) for part in self]
+
+        def renamed(fqn: str) -> str:
+            bare = bare_name(fqn)
+            is_one = all(names.get(bare, fqn) for names in own)  # state and groups may have it in two spellings
+            return same.get(bare) or fqn if is_one else fqn
+
+        return SavedByFqn(*({renamed(fqn): values for fqn, values in part.items()} for part in self))
 
 
 def parameter_of(key: str, parameters: Set[str]) -> str | None:
@@ -64,9 +62,22 @@ def parameter_of(key: str, parameters: Set[str]) -> str | None:
     return None
 
 
+def without_wrappers(key: str) -> str:
+    """``key`` without what compiled and checkpointed modules put into it where one lies in the other."""
+    return re.sub(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.", "", key)
+
+
 def bare_name(name: str) -> str:
-    """``name`` without the ``module.`` of wrappers in front."""
-    return re.sub(r"^(?:module\.)+", "", name)
+    """``name`` without wrappers, nor the ``module.`` of others in front."""
+    return re.sub(r"^(?:module\.)+", "", without_wrappers(name))
+
+
+def by_bare_name(names: Iterable[str], bare: Callable[[str], str] = bare_name) -> dict[str, str | None]:
+    """Each bare name → the name that has it; ``None`` if several have."""
+    found: dict[str, str | None] = {}
+    for name in dict.fromkeys(names):
+        found[bare(name)] = None if bare(name) in found else name
+    return found
 
 
 def flattened(nested: StateDict) -> StateDict:

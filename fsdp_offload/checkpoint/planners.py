@@ -42,7 +42,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
-from .names import parameter_of
+from .names import by_bare_name, parameter_of, without_wrappers
 from .plain import is_template
 from .shard_tensor import in_one_dimension
 
@@ -94,7 +94,8 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
     elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
     a load of nothing. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where
-    each rank has one range of the elements. State is what has ``param_groups`` beside it, below whatever prefix.
+    each rank has one range of the elements. Keys may have ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in them on
+    either side. State is what has ``param_groups`` beside it, below whatever prefix.
 
     Entries of param groups that only the checkpoint has (a scheduler's ``initial_lr``) are loaded beside the others.
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
@@ -119,7 +120,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     """What the last load has filled, and left as it was."""
 
     reader: FileSystemReader | None = None  # whose files are looked at
-    taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter
+    taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter, without wrappers
     added: dict[str, tuple[Any, ...]]  # keys of groups, such as initial_lr, that come into it -> path of one beside
 
     def __init__(
@@ -163,6 +164,13 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         requested: dict[str, Any] = self.state_dict
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
+        bare = {key: without_wrappers(key) for key in requested if key not in stored}
+        own, others = (by_bare_name(keys if bare else (), without_wrappers) for keys in (requested, stored))
+        spelled = {key: other for key, name in bare.items() if own[name] and (other := others.get(name))}
+        if spelled:  # wrappers alone tell these from stored keys: planned as requested, and read as stored
+            names = {other: key for key, other in spelled.items()}
+            stored = {names.get(key, key): entry for key, entry in stored.items()}
+            self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
         common = {key: value for key, value in requested.items() if key in stored}
         problems = [*self._missing(requested, stored)]
         if not common and not problems:
@@ -175,6 +183,10 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         if not problems:
             self.state_dict = {key: self._as_stored(key, value, stored[key]) for key, value in common.items()}
             plan = default_planner.create_default_local_load_plan(self.state_dict, self.metadata)
+            for number, item in enumerate(plan.items if spelled else ()):
+                at = item.storage_index
+                at = dataclasses.replace(at, fqn=spelled.get(at.fqn, at.fqn))
+                plan.items[number] = dataclasses.replace(item, storage_index=at)
             problems = [*_uncovered(self.state_dict, plan.items), *self._unreadable(plan.items)]
         if problems:
             raise _refusal([*problems, *extra])
@@ -184,7 +196,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         """On the coordinator: the plans as they are, if some rank loads each extra key."""
         extra = {key for plan in global_plan for key in plan.planner_data or ()}
         if extra:
-            extra -= {item.dest_index.fqn for plan in global_plan for item in plan.items}
+            extra -= {item.storage_index.fqn for plan in global_plan for item in plan.items}
         if extra:
             raise _refusal([(Problem.EXTRA, key, "") for key in sorted(extra)])
         return global_plan
@@ -216,10 +228,11 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
-        parameters = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else set()
-        with_state = {parameter_of(key, parameters) for key in stored} if parameters else set()
+        listed_ones = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else ()
+        parameters = set(map(without_wrappers, listed_ones))
+        with_state = {parameter_of(without_wrappers(key), parameters) for key in stored} if parameters else set()
         for key in missing:
-            parameter = parameter_of(key, parameters)
+            parameter = parameter_of(without_wrappers(key), parameters)
             if parameter is not None and parameter not in with_state:
                 self.taken_out[key] = parameter
             elif _is_spare_master(key, requested[key]):

@@ -112,9 +112,10 @@ def set_optimizer_state_dict(
 
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
     other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
-    may have ``module.`` in front a different number of times, as those of Megatron's optimizers have. A DTensor with
-    the elements of a parameter in one dimension, of which this rank has just its part, is taken for state of it; so is
-    a plain tensor of the global shape of a sharded parameter, as full state dicts have: each rank copies its part.
+    may have ``module.`` in front a different number of times, as those of Megatron's optimizers have, and
+    ``_orig_mod.`` or ``_checkpoint_wrapped_module.`` anywhere. A DTensor with the elements of a parameter in one
+    dimension, of which this rank has just its part, is taken for state of it; so is a plain tensor of the global shape
+    of a sharded parameter, as full state dicts have: each rank copies its part.
 
     Args:
         model: the model whose parameters they have.

@@ -528,7 +528,7 @@ def test_names_in_dicts_of_state_have_dots_in_the_flattened_form() -> None:
 
 def test_two_saved_names_are_two_parameters() -> None:
     """A name that the state dict has itself is nobody else's with ``module.`` in front."""
-    for other in ("w", "module.module.w"):
+    for other in ("w", "module.module.w", "_orig_mod.w"):
         saved = SavedByFqn({"module.w": {"x": 1}, other: {"x": 2}}, {})
         assert saved.with_names_of(["w"]).state == saved.state
     assert SavedByFqn({"module.w": {"x": 1}}, {}).with_names_of(["w"]).state == {"w": {"x": 1}}
@@ -577,6 +577,51 @@ def test_names_are_those_without_wrappers(wrap: Callable[[Net], nn.Module], form
     if not form:
         assert [sorted(state["state"]) for state in (ours, theirs)] == [sorted(USED)] * 2
         assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]
+
+
+def recompiled(*names: str) -> Callable[[Net], None]:
+    """Activation checkpointing around compiled layers, whose names torch leaves ``_orig_mod.`` in."""
+
+    def change(net: Net) -> None:
+        for name in names:
+            setattr(net, name, checkpoint_wrapper(compiled(getattr(net, name))))
+
+    return change
+
+
+@torch.compiler.set_stance("force_eager")
+@spread(form=FORMS, wrapped={"saved": ("down", "unused"), "loaded": (), "both": ("norm",)})
+def test_wrappers_in_names_are_forgiven(form: dict[str, Any], wrapped: tuple[str, ...], tmp_path: Path) -> None:
+    """On either side of a save and a load: in keys, in lists of param groups, of parameters with and without state."""
+    saver = Run(prepare=recompiled(*wrapped)).train(0, 1)
+    expected = Run().train(0, 1).train(2)
+    run = Run(seed=1, prepare=recompiled(*({"down", "norm", "unused"} - {*wrapped})))
+    checked_save({"model": saver.model.state_dict(), "optim": saver.get(**form)}, checkpoint_id=tmp_path / "saved")
+    state = {"model": run.model.state_dict(), "optim": run.get(for_load=True, **form)}
+    loaded = checked_load(state, checkpoint_id=tmp_path / "saved")
+    assert {"unused" in key for key in loaded.missing} == {True}
+    run.set(state["optim"])
+    run.train(2)
+    assert_same(list(run.values().values()), list(expected.values().values()))
+    assert [run.state(name) != {} for name in run.params()] == [
+        expected.state(name) != {} for name in expected.params()
+    ]
+
+
+def test_two_keys_that_wrappers_alone_tell_apart_are_not_one(tmp_path: Path) -> None:
+    """Neither of two saved keys is loaded as a third, nor one as two."""
+    two, at = {"a._orig_mod.w": torch.ones(3), "_checkpoint_wrapped_module.a.w": torch.zeros(3)}, tmp_path / "two"
+    dcp.save(two, checkpoint_id=at)
+    dcp.save({"a.w": torch.ones(3), "n": 5}, checkpoint_id=tmp_path / "one")
+    for state, folder in (({"a.w": torch.ones(3)}, at), ({**two}, tmp_path / "one")):
+        with pytest.raises(ValueError, match="requested, but not in the checkpoint"):
+            checked_load(dict(state), checkpoint_id=folder)
+    any_keys = LoadPlanner(allow_missing=True, allow_extra=True)
+    loaded = checked_load({**two, "n": 0}, checkpoint_id=tmp_path / "one", planner=any_keys)
+    assert {*loaded.missing} == {*two}
+    kept = torch.full((3,), 2.0)
+    checked_load({"_checkpoint_wrapped_module.a.w": kept}, checkpoint_id=at, planner=any_keys)
+    assert not kept.any()
 
 
 # Refusals and the rest -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def model_of(mesh: DeviceMesh, begin: int, end: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module.", "_orig_mod.module._checkpoint_wrapped_module."])
 def test_a_slice_goes_with_the_value_under_any_prefix(mesh: DeviceMesh, prefix: str) -> None:
     model = model_of(mesh, 7, 31)
     values = {f"{prefix}{key.removeprefix('module.')}": value for key, value in model.state_dict().items()}

@@ -148,7 +148,12 @@ split @fused @no/new --rules @rules           | is not a folder; make it first
 split @fused file://@fused/new --rules @rules | lies inside of
 split @fused unheard-of://x --rules @rules    | cannot be opened
 split @fused '' --rules @rules                | DST is empty; give the name of a new folder
-split @fused @new                             | no rules; give --preset
+split @fused @new                             | no rules; give --preset NAME or --rules FILE: no preset matches its keys
+split @towers @new | presets that match its keys: gpt-oss, hf-experts-transposed, hf-gate-up, megatron-swiglu
+merge @towers @new                            | has no split_record.json; give --preset NAME or --rules FILE: pre
+merge @towers @new                            | presets that match its keys: hf-qkv, hf-query-key-value
+split @apart @new --preset megatron-swiglu    | , but parts of these: they are split already. Look at the keys
+split @saved @new --preset megatron-swiglu    | take out what is not there; no preset matches its keys (gpt-oss
 split @fused @new --preset nothing            | no preset 'nothing'; there are
 split @fused @new --rules @none               | none: No such file
 split @fused @new --rules @bad                | bad
@@ -212,6 +217,11 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "objects": {"a": "text"},
         "halves": {"model": {"a\udc80b": one}},
         "only": {"optim": {"state": {"a": {"exp_avg": one}}}},
+        "towers": {
+            "model": {"2.mlp.experts.gate_up_proj": torch.ones(1, 2, 2), "up.linear_fc1.weight": torch.ones(2, 2)},
+            "optim": {"state": {f"2.mlp.{name}_proj.weight": {"exp_avg": one} for name in ("gate", *"qkv")}},
+        },
+        "apart": {"model": {"up.linear_fc1.weight_w": one, "up.linear_fc1.weight_v": one}},
     }
     for name, state in states.items():
         save(tmp_path / name, state)
@@ -343,8 +353,11 @@ def test_behind_a_url(fused: Path, saved: Path, tmp_path: Path) -> None:
 
 def test_help_names_the_presets() -> None:
     for command in ("split", "merge"):
-        lines = map(str.strip, tool.shown(command, "--help").splitlines())
-        assert [line for line in lines if line in preset_names()] == [*preset_names()]
+        lines = [line.split() for line in tool.shown(command, "--help").splitlines()]
+        named = {words[0]: " ".join(words[1:]) for words in lines if words and words[0] in preset_names()}
+        assert tuple(named) == preset_names()
+        assert all(len(text) > 20 and text[-1] == "." for text in named.values()), named
+        assert "gate and up of linear_fc1" in named["megatron-swiglu"]
 
 
 HELP = """

@@ -1,5 +1,6 @@
 """Whose state it is: the keys that torch and others write, and what is refused rather than guessed."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict
 from checkpoint_tools.core.text import CheckpointError
 from fsdp_offload.checkpoint.chunks import ragged_chunks
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, changed, rule, same_bits, save, tiled
-from tests.checkpoint_tools.tool import assert_same, chunks_of, made, names, values_of
+from tests.checkpoint_tools.tool import assert_same, chunks_of, made, names, run, values_of
 
 WHOLE = torch.arange(24.0).view(8, 3)
 MEGATRON = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -110,6 +111,82 @@ def test_keys_of_megatron(tmp_path: Path) -> None:
     assert same_bits(values[f"optimizer.state.{own}_v.exp_avg"], WHOLE[[2, 3, 6, 7]] + 1)
     assert same_bits(values[f"optimizer.state.{own}_v.master_param"], WHOLE[[2, 3, 6, 7]])
     assert values[f"optimizer.param_to_group_meta.{own}.wd_mult"] == 1.0  # as Megatron itself leaves it
+
+
+@pytest.mark.parametrize(
+    ("key", "fqn"),
+    [
+        ("encoder._orig_mod.1.{}", "encoder.1.{}"),
+        ("encoder.{}", "encoder._orig_mod.{}"),
+        ("encoder.1.{}", "module.encoder._orig_mod.1._checkpoint_wrapped_module.{}"),
+        ("_orig_mod.encoder.1._orig_mod.{}", "encoder._checkpoint_wrapped_module.1.{}"),
+    ],
+)
+def test_wrappers_in_the_names_of_either(tmp_path: Path, key: str, fqn: str) -> None:
+    """What torch.compile and checkpoint_wrapper put into a model's keys, or into those of its state, is forgiven."""
+    state = {"state": {fqn.format(FUSED): {"exp_avg": WHOLE}}, "param_groups": [{"params": [fqn.format(FUSED)]}]}
+    values = round_trip(tmp_path, {"model": {key.format(FUSED): WHOLE * 2}, "optim": state})
+    assert same_bits(values[f"model.{key.format(UP)}"], WHOLE[4:] * 2)
+    assert same_bits(values[f"optim.state.{fqn.format(UP)}.exp_avg"], WHOLE[4:])
+    assert values["optim.param_groups.0.params"] == [fqn.format(GATE), fqn.format(UP)]
+    model = {key.format(FUSED): WHOLE * 2}
+    parts, optim = split_state_dict(model, state, [rule()])
+    assert optim["state"][fqn.format(UP)]["exp_avg"].equal(WHOLE[4:])
+    assert merge_state_dict(parts, optim, [rule()])[0][key.format(FUSED)] is model[key.format(FUSED)]
+    # Where a name is exact, it is another tensor's nowhere: this twin is not fused.
+    narrow = {"state": {fqn.format(FUSED): {"exp_avg": WHOLE[:2]}}, "param_groups": [{"params": [fqn.format(FUSED)]}]}
+    twins = {key.format(FUSED): WHOLE, fqn.format(FUSED): WHOLE[:2]}
+    assert split_state_dict(twins, narrow, [rule(exclude=(fqn.format(FUSED),))])[1] == narrow
+
+
+@pytest.mark.parametrize("rows", [14, 9])
+def test_towers_without_a_gate_stay(tmp_path: Path, rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Their linear_fc1 is as large as what linear_fc2 takes, also where that divides by no rank. A note says so."""
+    layer = "vision.encoder.layers.4.mlp.{}"
+    fc1, bias, fc2 = map(layer.format, ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight"))
+    expert = "vision.mlp.experts.linear_fc{}.weight2"
+    tower = {fc1: torch.randn(rows, 5), bias: torch.randn(rows), fc2: torch.randn(5, rows)}
+    tower |= {expert.format(1): torch.randn(rows, 5), expert.format(2): torch.randn(5, rows)}
+    decoder = {MEGATRON: WHOLE, MEGATRON.replace("fc1", "fc2"): torch.zeros(3, 4)}
+    rules, values = preset("megatron-swiglu"), {"tp_size": 4}
+    moments = {key: {"exp_avg": value + 1} for key, value in (tower | decoder).items()}
+    by_kind = {f"optimizer.state.exp_avg.{key}": value["exp_avg"] for key, value in moments.items()}
+    for name, state in (
+        ("model", {**tower, **decoder, **by_kind}),
+        ("nested", {"model": tower | decoder, "optim": {"state": moments}}),
+        ("state alone", by_kind),
+    ):
+        source = save(tmp_path / name, state)
+        ran = run("split", source, tmp_path / f"{name} split", "--preset", "megatron-swiglu", "--value", "tp_size=4")
+        assert re.search(
+            r"note: left as they are: (model\.)?vision\.encoder\.layers\.4\.mlp\.linear_fc1", ran.stdout
+        ), ran
+        split = {key.removeprefix("model.") for key in values_of(tmp_path / f"{name} split")}
+        ends = tuple(end for key in tower for end in (key, f"{key}.exp_avg"))
+        assert {key for key in split if key.endswith(ends)} == {
+            key.removeprefix("model.") for key in values_of(source) if key.endswith(ends)
+        }
+        assert any(key.endswith((f"{MEGATRON}_w", f"{MEGATRON}_w.exp_avg")) for key in split)
+        assert_same(made("merge", tmp_path / f"{name} split", tmp_path / f"{name} merged"), source)
+    optim = {"state": moments, "param_groups": [{"params": [*moments]}]}
+    with caplog.at_level("INFO", "checkpoint_tools"):
+        parts, part_optim = split_state_dict({**tower, **decoder}, optim, rules, values=values)
+    assert f"left as they are: {fc1}, {bias}, " in caplog.text
+    assert all(parts[key] is value for key, value in tower.items())
+    assert all(part_optim["state"][key]["exp_avg"] is moments[key]["exp_avg"] for key in tower)
+    assert f"{MEGATRON}_v" in part_optim["param_groups"][0]["params"]
+    # A rank may have the tower alone; a file of it would be a copy.
+    assert split_state_dict(tower, None, rules)[0] == tower
+    with pytest.raises(CheckpointError, match=r"nothing to split; left as they are: "):
+        made("split", save(tmp_path / "tower", tower), tmp_path / "new", *rules)
+
+
+def test_an_empty_state_of_an_optimizer(tmp_path: Path) -> None:
+    """As torch's DCP gives for an optimizer that is not there, or has no state."""
+    for empty in ({}, {"state": {}}, {"state": {}, "param_groups": []}, None):
+        parts, optim = split_state_dict({FUSED: WHOLE}, empty, [rule()])
+        assert (list(parts), optim) == ([GATE, UP], empty)
+        assert merge_state_dict(parts, optim, [rule()])[1] == empty
 
 
 def test_without_paths(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rules as data: templates, sizes, files, presets, and what is reported rather than guessed."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -77,13 +78,18 @@ def test_sizes_that_do_not_fit_are_errors_that_name_the_key(fields, size, messag
 def test_a_module_without_a_gate_is_told_by_its_sibling() -> None:
     rule = Rule(fused="{p}fc1", parts=("{p}fc1_w", "{p}fc1_v"), same_size_as=("{p}fc2", 1))
     assert sizes_of([rule], mlp__fc1=(8,), mlp__fc2=(4, 4)) == {"mlp.fc1_w": 4, "mlp.fc1_v": 4, "mlp.fc2": 4}
+    for rows in (8, 7):  # of which the second has no equal parts
+        assert sizes_of([rule], mlp__fc1=(rows,), mlp__fc2=(4, rows)) == {"mlp.fc1": rows, "mlp.fc2": 4}
+    # What is neither is told with what to do, and before the ranks that it does not divide by.
+    per_rank = dataclasses.replace(rule, layout="grouped", groups="tp_size")
     for shapes, message in (
-        ({"mlp__fc2": (4, 8)}, "is not fused"),
-        ({}, "which is not there"),
+        ({"mlp__fc2": (4, 6)}, r"first part would have size 4, but mlp\.fc2 takes 6.*Exclude it"),
+        ({}, "which is not there. Exclude it"),
         ({"mlp__fc2": (8,)}, r"expected mlp\.fc2 to have a dimension 1, got \(8,\)"),
+        ({"mlp__fc2": (4, 4)}, r"do not divide into 3 groups: tp_size is 3.*or exclude it"),
     ):
         with pytest.raises(ValueError, match=message):
-            sizes_of([rule], mlp__fc1=(8,), **shapes)
+            sizes_of([per_rank], {"tp_size": 3}, mlp__fc1=(8,), **shapes)
 
 
 def test_keys_can_be_excluded() -> None:
