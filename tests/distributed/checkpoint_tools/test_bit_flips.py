@@ -326,7 +326,7 @@ def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypa
         assert_one_line(
             run(*command), "was written through an extension of DCP", "load it with DCP, and save it without"
         )
-    assert_one_line(run("seal", folder.parent), "has no .metadata")
+    assert_one_line(run("seal", folder.parent), "give one of its subfolders")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", full)
         assert_one_line(run("seal", folder), "No space left on device")
