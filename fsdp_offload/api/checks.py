@@ -171,9 +171,9 @@ def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[
         )
     if foreign:
         yield (
-            f"{these} parameters of the optimizer are not parameters of the model ({shown}). Call fully_shard, which "
-            "exchanges them, then build the optimizer, then attach. After a forward without a backward, call "
-            "model.reshard() before that."
+            f"{these} parameters of the optimizer are not parameters of the model ({shown}). Give the whole model that "
+            "it was built for. Call fully_shard, which exchanges them, then build the optimizer, then attach. After a "
+            "forward without a backward, call model.reshard() before that."
         )
 
 
