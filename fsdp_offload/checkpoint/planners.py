@@ -357,7 +357,7 @@ def load(
     try:
         state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     except CheckpointException as error:
-        raise _told(error, checkpoint_id or getattr(storage_reader, "path", "?"), storage_reader) from None
+        raise _told(error, storage_reader) from None
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
@@ -546,10 +546,11 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
 
 
-def _told(error: CheckpointException, path: object, reader: StorageReader | None) -> Exception:
+def _told(error: CheckpointException, reader: StorageReader | None) -> Exception:
     """Return one error for those of all ranks: of their type, with the text of each and the path."""
     ranks: dict[str, list[int]] = defaultdict(list)
     types: set[type[Any]] = set()
+    path = getattr(reader, "path", type(reader).__name__)
     for rank, (cause, _) in sorted(error.failures.items()):
         text, cls = str(cause) or type(cause).__name__, type(cause)
         if _NO_METADATA.search(text):  # which torch says in another way in each release

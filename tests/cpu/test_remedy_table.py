@@ -1037,6 +1037,8 @@ ELSEWHERE = {
         "a list of them, or one of Megatron's",
         "expected a hook that can be called",
         "expected a torch.nn.Module first",
+        "takes a closure or nothing",
+        "Write save(state_dict, checkpoint_id=path)",
         "prepare() takes the accelerator first",
         "Trainer shards with its own flags",
     ),
