@@ -236,6 +236,20 @@ def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None
     script.train()
 
 
+def test_rules_and_state_dicts_of_a_model() -> None:
+    from checkpoint_tools import merge_state_dict, preset, split_state_dict
+
+    script, rules = Script(), preset("hf-gate-up")
+    for exchange in (split_state_dict, merge_state_dict):
+        for model_state, given in ((script.model.state_dict(), "hf-gate-up"), (script.model, rules)):
+            with pytest.raises(
+                TypeError, match=r"expected model\.state_dict\(\) and rules, such as preset\('hf-gate-up'"
+            ):
+                exchange(model_state, None, given)  # type: ignore[arg-type]
+    state = {"0.mlp.gate_up_proj.weight": torch.ones(4, 2), "0.mlp.down_proj.weight": torch.ones(2, 2)}
+    assert "0.mlp.up_proj.weight" in split_state_dict(state, None, rules)[0]
+
+
 def whole(script: Script, form: dict[str, Any]) -> Any:
     return ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True, **form)
 
