@@ -117,7 +117,7 @@ def _exchanged(
     rules: Sequence[Rule],
     values: Mapping[str, float],
 ) -> tuple[StateDict, StateDict | None]:
-    if not isinstance(model_state, Mapping) or not all(isinstance(rule, Rule) for rule in rules):
+    if not (all(isinstance(rule, Rule) for rule in rules) and isinstance(model_state, Mapping)):
         got = f"{type(model_state).__name__} and {rules!r:.60}"
         raise TypeError(f"expected model.state_dict() and rules, such as preset('hf-gate-up'), got {got}.")
     is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state

@@ -342,9 +342,8 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(
-            f"load: expected a dict, got {type(state_dict).__name__}. Write load(state_dict, checkpoint_id=path)."
-        )
+        got = type(state_dict).__name__
+        raise TypeError(f"load: expected a dict, got {got}. Write load(state_dict, checkpoint_id=path).")
     planner = planner or LoadPlanner()
     if not isinstance(planner, LoadPlanner):
         raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")
