@@ -664,7 +664,7 @@ def no_state_dict(_: Path) -> Any:
     return script
 
 
-@remedy("Load it with optimizer.load_state_dict()")
+@remedy("Load it with optimizer.load_state_dict(); get_optimizer_state_dict() gives names")
 def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
