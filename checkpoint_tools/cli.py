@@ -383,8 +383,9 @@ def _convert(
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (
             of_torch and not takes_all,
-            "between torch.save and DCP all is taken as it is; convert the result once more",
+            "between torch.save and DCP all is taken: leave out other options, and convert the result once more",
         ),
+        (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),
         (
             of_torch and excluded and to != "torch",

@@ -165,12 +165,12 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-_BYTES = "an integer number of bytes, or a size such as '640MiB' or '8GB',"
+_BYTES = "an integer number of bytes, or a size such as '640MiB' or '8GB'"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i)?)?b", re.IGNORECASE)
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "parameters": ((bool,), "a bool"),
-    "device_bytes": ((int,), f"{_BYTES} or 'auto'"),
-    "bucket_bytes": ((int,), f"{_BYTES} or 'auto'"),
+    "device_bytes": ((int,), f"{_BYTES}, or 'auto'"),
+    "bucket_bytes": ((int,), f"{_BYTES}, or 'auto'"),
     "host_fraction": ((int, float), "a number from 0 to 1"),
     "snapshot_bytes": ((int,), _BYTES),
     "host_limit_bytes": ((int, type(None)), _BYTES),

@@ -117,6 +117,9 @@ def _exchanged(
     rules: Sequence[Rule],
     values: Mapping[str, float],
 ) -> tuple[StateDict, StateDict | None]:
+    if not (all(isinstance(rule, Rule) for rule in rules) and isinstance(model_state, Mapping)):
+        got = f"{type(model_state).__name__} and {rules!r:.60}"
+        raise TypeError(f"expected model.state_dict() and rules, such as preset('hf-gate-up'), got {got}.")
     is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state
     source = _StateDicts(model_state, None if is_empty else optim_state, values)
     found = plan_exchange(way, source, rules)

@@ -47,6 +47,7 @@ _KINDS = (
         "has the optimizer's state as torchtune writes it",
         "checkpoint-tools convert {}/recipe_state.pt DST makes a checkpoint of it",
     ),
+    _Kind(r"\.safetensors$", "has safetensors", "checkpoint-tools convert {} DST makes a checkpoint of DCP of it"),
 )
 
 _STATE = re.compile(r"optimizer\.(pt|bin)|optimizer(_\d+)?/|recipe_state/|global_step\d+/")

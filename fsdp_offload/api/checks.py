@@ -171,9 +171,9 @@ def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[
         )
     if foreign:
         yield (
-            f"{these} parameters of the optimizer are not parameters of the model ({shown}). Call fully_shard, which "
-            "exchanges them, then build the optimizer, then attach. After a forward without a backward, call "
-            "model.reshard() before that."
+            f"{these} parameters of the optimizer are not parameters of the model ({shown}). Give the whole model that "
+            "it was built for. Call fully_shard, which exchanges them, then build the optimizer, then attach. After a "
+            "forward without a backward, call model.reshard() before that."
         )
 
 
@@ -252,8 +252,8 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
     policy, shards = engine.policy, engine.plan.shards.values()
     if policy.runs_on_into_forward and groups == 1:
         yield (
-            f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all parameters at once, so the forward "
-            "waits for all updates. Apply fully_shard to each block, then to the model."
+            f"overlap={policy.overlap!r} hides nothing: fully_shard gathers all of the optimizer's parameters at once, "
+            "so the forward waits for all updates. Apply fully_shard to each block, then to the model."
         )
     if policy.snapshot_bytes and not engine.plan.spare_bytes:
         yield f"snapshot_bytes={policy.snapshot_bytes} has no effect: no state fits into it. Give more, or 0."

@@ -252,6 +252,8 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
             param.grad is not None for param in params_of(self)
         )
     else:
+        if len(args) > 1:
+            raise TypeError(f"{engine.cls.__name__}.step() takes a closure or nothing, got {len(args)} arguments.")
         (closure,) = args or (kwargs.pop("closure", None),)
         if closure is not None and not engine.layouts.capabilities.known:
             raise RuntimeError(

@@ -108,7 +108,7 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     if isinstance(groups, Sequence) and any(isinstance(one, int) for of in groups for one in of.get("params", ())):
         raise ValueError(
             "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
-            "optimizer.load_state_dict()."
+            "optimizer.load_state_dict(); get_optimizer_state_dict() gives names."
         )
     entries = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):

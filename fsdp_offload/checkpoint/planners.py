@@ -176,7 +176,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         if not common and not problems:
             raise ValueError(
                 "the state dict is empty, or the checkpoint has nothing of what is requested: requested are "
-                f"{listed(requested)}; it has {listed(stored)}. Is the state dict nested as it was saved?"
+                f"{listed(requested) or 'none'}; it has {listed(stored)}. Is the state dict nested as it was saved?"
             )
         problems += itertools.chain.from_iterable(self._unfit(key, common[key], stored[key]) for key in common)
         extra, plan = self._extra(stored), LoadPlan([])
@@ -342,9 +342,8 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(
-            f"load: expected a dict, got {type(state_dict).__name__}. Write load(state_dict, checkpoint_id=path)."
-        )
+        got = type(state_dict).__name__
+        raise TypeError(f"load: expected a dict, got {got}. Write load(state_dict, checkpoint_id=path).")
     planner = planner or LoadPlanner()
     if not isinstance(planner, LoadPlanner):
         raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")
@@ -357,7 +356,7 @@ def load(
     try:
         state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     except CheckpointException as error:
-        raise _told(error, checkpoint_id or getattr(storage_reader, "path", type(storage_reader).__name__)) from None
+        raise _told(error, storage_reader) from None
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
@@ -486,9 +485,13 @@ def save(
     A ``HuggingFaceStorageWriter`` keeps one chunk per tensor and rank: it is refused where it would drop others.
 
     Raises:
+        TypeError: ``state_dict`` is no dict.
         CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has been
             written.
     """
+    if not isinstance(state_dict, Mapping):
+        got = type(state_dict).__name__
+        raise TypeError(f"save: expected a dict, got {got}. Write save(state_dict, checkpoint_id=path).")
     planner = SavePlanner()
     planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
@@ -542,14 +545,17 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
 
 
-def _told(error: CheckpointException, path: object) -> Exception:
+def _told(error: CheckpointException, reader: StorageReader | None) -> Exception:
     """Return one error for those of all ranks: of their type, with the text of each and the path."""
     ranks: dict[str, list[int]] = defaultdict(list)
     types: set[type[Any]] = set()
+    path = getattr(reader, "path", type(reader).__name__)
     for rank, (cause, _) in sorted(error.failures.items()):
         text, cls = str(cause) or type(cause).__name__, type(cause)
         if _NO_METADATA.search(text):  # which torch says in another way in each release
             text, cls = "there is no .metadata. Give the folder that dcp.save() was given.", FileNotFoundError
+            if isinstance(reader, FileSystemReader) and reader.fs.exists(f"{reader.path}/.metadata"):
+                text, cls = "its .metadata is damaged. Copy it again, or load another checkpoint.", ValueError
         ranks[text].append(rank)
         types.add(cls)
     is_plain = len(types) == 1 and types < {ValueError, TypeError, MemoryError, FileNotFoundError, PermissionError}

@@ -164,7 +164,7 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
     """The optimizers in what a function was given; all of their parameters have a name."""
     given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
     found = []
-    for one in optimizers_in(list(given), function):
+    for one in optimizers_in(list(given) if isinstance(given, Iterable) else given, function):
         foreign = [param for param in params_of(one) if param not in fqns]
         names = [seen(one).engine.names.get(param, "?") for param in foreign]
         if foreign:

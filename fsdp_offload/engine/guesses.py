@@ -357,7 +357,7 @@ class Guesses:
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
         exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self.used)]
         if exchanged:
-            return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been exchanged since then"
+            return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been changed since then"
         if self._touched:
             return "gradients have been changed since then"
         done = self._core.done

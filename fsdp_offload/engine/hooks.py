@@ -179,7 +179,7 @@ def hook_model(
     wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
     if model is None:
         raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
-    if policy.runs_on_into_forward and not is_gathered:
+    if policy.runs_on_into_forward and not (is_gathered or (engine.together and not engine.names)):
         raise ValueError(
             f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
             "it. Shard the model first, or leave overlap at its default."

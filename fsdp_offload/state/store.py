@@ -261,7 +261,7 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         if got != wanted:
             raise ValueError(
                 f"optimizer.state[{shard.name}][{name!r}]: expected local tensors {wanted}, got {got}. Put a tensor of "
-                "that shape and dtype there, or delete the entry. Nothing has been changed."
+                "that shape and dtype there, or delete optimizer.state[param] as a whole. Nothing has been changed."
             )
     overwritten = sorted(span_of(leaf) for shard, _, name, _ in exchanged for leaf in shard.home.leaves[name])
     copies: list[tuple[Tensor, Tensor]] = []

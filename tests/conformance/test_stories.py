@@ -740,7 +740,7 @@ WRITES: dict[str, tuple[Any, str]] = {
     "a moment": (write_moment, r"optimizer\.state has changed(.|\n)*[Uu]se\s+overlap='forward'"),
     "betas": (write_betas, "hyperparameters have changed"),
     **{
-        f"the gradient of {name}": (partial(exchange_gradient, name), f"{name} has been exchanged since then")
+        f"the gradient of {name}": (partial(exchange_gradient, name), f"{name} has been changed since then")
         for name in ("tail.weight", "head.bias")
     },
 }

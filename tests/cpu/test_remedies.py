@@ -61,6 +61,7 @@ HABITS: dict[str, tuple[bool, Callable[[Script], object]]] = {
     "a list of models sleeps": (True, lambda s: fsdp_offload.offload_model([s.model])),
     "a list of models wakes": (True, lambda s: fsdp_offload.reload_model([s.model])),
     "a hook behind the optimizer": (True, lambda s: fsdp_offload.reload_before(s.optimizer, None)),
+    "state of nothing": (True, lambda s: ours.get_optimizer_state_dict(s.model, None)),
 }
 
 
@@ -155,11 +156,54 @@ def test_sizes_are_read_as_they_are_written(text: str, monkeypatch: pytest.Monke
     script.train()
 
 
+@pytest.mark.parametrize("name", ["snapshot_bytes", "host_limit_bytes"])
+def test_sizes_without_auto_say_so(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be an integer number .* or '8GB', got"):
+        OffloadPolicy(**{name: "auto"})
+
+
 def test_a_size_is_an_option_of_torchtitan() -> None:
     tyro = pytest.importorskip("tyro")
     for text, expected in (*SIZES.items(), ("auto", "auto"), ("4096", 4096)):
         assert tyro.cli(OffloadPolicy, args=["--device_bytes", text]).device_bytes == expected
     assert tyro.cli(OffloadPolicy, args=["--host_limit_bytes", "None"]).host_limit_bytes is None
+
+
+def test_a_step_takes_one_closure() -> None:
+    script = Script(torch.optim.NAdam, attach=True)
+    script.backward()
+    with pytest.raises(TypeError, match=r"NAdam\.step\(\) takes a closure or nothing, got 2 arguments"):
+        script.optimizer.step(None, 4)
+    script.train()
+
+
+def test_state_that_does_not_fit_is_deleted_with_the_rest_of_its_parameter() -> None:
+    script = Script(torch.optim.RAdam, attach=True)
+    script.train()
+    param = next(script.model.parameters())
+    script.optimizer.state[param]["exp_avg"] = torch.ones(3)
+    script.backward()
+    with pytest.raises(ValueError, match=r"there, or delete optimizer\.state\[param\] as a whole"):
+        script.optimizer.step()
+    del script.optimizer.state[param]
+    script.train()
+    assert script.optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.filterwarnings(r"ignore:step\(\) found no gradient")
+@pytest.mark.parametrize("overlap", ["forward", "iteration"])
+def test_an_optimizer_without_parameters_gets_some_later(overlap: str) -> None:
+    def script_of() -> Script:
+        return Script(lambda params: torch.optim.RAdam([{"params": [], "lr": 0.05}]))
+
+    plain, script = script_of(), script_of()
+    with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED: no parameter is trained"):
+        script.attach(overlap=overlap)
+    for one in (plain, script):
+        one.train(1)
+        one.optimizer.add_param_group({"params": list(one.model.parameters())})
+        one.train(5)
+    assert all(map(torch.equal, plain.weights(), script.weights()))
 
 
 # Loads ----------------------------------------------------------------------------------------------------------------
@@ -180,10 +224,30 @@ def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None
     assert error.value.__suppress_context__
     with pytest.raises(FileNotFoundError, match=r"^load: .*nowhere: there is no \.metadata\. Give the folder"):
         ours.load(state, checkpoint_id=tmp_path / "nowhere")
+    (broken := tmp_path / "broken").mkdir()
+    (broken / ".metadata").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"^load: .*broken: its \.metadata is damaged\. Copy it again"):
+        ours.load(state, checkpoint_id=broken)
+    with pytest.raises(TypeError, match=r"Write save\(state_dict, checkpoint_id=path\)"):
+        ours.save(script.model, checkpoint_id=broken)
     # allow_missing=[patterns] leaves such keys as they are.
     ours.load(state, checkpoint_id=tmp_path / "there", planner=ours.LoadPlanner(allow_missing=["epoch"]))
     ours.set_optimizer_state_dict(script.model, script.optimizer, state["optimizer"])
     script.train()
+
+
+def test_rules_and_state_dicts_of_a_model() -> None:
+    from checkpoint_tools import merge_state_dict, preset, split_state_dict
+
+    script, rules = Script(), preset("hf-gate-up")
+    for exchange in (split_state_dict, merge_state_dict):
+        for model_state, given in ((script.model.state_dict(), "hf-gate-up"), (script.model, rules)):
+            with pytest.raises(
+                TypeError, match=r"expected model\.state_dict\(\) and rules, such as preset\('hf-gate-up'"
+            ):
+                exchange(model_state, None, given)  # type: ignore[arg-type]
+    state = {"0.mlp.gate_up_proj.weight": torch.ones(4, 2), "0.mlp.down_proj.weight": torch.ones(2, 2)}
+    assert "0.mlp.up_proj.weight" in split_state_dict(state, None, rules)[0]
 
 
 def whole(script: Script, form: dict[str, Any]) -> Any:

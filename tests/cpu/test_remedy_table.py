@@ -664,7 +664,7 @@ def no_state_dict(_: Path) -> Any:
     return script
 
 
-@remedy("Load it with optimizer.load_state_dict()")
+@remedy("Load it with optimizer.load_state_dict(); get_optimizer_state_dict() gives names")
 def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
@@ -1037,6 +1037,8 @@ ELSEWHERE = {
         "a list of them, or one of Megatron's",
         "expected a hook that can be called",
         "expected a torch.nn.Module first",
+        "takes a closure or nothing",
+        "Write save(state_dict, checkpoint_id=path)",
         "prepare() takes the accelerator first",
         "Trainer shards with its own flags",
     ),

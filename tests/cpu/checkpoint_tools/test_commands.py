@@ -170,6 +170,8 @@ split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot 
 split @fused @new --rules @deep                           | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
 rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
+rename @made @new --family llama --from hf --to megatron  | has safetensors: checkpoint-tools convert
+split @made @new --preset megatron-swiglu                 | DST makes a checkpoint of DCP of it
 rename @fused @new --family @odd.toml --from hf --to a    | not as docs/checkpoints.md describes it (KeyError: 'm')
 rename @fused @new --family @each.toml --from hf --to a --value n=inf   | the size 'n' is inf, not a whole number
 convert @nowhere @new                         | is not a folder
@@ -197,7 +199,8 @@ convert @trap.pt @new                         | has more than tensors and plain 
 convert @list.pt @new                         | has a list, and no state dict
 convert @damaged.pt @new                      | is not what torch.save writes
 convert @nowhere.pt @new                      | nowhere.pt: No such file
-convert @list.pt @new --dtype bf16            | between torch.save and DCP all is taken as it is
+convert @list.pt @new --dtype bf16            | all is taken: leave out other options, and convert the result
+convert @saved @new.pt                        | new.pt is a file's name: give --to torch
 convert @saved @new.pt --to torch --max-memory 256        | do not fit into --max-memory
 convert @object @new.pt --to torch            | has more than tensors and plain values
 convert @saved @own.pt --to torch             | own.pt.partial: File exists
