@@ -165,8 +165,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return bool(self._offered)
 
     def was_offered(self, value: object) -> bool:
-        """Return whether ``value`` has the memory of what was handed out."""
-        return address_of(value) in self._offered
+        """Return whether ``value`` has the memory of what was handed out and is still there."""
+        refer, _ = self._offered.get(address_of(value), (None, ()))
+        return refer is not None and refer() is not None
 
     def is_untouched(self, value: object) -> bool:
         """Return whether ``value`` is what was handed out, and nobody has written it since."""
