@@ -149,9 +149,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             for key in self.state_dict
             if _beside_groups(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
         }
-        for key, entry in stored.items():
-            stem, _, name = key.rpartition(".")
-            if key in self.state_dict or stem not in beside or self._may_be_extra(key):
+        same = by_bare_name(beside, without_wrappers)
+        for saved_key, entry in stored.items():
+            stem, _, name = saved_key.rpartition(".")
+            stem = stem if stem in beside else same.get(without_wrappers(stem)) or ""
+            key = f"{stem}.{name}"  # under other wrappers it is spelled as those beside it
+            if key in self.state_dict or stem not in beside or self._may_be_extra(saved_key):
                 continue
             *path, last = self.added[key] = self.mappings[beside[stem]]
             self.mappings[key] = (*path, str(last).removesuffix(beside[stem].rpartition(".")[2]) + name)
