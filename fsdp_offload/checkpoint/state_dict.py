@@ -267,7 +267,8 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    seen(optimizer).offered.offer(())  # these homes hold state, whatever had been offered to load into
+    if saved["state"]:  # these homes hold it, whatever had been offered to load into
+        seen(optimizer).offered.offer(())
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 

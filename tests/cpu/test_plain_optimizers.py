@@ -293,6 +293,15 @@ def test_state_in_another_form_is_saved_and_loaded(
 # What would be silently wrong ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
+def test_a_look_at_state_before_the_load_does_not_make_state_of_unfilled_memory(offload: bool) -> None:
+    run = Run(offload=offload, prepare=all_used)
+    state = run.get(for_load=True)
+    assert not run.get()["state"]
+    with pytest.raises(ValueError, match=r"nothing was loaded.*up\.weight"):
+        run.set(state)
+
+
 @EVERY_FORM
 def test_a_load_that_matched_nothing_or_a_part_is_an_error(tmp_path: Path, form: dict[str, Any]) -> None:
     save(Run().train(0, 1), tmp_path / "whole", **form)
