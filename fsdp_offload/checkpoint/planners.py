@@ -260,17 +260,19 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
         """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
         paths = (self.mappings[key] for key in self.state_dict)
-        # The outermost key; of a dict that was flattened by its maker, the first component.
-        roots = {str(path[0]) if len(path) > 1 else str(path[0]).partition(".")[0] for path in paths}
+        firsts = {(str(path[0]), len(path) > 1) for path in paths}
+        # The outermost key; of a dict that was flattened by its maker, the first component, with and without wrappers.
+        roots = {first for first, is_key in firsts if is_key}
+        roots |= {f(first).partition(".")[0] for first, is_key in firsts if not is_key for f in (str, without_wrappers)}
         roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
-        parameters = {key.rpartition(".")[0] for key in self.state_dict}
+        parameters = {without_wrappers(key).rpartition(".")[0] for key in self.state_dict}
         return [
             (Problem.EXTRA, key, "")
-            for key, entry in stored.items()
+            for bare, (key, entry) in zip(map(without_wrappers, stored), stored.items(), strict=True)
             if key not in self.state_dict
-            and not roots.isdisjoint(itertools.accumulate(key.split("."), "{}.{}".format))
+            and not all(roots.isdisjoint(_begins(name)) for name in (key, bare))
             and not self._may_be_extra(key)
-            and not (_is_spare_master(key, entry) and key.rpartition(".")[0] in parameters)
+            and not (_is_spare_master(key, entry) and bare.rpartition(".")[0] in parameters)
             # A tensor without elements is read by nobody, so nobody could be seen to request it; and nothing is lost.
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]
@@ -512,6 +514,11 @@ def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
     dtype = getattr(getattr(value, "properties", value), "dtype", None)  # as stored, or of what is requested
     return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
+
+
+def _begins(key: str) -> Iterable[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return itertools.accumulate(key.split("."), "{}.{}".format)
 
 
 def _beside_groups(key: str) -> tuple[str, str] | None:
