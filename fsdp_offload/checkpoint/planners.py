@@ -270,7 +270,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             (Problem.EXTRA, key, "")
             for bare, (key, entry) in zip(map(without_wrappers, stored), stored.items(), strict=True)
             if key not in self.state_dict
-            and not all(roots.isdisjoint(_begins(name)) for name in (key, bare))
+            and not all(roots.isdisjoint(itertools.accumulate(one.split("."), "{}.{}".format)) for one in (key, bare))
             and not self._may_be_extra(key)
             and not (_is_spare_master(key, entry) and bare.rpartition(".")[0] in parameters)
             # A tensor without elements is read by nobody, so nobody could be seen to request it; and nothing is lost.
@@ -514,11 +514,6 @@ def _is_spare_master(key: str, value: object) -> bool:
     """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
     dtype = getattr(getattr(value, "properties", value), "dtype", None)  # as stored, or of what is requested
     return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
-
-
-def _begins(key: str) -> Iterable[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    return itertools.accumulate(key.split("."), "{}.{}".format)
 
 
 def _beside_groups(key: str) -> tuple[str, str] | None:

@@ -132,7 +132,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         self._engine = engine  # an Engine, which stores the state
         engine.lending.entries = weakref.ref(self)
         self._offered: dict[int, tuple[Callable[[], Any], tuple[int, ...]]] = {}  # handed out to load into; versions
-        self.offered_after: object = None  # which step
+        self.offered_after: Any = None  # which step; of a plain optimizer, the parameters that had state
 
     @property
     def unwaited(self) -> StateStore:
