@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..api.checks import names_by_place
 from ..api.wrapped import attachment_of, states_of
@@ -114,25 +114,40 @@ def _on_device(value: Tensor, *, device: torch.device) -> Tensor:
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as ``load_state_dict`` does, after the checks of an offloaded load, and without its casts."""
+    """Load as ``load_state_dict`` does, after the checks of an offloaded load, without its casts, and into copies."""
     engine, offered, _ = seen(optimizer)
-    loaded = check_loadable(engine, optimizer, state_dict)
     if not engine.conventions.keeps_raw_state:  # its kernels scale what is on the device
         device = compute_device(params_of(optimizer)[0])
         moved = partial(_on_device, device=device)
         state_dict = {**state_dict, "state": tree_map_only(Tensor, moved, state_dict["state"], is_leaf=is_size)}
-    optimizer.load_state_dict(state_dict)
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:  # the class knows what it keeps
-        return
-    knows = not engine.layouts.capabilities.moves_whole
+    loaded: dict[Tensor, UserState] = {}
+    knows, given = not engine.layouts.capabilities.moves_whole, set[int]()
 
-    def kept(value: Any, current: Any) -> Any:
-        """Undo what torch does: it casts to the dtype of the parameter, or takes the given tensor itself."""
-        if not (isinstance(value, Tensor) and value.dim()):
-            return value if knows else current
-        local = local_shard(value).detach().to(local_shard(current).device, copy=not offered.was_offered(value))
-        return over_local(value, local)
+    def check(_: Optimizer, saved: dict[str, Any]) -> None:
+        loaded.update(check_loadable(engine, optimizer, saved))
+        leaves = tree_leaves(saved["state"], is_leaf=is_size)
+        given.update(address_of(one) for one in leaves if isinstance(one, Tensor) and not offered.was_offered(one))
 
-    for param, saved in loaded.items():
-        state = optimizer.state[param]
-        state.update({n: tree_map(kept, value, state.get(n), is_leaf=is_size) for n, value in saved.items()})
+    def uncast(value: Any, current: Any) -> Any:
+        if not isinstance(value, Tensor) or (knows and not value.dim()):
+            return value
+        return _on_device(value, device=local_shard(current).device)
+
+    def keep(_: Optimizer) -> None:
+        for param, saved in loaded.items() if is_torchs else ():
+            state = optimizer.state[param]
+            state.update({n: tree_map(uncast, value, state.get(n), is_leaf=is_size) for n, value in saved.items()})
+        # torch, and classes with masters, take the given tensors themselves where they need not cast.
+        own = tree_map_only(Tensor, lambda one: one.clone() if address_of(one) in given else one, dict(optimizer.state))
+        optimizer.state.update(own)
+
+    if is_torchs := type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        with (
+            optimizer.register_load_state_dict_pre_hook(check),  # behind the user's, which may rewrite what is loaded
+            optimizer.register_load_state_dict_post_hook(keep, prepend=True),  # before those that look at the result
+        ):
+            optimizer.load_state_dict(state_dict)
+    else:  # the class knows what it keeps, and may have no hooks
+        check(optimizer, state_dict)
+        optimizer.load_state_dict(state_dict)
+        keep(optimizer)

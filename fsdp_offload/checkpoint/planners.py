@@ -149,9 +149,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             for key in self.state_dict
             if _beside_groups(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
         }
-        for key, entry in stored.items():
-            stem, _, name = key.rpartition(".")
-            if key in self.state_dict or stem not in beside or self._may_be_extra(key):
+        same = by_bare_name(beside, without_wrappers)
+        for saved_key, entry in stored.items():
+            stem, _, name = saved_key.rpartition(".")
+            stem = stem if stem in beside else same.get(without_wrappers(stem)) or ""
+            key = f"{stem}.{name}"  # under other wrappers it is spelled as those beside it
+            if key in self.state_dict or stem not in beside or self._may_be_extra(saved_key):
                 continue
             *path, last = self.added[key] = self.mappings[beside[stem]]
             self.mappings[key] = (*path, str(last).removesuffix(beside[stem].rpartition(".")[2]) + name)
@@ -257,17 +260,19 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
         """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
         paths = (self.mappings[key] for key in self.state_dict)
-        # The outermost key; of a dict that was flattened by its maker, the first component.
-        roots = {str(path[0]) if len(path) > 1 else str(path[0]).partition(".")[0] for path in paths}
+        firsts = {(str(path[0]), len(path) > 1) for path in paths}
+        # The outermost key; of a dict that was flattened by its maker, the first component, with and without wrappers.
+        roots = {first for first, is_key in firsts if is_key}
+        roots |= {f(first).partition(".")[0] for first, is_key in firsts if not is_key for f in (str, without_wrappers)}
         roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
-        parameters = {key.rpartition(".")[0] for key in self.state_dict}
+        parameters = {without_wrappers(key).rpartition(".")[0] for key in self.state_dict}
         return [
             (Problem.EXTRA, key, "")
-            for key, entry in stored.items()
+            for bare, (key, entry) in zip(map(without_wrappers, stored), stored.items(), strict=True)
             if key not in self.state_dict
-            and not roots.isdisjoint(itertools.accumulate(key.split("."), "{}.{}".format))
+            and not all(roots.isdisjoint(itertools.accumulate(one.split("."), "{}.{}".format)) for one in (key, bare))
             and not self._may_be_extra(key)
-            and not (_is_spare_master(key, entry) and key.rpartition(".")[0] in parameters)
+            and not (_is_spare_master(key, entry) and bare.rpartition(".")[0] in parameters)
             # A tensor without elements is read by nobody, so nobody could be seen to request it; and nothing is lost.
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]

@@ -92,7 +92,7 @@ def get_optimizer_state_dict(
             nested["state"][fqns[param]] = _as_saved(param, state, copies=cpu_offload)
         if for_load and attachment_of(one) is None:
             values = [value for param in states for value in nested["state"][fqns[param]].values()]
-            seen(one).offered.offer(values, {id(value) for value in values})
+            seen(one).offered.offer(values, {id(value) for value in values}, set(filter(one.state.get, states)))
         groups = [{**group, "params": [fqns[param] for param in group["params"]]} for group in groups]
         nested["param_groups"] += _copied(groups) if cpu_offload else groups
     if fsdp_dtensor:
@@ -267,7 +267,8 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    seen(optimizer).offered.offer(())  # these homes hold state, whatever had been offered to load into
+    if saved["state"]:  # these homes hold it, whatever had been offered to load into
+        seen(optimizer).offered.offer(())
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
@@ -342,7 +343,9 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
         if is_given and filled and not any(filled.values()):
             untouched.append(fqn)
         elif is_given:
-            lacking = [] if state else [name for name in filled if not filled[name]]
+            # A plain optimizer may have made it since, beside the memory that it has given to load into.
+            is_there = state and (attachment_of(optimizer) or param in (states.offered_after or ()))
+            lacking = [] if is_there else [name for name in filled if not filled[name]]
             required = [name for name in lacking if name != MASTER]
             if required:
                 raise ValueError(

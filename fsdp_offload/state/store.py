@@ -132,7 +132,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         self._engine = engine  # an Engine, which stores the state
         engine.lending.entries = weakref.ref(self)
         self._offered: dict[int, tuple[Callable[[], Any], tuple[int, ...]]] = {}  # handed out to load into; versions
-        self.offered_after: object = None  # which step
+        self.offered_after: Any = None  # which step; of a plain optimizer, the parameters that had state
 
     @property
     def unwaited(self) -> StateStore:
@@ -165,8 +165,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return bool(self._offered)
 
     def was_offered(self, value: object) -> bool:
-        """Return whether ``value`` has the memory of what was handed out."""
-        return address_of(value) in self._offered
+        """Return whether ``value`` has the memory of what was handed out and is still there."""
+        refer, _ = self._offered.get(address_of(value), (None, ()))
+        return refer is not None and refer() is not None
 
     def is_untouched(self, value: object) -> bool:
         """Return whether ``value`` is what was handed out, and nobody has written it since."""

@@ -1,6 +1,7 @@
 """``get_optimizer_state_dict`` and ``set_optimizer_state_dict``: the layout of torch's, and none of its traps."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -594,6 +595,8 @@ def recompiled(*names: str) -> Callable[[Net], None]:
 def test_wrappers_in_names_are_forgiven(form: dict[str, Any], wrapped: tuple[str, ...], tmp_path: Path) -> None:
     """On either side of a save and a load: in keys, in lists of param groups, of parameters with and without state."""
     saver = Run(prepare=recompiled(*wrapped)).train(0, 1)
+    for group in saver.optimizer.param_groups:
+        group["initial_lr"] = 0.25  # as schedulers add it
     expected = Run().train(0, 1).train(2)
     run = Run(seed=1, prepare=recompiled(*({"down", "norm", "unused"} - {*wrapped})))
     checked_save({"model": saver.model.state_dict(), "optim": saver.get(**form)}, checkpoint_id=tmp_path / "saved")
@@ -601,6 +604,7 @@ def test_wrappers_in_names_are_forgiven(form: dict[str, Any], wrapped: tuple[str
     loaded = checked_load(state, checkpoint_id=tmp_path / "saved")
     assert {"unused" in key for key in loaded.missing} == {True}
     run.set(state["optim"])
+    assert [group["initial_lr"] for group in run.optimizer.param_groups] == [0.25, 0.25]
     run.train(2)
     assert_same(list(run.values().values()), list(expected.values().values()))
     assert [run.state(name) != {} for name in run.params()] == [
@@ -622,6 +626,27 @@ def test_two_keys_that_wrappers_alone_tell_apart_are_not_one(tmp_path: Path) -> 
     kept = torch.full((3,), 2.0)
     checked_load({"_checkpoint_wrapped_module.a.w": kept}, checkpoint_id=at, planner=any_keys)
     assert not kept.any()
+
+
+def test_what_is_not_requested_is_told_under_any_wrappers(tmp_path: Path) -> None:
+    """Also where the keys have nothing in front; but for masters, which are made anew."""
+    bare = {"up.w": torch.ones(3), "up.b": torch.ones(3), "state.up.w.exp": torch.ones(3), "param_groups.up.w.lr": 1.0}
+    bare["state.up.w.master_param"] = torch.ones(3)
+    wrapped = {re.sub(r"up\.", "_orig_mod.up.", key): value for key, value in bare.items()}
+    for saved, other, extra in ((bare, wrapped, r"up\.b"), (wrapped, bare, r"_orig_mod\.up\.b")):
+        dcp.save(saved, checkpoint_id=tmp_path / extra)
+        wanted = {
+            key: copy.deepcopy(value) for key, value in other.items() if "up.b" not in key and "master" not in key
+        }
+        with pytest.raises(ValueError, match=rf"- 1 in the checkpoint, but not requested: {extra}\."):
+            checked_load(wanted, checkpoint_id=tmp_path / extra)
+        assert not checked_load(
+            wanted, checkpoint_id=tmp_path / extra, planner=LoadPlanner(allow_extra=["*up.b"])
+        ).missing
+    at = tmp_path / "root"
+    dcp.save({f"_orig_mod.{key}": torch.ones(3) for key in ("a.w", "b.w", "b.b")}, checkpoint_id=at)
+    with pytest.raises(ValueError, match=r"- 2 in the checkpoint, but not requested"):
+        checked_load({"_orig_mod.a.w": torch.ones(3)}, checkpoint_id=at)
 
 
 # Refusals and the rest -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import fsdp_offload
 from fsdp_offload import add_masters
-from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.plain import _offered
@@ -49,6 +49,10 @@ def adagrad(params: Iterable[Any]) -> Optimizer:
 
 def masters(params: Iterable[Any]) -> Optimizer:
     return add_masters(torch.optim.AdamW(params, lr=0.01), "fp32")
+
+
+def remainders(params: Iterable[Any]) -> Optimizer:
+    return add_masters(torch.optim.AdamW(params, lr=0.01), "remainder")
 
 
 BF16 = {"dtype": torch.bfloat16}
@@ -133,6 +137,54 @@ def test_a_load_needs_no_copy_and_what_others_hold_is_copied() -> None:
     assert_same(saved.get(), expected)
 
 
+@spread(saver={"plain": False, "offloaded": True}, make={**LISTED, "remainders": (remainders, BF16)})
+def test_what_another_one_trains_on_is_copied(make: tuple[MakeOptimizer, dict[str, Any]], saver: bool) -> None:
+    """Whatever has been handed out before, at whichever addresses."""
+    made, options = make
+    saved, run = (Run(made, offload=one, prepare=all_used, **options) for one in (saver, False))
+    run.get(for_load=True)  # is freed, and the first step of the other one has its memory
+    saved.train(0, 1)
+    run.weights_from(saved).set(saved.get())
+    run.train(2, 3)
+    expected = Run(made, offload=False, prepare=all_used, **options).train(0, 1)
+    assert_same_runs(saved, expected)
+    assert_same_runs(run, expected.train(2, 3))
+
+
+def test_a_part_that_comes_after_the_first_step_does_not_bring_what_is_in_unfilled_memory(tmp_path: Path) -> None:
+    saved, run = Run(offload=False, prepare=all_used).train(0, 1), Run(offload=False, prepare=all_used, seed=1)
+    state = saved.get()
+    del state["state"]["norm.weight"]["exp_avg_sq"]
+    checked_save({"optimizer": state}, checkpoint_id=tmp_path)
+    state = {"optimizer": run.get(for_load=True)}
+    before = copy.deepcopy(run.train(2).optimizer.state_dict())
+    checked_load(state, checkpoint_id=tmp_path, planner=LoadPlanner(allow_missing=True))
+    with pytest.raises(ValueError, match=r"of the state of norm\.weight, \['exp_avg_sq'\] was not loaded"):
+        run.set(state["optimizer"])
+    assert_same(run.optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
+def test_hooks_on_loads_rewrite_what_is_loaded_and_what_has_been(offload: bool) -> None:
+    saved, run = Run(offload=False).train(0), Run(offload=offload, seed=1)
+
+    def doubled(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {**state, "exp_avg": state["exp_avg"] * 2} for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    def tripled(optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].mul_(3)
+
+    run.optimizer.register_load_state_dict_pre_hook(doubled)
+    run.optimizer.register_load_state_dict_post_hook(tripled)
+    run.set(saved.get())
+    for name in USED:
+        assert torch.equal(run.state(name)["exp_avg"], saved.state(name)["exp_avg"] * 2)
+        assert torch.equal(run.state(name)["exp_avg_sq"], saved.state(name)["exp_avg_sq"] * 3)
+    assert_same_runs(saved, Run(offload=False).train(0))
+
+
 RAISES = {
     "offload_report": "print(offload_report(optimizer))",
     "offload_states": "offload_states(optimizer)",
@@ -159,7 +211,7 @@ def test_what_means_nothing_without_offload_says_the_line_to_write(name: str) ->
 
 
 class Finer(Optimizer):
-    """Keeps fp32 sums of bf16 gradients, one of them in a list; in no table."""
+    """Keeps fp32 sums of bf16 gradients, one of them in a list, and a scale and a counter; in no table."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -168,8 +220,11 @@ class Finer(Optimizer):
             state = self.state[param]
             if not state:
                 state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "sums": [param.grad.float().square()]}
+                state |= {"scale": param.grad.float().norm(), "count": torch.zeros((), dtype=torch.int64)}
             state["sum"].add_(param.grad.float(), alpha=0.3)
-            param.sub_((group["lr"] * state["sum"] / (1 + state["sums"][0])).to(param.dtype))
+            state["count"] += 1
+            scale = state["scale"] * state["count"]
+            param.sub_((group["lr"] * state["sum"] / (scale + state["sums"][0])).to(param.dtype))
 
 
 def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
@@ -236,6 +291,15 @@ def test_state_in_another_form_is_saved_and_loaded(
 
 
 # What would be silently wrong ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
+def test_a_look_at_state_before_the_load_does_not_make_state_of_unfilled_memory(offload: bool) -> None:
+    run = Run(offload=offload, prepare=all_used)
+    state = run.get(for_load=True)
+    assert not run.get()["state"]
+    with pytest.raises(ValueError, match=r"nothing was loaded.*up\.weight"):
+        run.set(state)
 
 
 @EVERY_FORM
