@@ -100,7 +100,7 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    checks.refuse_misplaced(positional, misplaced)
+    checks.refuse_misplaced(positional, misplaced, exist_ok=exist_ok, trust_separable=trust_separable)
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)

@@ -529,6 +529,8 @@ class Core:
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.exists = True
+        if self.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
+            bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
         bucket.state.home.stored = mark = self.updates.on_host(
             bucket, self._with_gradients(bucket)
         )  # R2: the update is the store

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -239,6 +240,24 @@ def test_updates_to_which_the_link_comes_in_the_forward_wait_for_step_where_it_i
             waiting = sorted({bucket.groups for bucket in left})
             assert waiting == ([(3,), (5,)] if stalled_ms == 50 else [])  # the link moves half of all
             assert len(left) == sum(bucket.groups in waiting for bucket in core.buckets)
+        for one in (plain, loop):
+            one.step()
+    assert same(plain, loop)
+
+
+@pytest.mark.parametrize("fields", [{}, {"host_fraction": 0.5}, {"host_fraction": 1.0}])
+def test_state_that_was_exchanged_between_steps_is_updated_in_the_backward(
+    mesh: DeviceMesh, fields: dict[str, Any]
+) -> None:
+    usual = OffloadPolicy(bucket_bytes=4096, **fields)  # with the same arithmetic on the CPU
+    plain, loop = (Loop(mesh, adamw, policy) for policy in (usual, replace(usual, overlap="iteration")))
+    for step in range(4, 8):
+        for one in (plain, loop):
+            one.train(4 if step == 4 else 1, first=step)
+            for param in one.params:
+                one.optimizer.state[param]["exp_avg"] = one.optimizer.state[param]["exp_avg"].clone()
+            one.backward(step + 10)
+        assert engine_of(loop.optimizer).core.done
         for one in (plain, loop):
             one.step()
     assert same(plain, loop)

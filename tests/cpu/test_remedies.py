@@ -428,3 +428,11 @@ def test_megatrons_fraction_is_a_share_that_works(fraction: float | None, share:
     holder = SimpleNamespace(optimizer=script.optimizer, config=config, zero_grad=script.optimizer.zero_grad)
     offload_optimizer(holder)
     script.train()
+
+
+@pytest.mark.parametrize("name", ["exist_ok", "trust_separable"])
+def test_text_is_no_promise(name: str) -> None:
+    script = Script()
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+        offload_optimizer(script.optimizer, model=script.model, **{name: "no"})  # type: ignore[arg-type]
+    assert not is_offloaded(script.optimizer)

@@ -1032,6 +1032,7 @@ def test_training_goes_on_after_what_the_message_says(words: str, tmp_path: Path
 ELSEWHERE = {
     "tests/cpu/test_remedies.py": (
         "by name model, policy, exist_ok",
+        "must be True or False, got",
         "model must be a torch.nn.Module",
         "expected a torch.optim.Optimizer, got",
         "a list of them, or one of Megatron's",
