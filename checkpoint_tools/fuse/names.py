@@ -192,7 +192,7 @@ class Owners:
         """Return the owner of state of ``fqn``, which may have ``module.`` in front more often than the model.
 
         Either may have wrappers in its name, if no name is exact. Of several owners, the one with the shortest prefix
-        is returned; unless all that have it become the ``same``, nobody knows.
+        is returned. If several have it, they must become the ``same``.
         """
         ends: list[str] = []
         for name in (fqn, without_wrappers(fqn)):

@@ -45,7 +45,7 @@ class Rule:
             part, along a dimension that the parts do not have.
         groups: for ``grouped``, a number or an expression: how many ranks or groups.
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
-            What tells a gated MLP from one without a gate, where ``linear_fc1`` has that size itself, and stays.
+            Where ``linear_fc1`` has that size itself, the MLP has no gate, and stays as it is.
         optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
         only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
         exclude: patterns of keys that the rule is not about.
@@ -332,7 +332,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_lines() -> dict[str, str]:
-    """What each preset is for, by name: the first line of its file."""
+    """Return what each preset is for, by name: the first line of its file."""
     texts = {name: (_PRESETS / f"{name}.toml").read_text(encoding="utf-8") for name in preset_names()}
     return {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
 

@@ -33,8 +33,8 @@ def clip_grad_norm_(
 
     Norm and gradients have the bits that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` gives them, for
     the parameters of the model that ``optimizer`` has. Without a model, as without offload, the order is that of
-    ``param_groups``, and the last bit of the norm depends on the order. The collectives are torch's own. Gradients on
-    several meshes, as those of experts, torch refuses: the bits are those that torchtitan's function gives them.
+    ``param_groups``, and the last bit of the norm depends on the order. The collectives are torch's own. torch
+    refuses gradients on several meshes, as those of experts: these get the bits that torchtitan's function gives them.
 
     Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
     guesses that the factor is 1; ``step()`` takes them back where it is not. Gradients that an update has used are

@@ -156,7 +156,7 @@ _ARGUMENTS = {
     "set_optimizer_state_dict": "model, optimizer, state_dict",
     "reload_before": "callback, optimizer",
 }
-"""Of functions that take more than an optimizer."""
+"""The arguments to write, of functions that take more than an optimizer."""
 
 
 def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from statistics import median_high
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -401,7 +402,7 @@ class Core:
         groups = [list(group) for _, group in itertools.groupby(self.buckets, operator.attrgetter("groups"))]
         # An embedding is looked up, which takes the forward no time: as much counts as is usual.
         sizes = [sum(one.state.nbytes for one in group) for group in groups]
-        usual_bytes = sorted(sizes)[len(sizes) // 2] if sizes else 0
+        usual_bytes = median_high(sizes or [0])
         sizes = [min(nbytes, usual_bytes) for nbytes in sizes]
         for begin_bytes, group in zip(itertools.accumulate(sizes, initial=0), groups, strict=False):
             moving = [one for one in group if one.state.nbytes and not (one.state.kept or one.on_host)]

@@ -24,7 +24,7 @@ TOLERATED = 0.01
 UNSETTLED = 3
 """Iterations that allocate, pin, create state and fill caches: their times say nothing."""
 
-REMEMBERED = 6
+RECENT = 6
 """Iterations whose marks are kept: a shared host halts now and then, and the best of these counts."""
 
 CALM = 16
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
     @property
     def forward_bytes(self) -> float:
-        """What the link moves each way in the time of a forward."""
+        """Return what the link moves each way in the time of a forward."""
         rates = [rate for rate in (self.load_gb_per_s, self.store_gb_per_s) if rate is not None]
         return self.forward_ms * min([rate * 1e6 for rate in rates], default=TWO_WAY_BYTES_PER_MS / 2)
 
@@ -148,7 +148,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._now: _Iteration | None = None
-        self._ended: deque[_Iteration] = deque(maxlen=REMEMBERED)
+        self._ended: deque[_Iteration] = deque(maxlen=RECENT)
         self._largest_bytes: dict[str, int] = {}
         self._is_called = False
 

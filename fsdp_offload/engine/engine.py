@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.items import Item
 from ..core.loop import Core
-from ..core.room import REMEMBERED, TOLERATED, UNSETTLED, Room, Stopwatch
+from ..core.room import RECENT, TOLERATED, UNSETTLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import current_stream, device_link
 from ..fsdp.dtensor import local_shard, over_local
@@ -356,7 +356,7 @@ class Engine:
             return
         reading = core.cache.stopwatch.end(reads=room is not None)
         self._repeats = self._repeats + 1 if steady else 0
-        if room is None and self._puts_off and self._repeats == UNSETTLED + REMEMBERED:  # "auto" keeps more instead
+        if room is None and self._puts_off and self._repeats == UNSETTLED + RECENT:  # "auto" keeps more instead
             best = core.cache.stopwatch.best()
             if best is not None and best.late_ms > TOLERATED * best.iteration_ms:
                 core.put_off_updates(best.forward_bytes)

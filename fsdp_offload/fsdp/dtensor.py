@@ -28,7 +28,7 @@ STAND_IN = "_fsdp_offload_stand_in"
 LOCAL: Any = DTensor._local_tensor
 _VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 NEWEST_TESTED = 2, 14
-"""Of torch: the newest version that the tests have run with."""
+"""The newest version of torch that the tests have run with."""
 
 
 def is_tested() -> bool:

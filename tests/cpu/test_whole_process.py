@@ -1,4 +1,4 @@
-"""What attaching changes for the whole process: it is undone when the last optimizer is plain again, or said before."""
+"""What attaching changes for the whole process is undone with the last optimizer that is removed, or said before."""
 
 import mmap
 import os

@@ -171,7 +171,7 @@ MEANS_NOTHING_PLAIN = {"offload_report", "offload_states", "release_states", "re
 def test_python_runs_without_offload(
     block: Block, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What README says: remove the call of ``offload_optimizer``. Whatever raises then has the line to write."""
+    """Remove the call of ``offload_optimizer``, as README says: what raises then has the line to write."""
     if not torch.accelerator.is_available():
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.chdir(tmp_path)

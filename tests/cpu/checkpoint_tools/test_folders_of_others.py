@@ -141,7 +141,7 @@ def test_folders_of_accelerate_two_levels_up(tmp_path: Path) -> None:
 def test_weights_are_not_converted_without_their_optimizer(
     tmp_path: Path, state_file: str, to: str | None, works: str
 ) -> None:
-    """Of Trainer, accelerate, torchtune, DeepSpeed: as one says on purpose, and inspect says where it is."""
+    """Leave out the state of Trainer, accelerate, torchtune, DeepSpeed only on request; inspect says where it is."""
     put(tmp_path / "step", "model.safetensors", "trainer_state.json")
     put(tmp_path / "step", state_file, content=ADAM)
     name = state_file.partition("/")[0] + "/" * ("/" in state_file)

@@ -123,7 +123,7 @@ def test_keys_of_megatron(tmp_path: Path) -> None:
     ],
 )
 def test_wrappers_in_the_names_of_either(tmp_path: Path, key: str, fqn: str) -> None:
-    """What torch.compile and checkpoint_wrapper put into a model's keys, or into those of its state, is forgiven."""
+    """Forgive what torch.compile and checkpoint_wrapper put into the keys of a model, or of its state."""
     state = {"state": {fqn.format(FUSED): {"exp_avg": WHOLE}}, "param_groups": [{"params": [fqn.format(FUSED)]}]}
     values = round_trip(tmp_path, {"model": {key.format(FUSED): WHOLE * 2}, "optim": state})
     assert same_bits(values[f"model.{key.format(UP)}"], WHOLE[4:] * 2)
