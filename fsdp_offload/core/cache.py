@@ -6,12 +6,11 @@ where there is nothing to do; ``put`` always stores.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..device.lanes import Lanes, Mark, recorded
 from .items import Block, Item, Pool, Use
@@ -36,6 +35,11 @@ class Timeline:
         self._index: dict[Use, list[int]] = {}
         self._noted: list[Use] = []
         self._at = 0
+
+    @property
+    def noted(self) -> int:
+        """Return how many uses this iteration has had."""
+        return len(self._noted)
 
     def note(self, use: Use) -> None:
         self._noted.append(use)
@@ -62,11 +66,10 @@ class Timeline:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]
 
-    def upcoming(self, most: int) -> list[Use]:
-        """List what comes next, nearest first, into the next iteration."""
-        cycle = self.cycle
-        count, at = min(len(cycle), most), self._at % max(1, len(cycle))
-        return [*cycle[at : at + count], *cycle[: max(0, at + count - len(cycle))]]
+    def upcoming(self, most: int) -> list[tuple[int, Use]]:
+        """List what comes next, nearest first, with its number in this iteration, which goes on into the next one."""
+        cycle, at = self.cycle, self._at
+        return [(number, cycle[number % len(cycle)]) for number in range(at, at + min(len(cycle), most))]
 
     def distances(self, items: Iterable[Item]) -> list[int]:
         """Count uses until the next one of each of ``items``."""
@@ -110,6 +113,8 @@ class Cache:
         stopwatch: times it; ``None``: nothing is timed.
         copies_alone: items move in ``step()`` only, where nobody else copies.
         is_full: the device had no memory for a block in this iteration.
+        ever_bytes: memory of all blocks that have ever come.
+        keeps_bound: what is bound to a block finds its memory also when that is other memory.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -120,13 +125,19 @@ class Cache:
         self.moved = Moved()
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
-        self.copies_alone = self.is_full = False
+        self.copies_alone = self.is_full = self.keeps_bound = False
+        self.ever_bytes = 0
         self._lowered: Pool | None = None
 
     @property
     def nbytes(self) -> int:
         """Device memory that is taken now."""
         return sum(pool.made * pool.nbytes for pool in self.pools)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Device memory that is taken now, and is not given back at some point of an iteration."""
+        return sum(min(pool.made, pool.count) * pool.nbytes for pool in self.pools)
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
         """Have ``item`` on the device, and return whether it is. Evicts only what is used after ``distance`` uses.
@@ -228,6 +239,9 @@ class Cache:
         for pool in self.pools:
             while pool.free:
                 self._give_back(pool)
+            pool.apart.clear()
+        for bound in self.bound:
+            bound.clear()
 
     # Blocks ---------------------------------------------------------------------------------------------------------
 
@@ -257,17 +271,30 @@ class Cache:
         autograd's that accumulates a gradient, which may run on another.
         """
         pool.count = count
-        while pool.made > count:
+        self._shrink(pool)
+
+    def allow(self, beyond: Sequence[int]) -> None:
+        """Allow each of the pools so many blocks beyond its ``count`` up to the next point. As :meth:`resize`."""
+        for pool, more in zip(self.pools, beyond, strict=True):
+            pool.beyond = more
+            self._shrink(pool)
+
+    def _shrink(self, pool: Pool) -> None:
+        while pool.made > pool.count + pool.beyond:
             if not pool.free and not self._evict(pool, None):
                 return
             self._give_back(pool)
 
     def _give_back(self, pool: Pool) -> None:
-        # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
         block = pool.free.pop(0)
-        self.lanes.compute.wait(*block.free)
+        with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
+            # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
+            self.lanes.compute.wait(*block.free)
         self.lanes.freed(block.memory)
-        for bound in self.bound:
+        if self.keeps_bound:
+            self.lanes.resize(block.memory, 0)
+            pool.apart.append(block)
+        for bound in self.bound if not self.keeps_bound else ():
             for blocks in [blocks for blocks in bound if block in blocks]:
                 del bound[blocks]
         pool.made -= 1
@@ -276,7 +303,7 @@ class Cache:
         pool = item.pool
         assert pool is not None, item.name
         while not pool.free:
-            if pool.made < pool.count and self._may_take(pool):
+            if pool.made < pool.count + pool.beyond and self._may_take(pool):
                 break
             if not self._evict(pool, None if must else distance):
                 if not must:
@@ -295,11 +322,16 @@ class Cache:
 
     def _take(self, pool: Pool) -> None:
         with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write
-            memory: Tensor = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
-        self.lanes.made([memory])
-        # It may have been an activation that a kernel on the compute stream is still reading.
-        pool.free.append(Block(memory, [self.lanes.compute.mark()]))
+            if pool.apart:
+                self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
+                block = pool.apart.pop()
+            else:
+                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device))
+        self.lanes.made([block.memory])
+        block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
+        pool.free.append(block)
         pool.made += 1
+        self.ever_bytes += pool.nbytes
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
         """Drop the item of ``pool`` that is used last, and return whether there was one.

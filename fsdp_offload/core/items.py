@@ -43,18 +43,22 @@ class Pool:
 
     Attributes:
         nbytes: of each block.
-        count: how many there may be now.
+        count: how many there may be at any point of the iteration.
+        beyond: how many more there may be at this one.
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
+        apart: those whose memory has been given back; they get other memory when they come again.
         least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
         transit: blocks for items that pass through: one is loaded, some are updated, one is stored.
-        passing: those that no kept item takes.
+        passing: those of ``count`` that no kept item takes.
     """
 
     nbytes: int
     count: int
     made: int = 0
+    beyond: int = 0
     free: list[Block] = field(default_factory=list)
+    apart: list[Block] = field(default_factory=list)
     least: int = 1
     most: int = 1
     transit: int = PASSING

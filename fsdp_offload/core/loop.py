@@ -18,7 +18,8 @@ from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
-from .items import BytesAtHome, Item, Use
+from .curve import Curve, leads, point_of, shares
+from .items import BytesAtHome, Item, Pool, Use
 
 
 class Mode(NamedTuple):
@@ -134,6 +135,7 @@ class Core:
             ``frees_all``, it does all the same.
         forward_bytes: decides which updates wait for ``step()``; see :meth:`put_off_updates`.
         steps: how many have ended.
+        curve: what the model leaves free at each point.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
         is_visited: a plain step of the user's is under way, which sees all state on the device.
@@ -144,7 +146,7 @@ class Core:
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
         self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
         self.timeline, self.reductions = Timeline(), Reductions()
-        self.cache = Cache(device, lanes, self.timeline)
+        self.cache, self.curve = Cache(device, lanes, self.timeline), Curve()
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
@@ -171,6 +173,8 @@ class Core:
         self._reduced_at: dict[int, Mark] = {}
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
+        self._beyond: list[tuple[int, ...]] = []  # at each point of the curve, blocks that each pool may have more
+        self._leads: list[tuple[Pool, dict[int, int]]] = []  # of pools, how far ahead of a use its items may come
 
     def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
         """Be about these from now on. Nothing is under way."""
@@ -184,6 +188,7 @@ class Core:
         self.held = set()
         self._gathers = {n: Use(f"gather {n}", (item,), gathers=True) for n, item in weights.items() if item.nbytes}
         self.timeline.forget()
+        self.curve.forget()
 
     # Threads ----------------------------------------------------------------------------------------------------------
 
@@ -212,6 +217,26 @@ class Core:
             yield
 
     # Events -----------------------------------------------------------------------------------------------------------
+
+    def come(self, name: object) -> None:
+        """The model comes to a point, on the compute stream, behind which it takes more memory than before, or less."""
+        if self.curve.read is None:
+            return
+        if self.curve.come(name, self.timeline.noted):
+            self._divide_room()
+        if self.curve.is_expected and not self.away:
+            self.cache.allow(self._beyond[self.curve.at])
+            self.prefetch()
+        else:
+            self.cache.allow([0] * len(self.cache.pools))
+
+    def _divide_room(self) -> None:
+        """Choose how many blocks there may be at each point of the curve, and when what they hold may come."""
+        curve, cycle, pools = self.curve, self.timeline.cycle, self.cache.pools
+        self._beyond, self._leads = [shares(nbytes, pools) for nbytes in curve.room_bytes], []
+        for pool, beyond in zip(pools, zip(*self._beyond, strict=True), strict=False):  # before it is known, none
+            most = [pool.passing + more for more in beyond]
+            self._leads.append((pool, leads(cycle, curve.positions, pool, most)))
 
     def gather(self, number: int, stream: torch.Stream | None) -> None:
         """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
@@ -374,6 +399,7 @@ class Core:
         self.reductions.end()
         self._ready, self._undone, self.held, self.done, self.begun, self.is_seen = [], set(), set(), {}, False, False
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
+        self.curve.end(repeats=self.timeline.repeats)
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
         self._used_by.clear()
         self.steps += 1
@@ -386,6 +412,7 @@ class Core:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
         self.put_off_updates(self.forward_bytes)
+        self._divide_room()
 
     def put_off_updates(self, forward_bytes: float) -> None:
         """Leave to ``step()`` updates of groups to which the link comes in the forward, before this needs them.
@@ -431,7 +458,8 @@ class Core:
             nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
             is_like = (one.groups, one.on_host, one.state.exists) == (first.groups, False, first.state.exists)
             is_there = None not in [item.block for item in one.streamed]
-            leaves_room = one.state.kept or one.state.pool is None or passing < one.state.pool.passing
+            pool = one.state.pool
+            leaves_room = one.state.kept or pool is None or passing < pool.passing + pool.beyond
             if not (is_like and is_there and leaves_room) or nbytes > self.updates.joined_bytes:
                 break
             taken.append(one)
@@ -550,7 +578,7 @@ class Core:
             return
         gathers = loads = 0
         full = []
-        for distance, use in enumerate(self.timeline.upcoming(AHEAD)):
+        for distance, (at, use) in enumerate(self.timeline.upcoming(AHEAD)):
             gathers += use.gathers
             if gathers > GATHERS_AHEAD:
                 return
@@ -559,8 +587,17 @@ class Core:
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
-                    if not self.cache.fetch(item, must=False, distance=distance):
+                    if self._is_too_early(item.pool, at) or not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
+
+    def _is_too_early(self, pool: Pool | None, at: int) -> bool:
+        """Return whether what is used ``at`` would have to leave before, if it was loaded into ``pool`` now."""
+        lead = next((its.get(at % len(self.timeline.cycle)) for one, its in self._leads if one is pool), None)
+        if lead is None or not self.curve.room_bytes:
+            return False
+        iterations, own = divmod(at, len(self.timeline.cycle))
+        ahead = iterations * len(self._beyond) + point_of(self.curve.positions, own) - self.curve.at
+        return ahead > lead
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""

@@ -13,9 +13,10 @@ The serial lanes run the same actions one by one on the current stream and wait 
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -354,12 +355,37 @@ class Lanes:
     def freed(self, tensor: Tensor) -> None:
         """Note that memory is given back: the next kernel of the compute lane may write it."""
 
+    def resize(self, tensor: Tensor, nbytes: int) -> None:
+        """Give the memory of ``tensor``, flat bytes, back, or take other memory; views of it find that, too."""
+        tensor.untyped_storage().resize_(nbytes)
+
+
+class HasBlocks(Protocol):
+    """Takes device memory: so much now, and so much in all."""
+
+    ever_bytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
 
 class DeviceLink:
-    """The lanes and the memory of one device, shared by all offloaded optimizers there."""
+    """The lanes and the memory of one device, shared by all offloaded optimizers there.
+
+    Attributes:
+        caches: of optimizers whose blocks come and go.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.caches = weakref.WeakSet[HasBlocks]()
+
+    def model_bytes(self) -> tuple[int, int]:
+        """Return what is allocated, and what has ever been, without the blocks of :attr:`caches`."""
+        stats = torch.accelerator.memory_stats(self.device)
+        used_bytes, ever_bytes = (stats[f"allocated_bytes.all.{what}"] for what in ("current", "allocated"))
+        caches = list(self.caches)
+        return used_bytes - sum(one.nbytes for one in caches), ever_bytes - sum(one.ever_bytes for one in caches)
 
     def lanes(self, *, serial: bool) -> Lanes:
         """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""

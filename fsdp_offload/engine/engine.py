@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
+from ..core.curve import Reading
 from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import RECENT, TOLERATED, UNSETTLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
-from ..device.lanes import current_stream, device_link
+from ..device.lanes import DeviceLink, current_stream, device_link
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed
@@ -110,6 +111,9 @@ class Engine:
         self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
+            if policy.moves_beside_model and not capabilities.moves_whole:
+                self._link.caches.add(self.core.cache)
+                self.core.curve.read = partial(_read_memory, self._link)
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
@@ -172,6 +176,10 @@ class Engine:
         sizes = self.plan.bucket_bytes, limit
         pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, *sizes, joins=joins)
         share_out(pools, limit)
+        # Otherwise optimizers are given tensors that know where memory was when they were bound.
+        core.cache.keeps_bound = self.layouts.capabilities.known and all(
+            one.on_locals for one in self.plan.shards.values()
+        )
         core.choose_kept()
         learns = limit is None and not whole and self.policy.moves_beside_model
         self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
@@ -201,7 +209,7 @@ class Engine:
             logger.info("no room for all blocks yet; they are taken when they are needed")
 
     def staging_bytes(self) -> int:
-        return self.core.cache.nbytes
+        return self.core.cache.lasting_bytes
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -231,6 +239,7 @@ class Engine:
         self._make_zeroed_gradients(self.plan.shards)
         guesses.look()
         core.away = False
+        core.come("step")
         problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
@@ -265,7 +274,7 @@ class Engine:
         updates.leave_out(ended)
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
         late = set(filter(updates.is_late, core.done))
-        without, made = updates.without_state, core.cache.nbytes
+        without, made = updates.without_state, core.cache.lasting_bytes
         try:
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
             core.step(wanted, late)
@@ -283,7 +292,7 @@ class Engine:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
-        return bool(wanted), repeats and not new and core.cache.nbytes == made
+        return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
@@ -360,7 +369,9 @@ class Engine:
             best = core.cache.stopwatch.best()
             if best is not None and best.late_ms > TOLERATED * best.iteration_ms:
                 core.put_off_updates(best.forward_bytes)
-        more = 0 if room is None else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
+        # What comes when activations are gone costs nothing: it is used before blocks that stay.
+        waits = room is None or core.curve.is_awaited
+        more = 0 if waits else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
@@ -918,6 +929,10 @@ class Engine:
         """Block the host until every transfer and every update has finished."""
         self.wait_updated()
         self.wait_all_home(may_write=False)
+
+
+def _read_memory(link: DeviceLink) -> Reading:
+    return Reading(*link.model_bytes(), optimizers=len(link.caches))
 
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:

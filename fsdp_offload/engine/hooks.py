@@ -94,6 +94,7 @@ class ModelHooks:
             if runs_in_backward():
                 engine.refuse("second backward" if in_backward else "recomputation")
             engine.core.is_seen = True
+        engine.core.come((number, in_backward, torch.is_grad_enabled()))  # an evaluation comes to points of its own
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             if engine.core.is_foreign:
@@ -147,6 +148,7 @@ class ModelHooks:
         if optimizer is not None:
             event = event if engine.device.type != "cpu" else None
             with engine.core.timed_call():
+                engine.core.come((number, "reduced"))
                 engine.reduced(number, self._groups[number].params, event, optimizer, self._get_states(optimizer))
 
 

@@ -540,7 +540,7 @@ def _misplaced(loop: Loop) -> list[str]:
     if case.parameters:
         return not_at_home(loop.model, loop.optimizer)
     # A range that may not be cut is never less.
-    taken = engine.staging_bytes()
+    taken = sum(max(0, pool.made - pool.beyond) * pool.nbytes for pool in engine.core.cache.pools)
     largest = max((bucket.state.nbytes for bucket in engine.plan.buckets), default=0)
     fits = case.device_bytes == "auto" or "whole" in case.made.traits or taken <= max(SMALL_BYTES, largest)
     return [] if fits else [f"{taken} bytes of the device are taken"]

@@ -220,6 +220,14 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         core.forward_bytes = share * sum(one.state.nbytes for one in core.buckets)
         choose_kept(core)
 
+    comes = lanes.world.random.random() < 0.4
+
+    def come_late(core: Core, name: object) -> None:
+        more = [lanes.world.random.choice([0, 0, 1, 2, 5]) for _ in core.cache.pools]
+        core.cache.allow(more if comes and not core.away else [0] * len(more))
+        if any(more):
+            core.prefetch()
+
     def step_late(core: Core, wanted: Sequence[Bucket], *args: Any) -> None:
         lanes.compute.touch(writes=written(param for bucket in wanted for param in bucket.params))
         step(core, wanted, *args)
@@ -266,6 +274,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
+        patch.setattr(Core, "come", come_late)
         patch.setattr(Core, "choose_kept", choose_kept_late)
         patch.setattr(Core, "wait_home", wait_home_late)
         patch.setattr(StateShard, "on_device", on_device_late)

@@ -48,7 +48,7 @@ def after(timeline: Timeline, items: dict[str, Item], text: str) -> str:
     uses = {use.name: use for use in timeline.cycle}
     for name in text:
         timeline.note(uses[name])
-    upcoming = "".join(str(use.name) for use in timeline.upcoming(4))
+    upcoming = "".join(str(use.name) for _, use in timeline.upcoming(4))
     ahead = timeline.distances(items.values())
     return upcoming + " " + " ".join(f"{name}{number}" for name, number in zip(items, ahead, strict=True))
 

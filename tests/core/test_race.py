@@ -126,6 +126,8 @@ class Trial:
         for pool in pools:
             pool.count = rng.randint(pool.least, self.groups + 2)
         self.pools = self.core.cache.pools = pools
+        self.positions = random.Random(self.seed + 2)
+        self.core.cache.keeps_bound, self.comes = self.positions.random() < 0.7, self.positions.random() < 0.4
         self.core.choose_kept()
         if rng.random() < 0.5:  # more is kept than the rule would
             for item in [*(bucket.state for bucket in buckets), *streamed]:
@@ -209,7 +211,14 @@ class Trial:
                 self.weights[g], self.weight_spares[g] = self.weight_spares[g], self.weights[g]
         self.way_back.end()
 
+    def come(self) -> None:
+        """A point of the iteration, with other room than the one before."""
+        if self.comes and self.positions.random() < 0.6:
+            self.core.cache.allow([self.positions.randint(0, self.groups) for _ in self.pools])
+            self.core.prefetch()
+
     def gather(self, g: int, *, counts: bool = True) -> None:
+        self.come()
         stream = object() if self.random.random() < (0.6 if g in self.streams else 0.2) else None
         if stream is not None and self.overlap == "step":
             self.lanes.on(stream).wait(self.lanes.compute.mark())  # as fully_shard does before its first gather
@@ -240,6 +249,7 @@ class Trial:
         event = lanes.reduce.mark()
         if self.overlap != "iteration":
             lanes.compute.wait(event)  # as the end of a backward does
+        self.come()
         before = set(self.core.done)
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
@@ -309,6 +319,7 @@ class Trial:
             self.commit()
         wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
         before = set(core.done)
+        self.come()
         core.step(wanted)
         self.note(before)
         core.end()

@@ -1,0 +1,173 @@
+"""The curve of a model's memory, and what it leaves room for."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from fsdp_offload.core.curve import Curve, Reading, leads, point_of, shares
+from fsdp_offload.core.items import Item, Pool, Use
+
+
+class Model:
+    """Takes memory as an iteration goes on: what is allocated behind each point, and what is freed there."""
+
+    def __init__(self) -> None:
+        self.used = self.ever = 0
+        self.optimizers = 1
+        self.reads = 0
+
+    def read(self) -> Reading:
+        self.reads += 1
+        return Reading(self.used, self.ever, self.optimizers)
+
+    def iteration(self, curve: Curve, steps: Sequence[tuple[str, int, int]], *, repeats: bool = True) -> list[int]:
+        """Return the room at each point."""
+        found = []
+        for position, (name, allocated, freed) in enumerate(steps):
+            curve.come(name, position)
+            found.append(curve.room_bytes[curve.at] if curve.is_expected else 0)
+            self.used += allocated - freed
+            self.ever += allocated
+        curve.end(repeats=repeats)
+        return found
+
+
+FORWARD_AND_BACKWARD = [
+    ("f0", 4, 0),
+    ("f1", 4, 0),
+    ("f2", 5, 1),
+    ("b2", 3, 8),
+    ("b1", 2, 6),
+    ("b0", 1, 4),
+    ("step", 0, 0),
+]
+"""In use: 0, 4, 8, 12, 7, 3, 0. More at once behind f2 (13), b2 (15), b1 (9), b0 (4)."""
+
+
+def test_room_is_what_is_left_below_the_peak_up_to_the_next_point() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    assert model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False) == [0] * 7
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7  # read
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]
+
+
+def test_a_steady_iteration_reads_once() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model.reads = 0
+    model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.reads == 1
+
+
+def test_other_points_have_no_room_and_the_known_ones_keep_theirs() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    evaluated = [*FORWARD_AND_BACKWARD[:2], ("evaluation", 0, 0), *FORWARD_AND_BACKWARD[2:]]
+    assert model.iteration(curve, evaluated) == [8, 4, 0, 0, 0, 3, 8, 12]
+
+
+def test_a_point_that_is_missing_has_the_iteration_read_again() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    shorter = [*FORWARD_AND_BACKWARD[:2], *FORWARD_AND_BACKWARD[3:]]
+    assert model.iteration(curve, shorter)[2:] == [0] * 4
+    model.iteration(curve, shorter)
+    assert model.iteration(curve, shorter)[-1] > 0
+
+
+def test_an_iteration_that_is_not_as_the_one_before_ends_all_room() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False)
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_another_batch_has_another_curve_once_it_has_come_twice(factor: int) -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    larger = [(name, factor * allocated, factor * freed) for name, allocated, freed in FORWARD_AND_BACKWARD]
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.iteration(curve, larger) == [8, 4, 0, 0, 3, 8, 12]
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]  # it was only one
+    for _ in range(3):
+        model.iteration(curve, larger)
+    assert model.iteration(curve, larger) == [factor * room for room in (8, 4, 0, 0, 3, 8, 12)]
+
+
+def test_what_others_take_is_shared() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(4):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model.optimizers = 2
+    for _ in range(2):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [4, 2, 0, 0, 1, 4, 6]
+
+
+def test_statistics_that_are_reset_make_no_curve() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    for _ in range(2):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model.ever = -100
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
+    model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.iteration(curve, FORWARD_AND_BACKWARD)[0] == 8
+
+
+def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
+    model, curve = Model(), Curve()
+    curve.read = model.read
+    assert curve.is_awaited
+    for _ in range(20):
+        model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False)
+    assert not curve.is_awaited
+
+
+def test_shares() -> None:
+    pools = [Pool(4, 2, most=3), Pool(3, 2, most=9)]
+    assert [shares(room, pools) for room in (3, 4, 10, 100)] == [(0, 1), (1, 0), (1, 2), (1, 7)]
+
+
+def programs() -> Iterator[tuple[list[Use], list[int], Pool, list[int]]]:
+    for seed in range(300):
+        rng = random.Random(seed)
+        pool = Pool(1, 1)
+        items = [Item(str(number), 1, pool=pool) for number in range(rng.randint(1, 6))]
+        cycle = [
+            Use(at, tuple(rng.sample(items, rng.randint(1, min(2, len(items)))))) for at in range(rng.randint(1, 8))
+        ]
+        positions = [0, *sorted(rng.randint(0, len(cycle)) for _ in range(rng.randint(0, 7)))]
+        yield cycle, positions, pool, [rng.randint(0, 4) for _ in positions]
+
+
+def test_what_is_loaded_within_its_lead_need_not_leave_before_its_use() -> None:
+    """Whatever is used between is there as well; one point earlier, there is a point at which it is one too many."""
+    for cycle, positions, pool, most in programs():
+        found = leads(cycle, positions, pool, most)
+        count = len(positions)
+        uses = [*cycle, *cycle]  # the second one is the iteration of the use
+        begins = [*positions, *(at + len(cycle) for at in positions)]
+        for at, use in enumerate(cycle):
+            first = point_of(positions, at) + count
+            there = [
+                len({item for one in uses[begins[point] : at + len(cycle) + 1] for item in one.items})
+                <= most[point % count]
+                for point in range(first, first - count, -1)
+            ]
+            assert found[at] == len(list(itertools.takewhile(bool, there))), (use, positions, most)
