@@ -113,7 +113,6 @@ class Cache:
         stopwatch: times it; ``None``: nothing is timed.
         copies_alone: items move in ``step()`` only, where nobody else copies.
         is_full: the device had no memory for a block in this iteration.
-        ever_bytes: memory of all blocks that have ever come.
         keeps_bound: what is bound to a block finds its memory also when that is other memory.
     """
 
@@ -126,7 +125,6 @@ class Cache:
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
         self.copies_alone = self.is_full = self.keeps_bound = False
-        self.ever_bytes = 0
         self._lowered: Pool | None = None
 
     @property
@@ -273,23 +271,23 @@ class Cache:
         pool.count = count
         self._shrink(pool)
 
-    def allow(self, beyond: Sequence[int]) -> None:
-        """Allow each of the pools so many blocks beyond its ``count`` up to the next point. As :meth:`resize`."""
-        for pool, more in zip(self.pools, beyond, strict=True):
-            pool.beyond = more
+    def allow(self, beyond: Sequence[int], lasting: Sequence[int]) -> None:
+        """Allow so many blocks ``beyond`` the count of each pool, of which ``lasting`` may come. As :meth:`resize`."""
+        for pool, more, come in zip(self.pools, beyond, lasting, strict=True):
+            pool.beyond, pool.lasting = more, come
             self._shrink(pool)
 
     def _shrink(self, pool: Pool) -> None:
-        while pool.made > pool.count + pool.beyond:
-            if not pool.free and not self._evict(pool, None):
-                return
-            self._give_back(pool)
+        if pool.made <= pool.count + pool.beyond:
+            return
+        with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
+            while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
+                self._give_back(pool)
 
     def _give_back(self, pool: Pool) -> None:
+        # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
         block = pool.free.pop(0)
-        with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
-            # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
-            self.lanes.compute.wait(*block.free)
+        self.lanes.compute.wait(*block.free)
         self.lanes.freed(block.memory)
         if self.keeps_bound:
             self.lanes.resize(block.memory, 0)
@@ -303,7 +301,7 @@ class Cache:
         pool = item.pool
         assert pool is not None, item.name
         while not pool.free:
-            if pool.made < pool.count + pool.beyond and self._may_take(pool):
+            if pool.made < pool.count + pool.lasting and self._may_take(pool):
                 break
             if not self._evict(pool, None if must else distance):
                 if not must:
@@ -331,7 +329,6 @@ class Cache:
         block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
         pool.free.append(block)
         pool.made += 1
-        self.ever_bytes += pool.nbytes
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
         """Drop the item of ``pool`` that is used last, and return whether there was one.

@@ -6,9 +6,9 @@ at each reduction of one iteration is a curve, which the next iteration repeats.
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .items import Pool, Use
 
@@ -25,12 +25,24 @@ class Reading(NamedTuple):
     Attributes:
         used_bytes: in use.
         ever_bytes: all that has ever been allocated; it only grows.
+        allocations: how many these were.
         optimizers: how many have blocks on the device, and share the room.
     """
 
     used_bytes: int
     ever_bytes: int
+    allocations: int = 0
     optimizers: int = 1
+
+
+class History(Protocol):
+    """What the allocator has done between two calls, in the host's program order."""
+
+    def begin(self) -> bool:
+        """Begin to record; returns whether it does."""
+
+    def end(self) -> list[int]:
+        """Return bytes allocated, and, below zero, freed."""
 
 
 class Curve:
@@ -40,29 +52,33 @@ class Curve:
 
     Attributes:
         read: reads the memory now; ``None``: no allocator counts it, and there is no room.
+        history: between points; ``None``: only what is allocated in all is known of these.
         room_bytes: of each point; empty: not known.
+        positions: of each point, how many uses come before it.
         at: the last of these points to which this iteration has come; -1: none.
         is_expected: it has come there, and to no other point since.
     """
 
-    def __init__(self, read: Callable[[], Reading] | None = None) -> None:
-        self.read, self._missed = read, 0
+    def __init__(self) -> None:
+        self.read: Callable[[], Reading] | None = None
+        self.history: History | None = None
+        self._missed = 0
         self.forget()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Return whether iterations are about to be read, unless some have gone by and none repeats another."""
-        return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
     def forget(self) -> None:
         """Know nothing: what an iteration uses is something else now."""
         self.room_bytes: list[int] = []
+        self.positions: list[int] = []
         self.at, self.is_expected = -1, False
-        self.positions: list[int] = []  # of each point, how many uses come before it
         self._names: list[object] = []
         self._noted: list[tuple[object, int, Reading]] | None = None  # the points of this iteration, if it is read
         self._has_ended, self._is_wanted = True, False  # the next point begins an iteration, which is read
         self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # and what the last iteration took there
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether an iteration is about to be read, unless some have gone by and none repeats another."""
+        return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
     def come(self, name: object, position: int) -> bool:
         """Come to a point, behind as many uses as ``position``; returns whether the curve is another one now."""
@@ -73,6 +89,7 @@ class Curve:
                 is_learnt = self._learn(self._noted, self.read())
             self.at, self._has_ended = -1, False
             self._noted = [] if self._is_wanted else None
+            self._is_recorded = self._noted is not None and self.history is not None and self.history.begin()
         if self._noted is not None:
             self._noted.append((name, position, self.read()))
         self.is_expected = self._names[self.at + 1 : self.at + 2] == [name]
@@ -84,36 +101,71 @@ class Curve:
     def end(self, *, repeats: bool) -> None:
         """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
         self._missed += not self.room_bytes
-        if not repeats:
-            self.forget()
-        if self._has_ended:
-            return
-        is_known = bool(self.room_bytes) and self.at + 1 == len(self._names)
-        self._is_wanted = self._noted is None and (self._is_wanted or not is_known)
+        is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
+        if self._noted is not None and not repeats:
+            self._end_history()
+        if not repeats or (self.room_bytes and not is_known):
+            self.forget()  # what comes and goes would count where it is read
+        if repeats and self._noted is None:
+            self._is_wanted = not is_known
         self.at, self._has_ended = -1, True
+
+    def _end_history(self) -> list[int]:
+        if not self._is_recorded or self.history is None:
+            return []
+        self._is_recorded = False
+        return self.history.end()
 
     def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> bool:
         """Make a curve of an iteration, and of what is read at the first point of the next."""
-        readings = [reading for *_, reading in noted]
-        # What was in use at a point, and all that is allocated up to the next one, is no less than what is in use at
-        # once; and the model's peak is no less than what is in use at any point.
-        more_bytes = [later.ever_bytes - one.ever_bytes for one, later in pairwise([*readings, behind])]
-        if min(more_bytes) < 0:  # the statistics have been reset
-            return False
-        self._peak = max(readings)
+        events = self._end_history()
+        self._is_wanted = False
+        readings = [*(reading for *_, reading in noted), behind]
+        more_bytes = transients(readings, events)
+        is_exact = more_bytes is not None
+        if more_bytes is None:  # all that is allocated up to the next point is no less than what is in use at once
+            more_bytes = [later.ever_bytes - one.ever_bytes for one, later in itertools.pairwise(readings)]
+            if min(more_bytes) < 0:  # the statistics have been reset
+                return False
+        self._peak = max(readings[:-1])
         self._peak_at, self._last_bytes = readings.index(self._peak), self._peak.used_bytes
-        needed_bytes = [one.used_bytes + more for one, more in zip(readings, more_bytes, strict=True)]
-        self.room_bytes = [max(0, self._peak.used_bytes - one) // self._peak.optimizers for one in needed_bytes]
+        needed_bytes = [one.used_bytes + more for one, more in zip(readings[:-1], more_bytes, strict=True)]
+        peak_bytes = max(needed_bytes) if is_exact else self._peak.used_bytes
+        self.room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
         self._names, self.positions = [name for name, *_ in noted], [position for _, position, _ in noted]
-        self._is_wanted, self._missed = False, 0
+        self._missed = 0
         return True
 
     def _look_again(self, now: Reading) -> None:
-        """Have the next iteration read if two in turn take as much as each other, and not what the curve says."""
+        """Have an iteration read if two in turn take as much as each other, and not what the curve says."""
         peak_bytes, last_bytes, self._last_bytes = self._peak.used_bytes, self._last_bytes, now.used_bytes
         alike_bytes = ALIKE * peak_bytes
         is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
         self._is_wanted = is_other or now.optimizers != self._peak.optimizers
+
+
+def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] | None:
+    """Return how much more than at each point is in use at once before the next one comes.
+
+    Args:
+        readings: at each point, and at the one behind the last.
+        events: bytes that were allocated and, below zero, freed since the first reading; if these are not all of them,
+            the result is ``None``.
+    """
+    first, last = readings[0].allocations, readings[-1].allocations
+    if last - first != sum(nbytes >= 0 for nbytes in events):
+        return None
+    ends = [one.allocations - first for one in readings[1:]]
+    most, found, count, used_bytes = 0, list[int](), 0, 0
+    for nbytes in events:
+        if nbytes >= 0:
+            while count == ends[len(found)]:
+                found.append(most)
+                most = used_bytes = 0
+            count += 1
+        used_bytes += nbytes
+        most = max(most, used_bytes)
+    return [*found, most, *[0] * (len(ends) - len(found) - 1)]
 
 
 def leads(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int]) -> dict[int, int]:
@@ -147,10 +199,18 @@ def point_of(positions: Sequence[int], at: int) -> int:
     return max(0, bisect.bisect_right(positions, at) - 1)
 
 
-def shares(room_bytes: int, pools: Sequence[Pool]) -> tuple[int, ...]:
-    """Divide room among ``pools``, those that profit most in front; returns how many blocks more each may have."""
-    found = []
-    for pool in pools:
-        found.append(max(0, min(pool.most - pool.count, room_bytes // pool.nbytes)))
-        room_bytes -= found[-1] * pool.nbytes
-    return tuple(found)
+def shares(room_bytes: int, pools: Sequence[Pool], leaving: Sequence[int]) -> list[int]:
+    """Divide room among ``pools``, those that profit most in front; returns how many blocks more each may have.
+
+    ``leaving``: so many blocks of each are to lie in the room, too. Those that do not fit count below zero.
+    """
+    room_bytes -= sum(pool.nbytes * count for pool, count in zip(pools, leaving, strict=True))
+    found = [0] * len(pools)
+    for at, pool in enumerate(pools):
+        found[at] = max(0, min(pool.most - pool.count, room_bytes // pool.nbytes))
+        room_bytes -= found[at] * pool.nbytes
+    for at, pool in reversed([*enumerate(pools)]):
+        less = max(0, min(leaving[at], -(room_bytes // pool.nbytes)))
+        found[at] -= less
+        room_bytes += less * pool.nbytes
+    return found

@@ -44,7 +44,8 @@ class Pool:
     Attributes:
         nbytes: of each block.
         count: how many there may be at any point of the iteration.
-        beyond: how many more there may be at this one.
+        beyond: how many more there may be at this one, or less where they are below zero.
+        lasting: of these, those that may come now, as they need not leave soon.
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
         apart: those whose memory has been given back; they get other memory when they come again.
@@ -57,6 +58,7 @@ class Pool:
     count: int
     made: int = 0
     beyond: int = 0
+    lasting: int = 0
     free: list[Block] = field(default_factory=list)
     apart: list[Block] = field(default_factory=list)
     least: int = 1

@@ -39,6 +39,9 @@ AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
 """How far prefetches look ahead: in uses, gathers, loads for gathers. More uses than places ever hold would not help.
 More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
 
+LASTING_POINTS = 8
+"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store."""
+
 REDUCTIONS_BEHIND = 4
 """How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
 
@@ -136,6 +139,7 @@ class Core:
         forward_bytes: decides which updates wait for ``step()``; see :meth:`put_off_updates`.
         steps: how many have ended.
         curve: what the model leaves free at each point.
+        gives_way: no block of state lies above the model's own peak, unless it is kept.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
         is_visited: a plain step of the user's is under way, which sees all state on the device.
@@ -162,6 +166,7 @@ class Core:
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
         self.held: set[Bucket] = set()
+        self.gives_way = False
         self._for_step: frozenset[Bucket] = frozenset()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
@@ -173,7 +178,9 @@ class Core:
         self._reduced_at: dict[int, Mark] = {}
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
-        self._beyond: list[tuple[int, ...]] = []  # at each point of the curve, blocks that each pool may have more
+        # At each point of the curve, blocks that each pool may have more there, and some points on as well.
+        self._beyond: list[list[int]] = []
+        self._lasting: list[list[int]] = []
         self._leads: list[tuple[Pool, dict[int, int]]] = []  # of pools, how far ahead of a use its items may come
 
     def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
@@ -225,15 +232,22 @@ class Core:
         if self.curve.come(name, self.timeline.noted):
             self._divide_room()
         if self.curve.is_expected and not self.away:
-            self.cache.allow(self._beyond[self.curve.at])
+            self.cache.allow(self._beyond[self.curve.at], self._lasting[self.curve.at])
             self.prefetch()
         else:
-            self.cache.allow([0] * len(self.cache.pools))
+            self.cache.allow(*[[0] * len(self.cache.pools)] * 2)
 
     def _divide_room(self) -> None:
         """Choose how many blocks there may be at each point of the curve, and when what they hold may come."""
         curve, cycle, pools = self.curve, self.timeline.cycle, self.cache.pools
-        self._beyond, self._leads = [shares(nbytes, pools) for nbytes in curve.room_bytes], []
+        gives_way = self.gives_way and self.mode.begin == "final"
+        moving = {bucket.state.pool for bucket in self.buckets if not bucket.state.kept}
+        leaving = [pool.passing if gives_way and pool in moving else 0 for pool in pools]
+        self._beyond, self._leads = [shares(nbytes, pools, leaving) for nbytes in curve.room_bytes], []
+        soon = [*self._beyond, *self._beyond]
+        self._lasting = [
+            [min(each) for each in zip(*soon[at : at + LASTING_POINTS], strict=True)] for at in range(len(self._beyond))
+        ]
         for pool, beyond in zip(pools, zip(*self._beyond, strict=True), strict=False):  # before it is known, none
             most = [pool.passing + more for more in beyond]
             self._leads.append((pool, leads(cycle, curve.positions, pool, most)))

@@ -361,9 +361,7 @@ class Lanes:
 
 
 class HasBlocks(Protocol):
-    """Takes device memory: so much now, and so much in all."""
-
-    ever_bytes: int
+    """Takes device memory, as much as it says."""
 
     @property
     def nbytes(self) -> int: ...
@@ -380,12 +378,11 @@ class DeviceLink:
         self.device = device
         self.caches = weakref.WeakSet[HasBlocks]()
 
-    def model_bytes(self) -> tuple[int, int]:
-        """Return what is allocated, and what has ever been, without the blocks of :attr:`caches`."""
+    def allocated(self) -> tuple[int, int, int]:
+        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; in how many allocations."""
         stats = torch.accelerator.memory_stats(self.device)
-        used_bytes, ever_bytes = (stats[f"allocated_bytes.all.{what}"] for what in ("current", "allocated"))
-        caches = list(self.caches)
-        return used_bytes - sum(one.nbytes for one in caches), ever_bytes - sum(one.ever_bytes for one in caches)
+        used_bytes = int(stats["allocated_bytes.all.current"]) - sum(one.nbytes for one in list(self.caches))
+        return used_bytes, int(stats["allocated_bytes.all.allocated"]), int(stats["allocation.all.allocated"])
 
     def lanes(self, *, serial: bool) -> Lanes:
         """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""

@@ -22,6 +22,7 @@ from ..core.loop import Core
 from ..core.room import RECENT, TOLERATED, UNSETTLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import DeviceLink, current_stream, device_link
+from ..fsdp.allocations import History
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
 from ..fsdp.homed import ShardedParameter, is_homed
@@ -114,6 +115,7 @@ class Engine:
             if policy.moves_beside_model and not capabilities.moves_whole:
                 self._link.caches.add(self.core.cache)
                 self.core.curve.read = partial(_read_memory, self._link)
+                self.core.curve.history, self.core.gives_way = History(device), policy.device_bytes == "auto"
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
@@ -369,9 +371,9 @@ class Engine:
             best = core.cache.stopwatch.best()
             if best is not None and best.late_ms > TOLERATED * best.iteration_ms:
                 core.put_off_updates(best.forward_bytes)
-        # What comes when activations are gone costs nothing: it is used before blocks that stay.
-        waits = room is None or core.curve.is_awaited
-        more = 0 if waits else room.end(reading, steady=steady, free_bytes=self._free_at_peak)
+        more = 0
+        if room is not None and not core.curve.is_awaited:  # blocks that come when activations are gone cost less
+            more = room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
@@ -932,7 +934,7 @@ class Engine:
 
 
 def _read_memory(link: DeviceLink) -> Reading:
-    return Reading(*link.model_bytes(), optimizers=len(link.caches))
+    return Reading(*link.allocated(), optimizers=len(link.caches))
 
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:

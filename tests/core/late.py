@@ -224,7 +224,8 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
 
     def come_late(core: Core, name: object) -> None:
         more = [lanes.world.random.choice([0, 0, 1, 2, 5]) for _ in core.cache.pools]
-        core.cache.allow(more if comes and not core.away else [0] * len(more))
+        more = more if comes and not core.away else [0] * len(more)
+        core.cache.allow(more, [lanes.world.random.randint(0, one) for one in more])
         if any(more):
             core.prefetch()
 

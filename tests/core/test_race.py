@@ -214,7 +214,8 @@ class Trial:
     def come(self) -> None:
         """A point of the iteration, with other room than the one before."""
         if self.comes and self.positions.random() < 0.6:
-            self.core.cache.allow([self.positions.randint(0, self.groups) for _ in self.pools])
+            beyond = [self.positions.randint(-1, self.groups) for _ in self.pools]
+            self.core.cache.allow(beyond, [self.positions.randint(min(0, one), max(0, one)) for one in beyond])
             self.core.prefetch()
 
     def gather(self, g: int, *, counts: bool = True) -> None:

@@ -11,16 +11,28 @@ from fsdp_offload.core.items import Item, Pool, Use
 
 
 class Model:
-    """Takes memory as an iteration goes on: what is allocated behind each point, and what is freed there."""
+    """Takes memory as an iteration goes on: what is allocated behind each point, and what is freed there then.
 
-    def __init__(self) -> None:
-        self.used = self.ever = 0
+    With ``records``, the order of all that is known.
+    """
+
+    def __init__(self, *, records: bool = False) -> None:
+        self.used = self.ever = self.allocations = 0
         self.optimizers = 1
         self.reads = 0
+        self.records = records
+        self.events: list[int] = []
 
     def read(self) -> Reading:
         self.reads += 1
-        return Reading(self.used, self.ever, self.optimizers)
+        return Reading(self.used, self.ever, self.allocations, self.optimizers)
+
+    def begin(self) -> bool:
+        self.events = []
+        return self.records
+
+    def end(self) -> list[int]:
+        return self.events
 
     def iteration(self, curve: Curve, steps: Sequence[tuple[str, int, int]], *, repeats: bool = True) -> list[int]:
         """Return the room at each point."""
@@ -28,10 +40,18 @@ class Model:
         for position, (name, allocated, freed) in enumerate(steps):
             curve.come(name, position)
             found.append(curve.room_bytes[curve.at] if curve.is_expected else 0)
+            self.events += [allocated] * (allocated > 0) + [-freed] * (freed > 0)
             self.used += allocated - freed
             self.ever += allocated
+            self.allocations += allocated > 0
         curve.end(repeats=repeats)
         return found
+
+
+def started(*, records: bool = False) -> tuple[Model, Curve]:
+    model, curve = Model(records=records), Curve()
+    curve.read, curve.history = model.read, model
+    return model, curve
 
 
 FORWARD_AND_BACKWARD = [
@@ -47,17 +67,30 @@ FORWARD_AND_BACKWARD = [
 
 
 def test_room_is_what_is_left_below_the_peak_up_to_the_next_point() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     assert model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False) == [0] * 7
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7  # read
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]
 
 
+def test_what_is_in_use_at_once_is_known_where_the_allocator_tells() -> None:
+    model, curve = started(records=True)
+    first = [("f0", 4, 0), ("f1", 0, 0), ("loss", 0, 0), ("b1", 0, 4), ("b0", 0, 0)]
+    for _ in range(3):
+        assert model.iteration(curve, first) == [0] * 5 or curve.room_bytes
+    assert model.iteration(curve, first) == [0, 0, 0, 0, 4]
+    model, curve = started(records=True)
+    for _ in range(4):
+        found = model.iteration(curve, FORWARD_AND_BACKWARD)
+        model.events.append(2)  # and gone again, at the end of the iteration
+        model.events.append(-2)
+        model.allocations += 1
+    assert found == [15 - 4, 15 - 8, 15 - 13, 0, 15 - 9, 15 - 4, 15 - 2]
+
+
 def test_a_steady_iteration_reads_once() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     model.reads = 0
@@ -66,8 +99,7 @@ def test_a_steady_iteration_reads_once() -> None:
 
 
 def test_other_points_have_no_room_and_the_known_ones_keep_theirs() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     evaluated = [*FORWARD_AND_BACKWARD[:2], ("evaluation", 0, 0), *FORWARD_AND_BACKWARD[2:]]
@@ -75,8 +107,7 @@ def test_other_points_have_no_room_and_the_known_ones_keep_theirs() -> None:
 
 
 def test_a_point_that_is_missing_has_the_iteration_read_again() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     shorter = [*FORWARD_AND_BACKWARD[:2], *FORWARD_AND_BACKWARD[3:]]
@@ -86,8 +117,7 @@ def test_a_point_that_is_missing_has_the_iteration_read_again() -> None:
 
 
 def test_an_iteration_that_is_not_as_the_one_before_ends_all_room() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False)
@@ -96,8 +126,7 @@ def test_an_iteration_that_is_not_as_the_one_before_ends_all_room() -> None:
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_another_batch_has_another_curve_once_it_has_come_twice(factor: int) -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     larger = [(name, factor * allocated, factor * freed) for name, allocated, freed in FORWARD_AND_BACKWARD]
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
@@ -109,8 +138,7 @@ def test_another_batch_has_another_curve_once_it_has_come_twice(factor: int) -> 
 
 
 def test_what_others_take_is_shared() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     model.optimizers = 2
@@ -120,8 +148,7 @@ def test_what_others_take_is_shared() -> None:
 
 
 def test_statistics_that_are_reset_make_no_curve() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     for _ in range(2):
         model.iteration(curve, FORWARD_AND_BACKWARD)
     model.ever = -100
@@ -131,8 +158,7 @@ def test_statistics_that_are_reset_make_no_curve() -> None:
 
 
 def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
-    model, curve = Model(), Curve()
-    curve.read = model.read
+    model, curve = started()
     assert curve.is_awaited
     for _ in range(20):
         model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False)
@@ -141,7 +167,10 @@ def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
 
 def test_shares() -> None:
     pools = [Pool(4, 2, most=3), Pool(3, 2, most=9)]
-    assert [shares(room, pools) for room in (3, 4, 10, 100)] == [(0, 1), (1, 0), (1, 2), (1, 7)]
+    assert [shares(room, pools, [0, 0]) for room in (3, 4, 10, 100)] == [[0, 1], [1, 0], [1, 2], [1, 7]]
+    assert [shares(room, pools, [0, 2]) for room in (0, 2, 3, 6, 9, 10, 100)] == [
+        *([0, -2], [0, -2], [0, -1], [0, 0], [0, 1], [1, 0], [1, 7]),
+    ]
 
 
 def programs() -> Iterator[tuple[list[Use], list[int], Pool, list[int]]]:

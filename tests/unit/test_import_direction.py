@@ -60,7 +60,7 @@ WITHOUT_LINE = {"__init__", "__main__"}
 # Files that may use private names of torch.distributed and torch._C, each under a table of what is used and why.
 MAY_USE_PRIVATE_TORCH = {
     *("fsdp/__init__.py", "fsdp/dtensor.py", "fsdp/fully_shard.py", "fsdp/optim.py"),
-    *("fsdp/guard.py", "fsdp/homed.py"),
+    *("fsdp/guard.py", "fsdp/homed.py", "fsdp/allocations.py"),
 }
 
 # Also attributes of our own objects with one of these names, which read as torch's. Call them something else.
