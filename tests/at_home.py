@@ -22,9 +22,9 @@ def dropped_is_spoilt() -> Iterator[None]:
     """
     drop = Cache.drop
 
-    def spoil_block(self: Cache, item: Item) -> None:
+    def spoil_block(self: Cache, item: Item, **how: bool) -> None:
         block = item.block
-        drop(self, item)
+        drop(self, item, **how)
         if block is not None and block.memory.device.type == "cpu" and isinstance(self.lanes.store, SerialLane):
             block.memory.fill_(0xFF)
 

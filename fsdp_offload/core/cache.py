@@ -6,7 +6,7 @@ where there is nothing to do; ``put`` always stores.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -26,6 +26,8 @@ class Timeline:
     Attributes:
         cycle: the uses of the last iteration that had any.
         repeats: whether that iteration had the same uses as the one before.
+        at: the number of the next use, in this iteration.
+        there: the number of the next use whose items may not all be on the device, at least.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,8 @@ class Timeline:
         self._positions: dict[Item, list[int]] = {}
         self._index: dict[Use, list[int]] = {}
         self._noted: list[Use] = []
-        self._at = 0
+        self.at = self.there = 0
+        self.gathers = False  # some uses are gathers
 
     @property
     def noted(self) -> int:
@@ -44,9 +47,9 @@ class Timeline:
     def note(self, use: Use) -> None:
         self._noted.append(use)
         found = self._index.get(use, ())
-        later = bisect.bisect_left(found, self._at)
+        later = bisect.bisect_left(found, self.at)
         if later < len(found):
-            self._at = found[later] + 1
+            self.at = found[later] + 1
 
     def end(self) -> None:
         """End the iteration: its uses are expected of the next one."""
@@ -60,16 +63,23 @@ class Timeline:
                 for item in use.items:
                     positions[item].append(at)
             self.cycle, self._positions, self._index = self._noted, dict(positions), dict(index)
-        self._noted, self._at = [], 0
+            self.gathers = any(use.gathers for use in self.cycle)
+        self.there = max(0, self.there - len(self.cycle)) if self.repeats else 0
+        self._noted, self.at = [], 0
 
     def forget(self) -> None:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]
 
-    def upcoming(self, most: int) -> list[tuple[int, Use]]:
-        """List what comes next, nearest first, with its number in this iteration, which goes on into the next one."""
-        cycle, at = self.cycle, self._at
-        return [(number, cycle[number % len(cycle)]) for number in range(at, at + min(len(cycle), most))]
+    def upcoming(self, most: int) -> Iterator[tuple[int, Use]]:
+        """Yield what comes next, nearest first, with its number in this iteration, which goes on into the next one.
+
+        Among gathers, ``most`` are looked at; where there are none, those whose items are on the device are left out.
+        """
+        cycle = self.cycle
+        first, count = (self.at, most) if self.gathers else (max(self.at, self.there), len(cycle))
+        for number in range(first, self.at + min(len(cycle), count)):
+            yield number, cycle[number % len(cycle)]
 
     def distances(self, items: Iterable[Item]) -> list[int]:
         """Count uses until the next one of each of ``items``."""
@@ -77,9 +87,9 @@ class Timeline:
         for item in items:
             positions, ahead = self._positions.get(item), NEVER
             if positions:
-                index = bisect.bisect_left(positions, self._at)
+                index = bisect.bisect_left(positions, self.at)
                 later = positions[index] if index < len(positions) else positions[0] + len(self.cycle)
-                ahead = later - self._at
+                ahead = later - self.at
             found.append(ahead)
         return found
 
@@ -206,10 +216,15 @@ class Cache:
         self.moved.stores += len(copies)
         self.moved.stored_bytes += nbytes
 
-    def drop(self, item: Item) -> None:
-        """Give the place of ``item`` to another; what is newer there than at home is stored first."""
+    def drop(self, item: Item, *, is_used: bool = False) -> None:
+        """Give the place of ``item`` to another; what is newer there than at home is stored first.
+
+        ``is_used``: its use in this iteration is over.
+        """
         if item.block is None:
             return
+        if not is_used:
+            self.timeline.there = 0
         if item.dirty:
             self.put(item)
         assert item.pool is not None, item.name

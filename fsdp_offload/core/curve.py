@@ -57,11 +57,13 @@ class Curve:
         positions: of each point, how many uses come before it.
         at: the last of these points to which this iteration has come; -1: none.
         is_expected: it has come there, and to no other point since.
+        is_new: nobody has used it yet.
     """
 
     def __init__(self) -> None:
         self.read: Callable[[], Reading] | None = None
         self.history: History | None = None
+        self.is_new = False
         self._missed = 0
         self.forget()
 
@@ -133,7 +135,7 @@ class Curve:
         peak_bytes = max(needed_bytes) if is_exact else self._peak.used_bytes
         self.room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
         self._names, self.positions = [name for name, *_ in noted], [position for _, position, _ in noted]
-        self._missed = 0
+        self.is_new, self._missed = True, 0
         return True
 
     def _look_again(self, now: Reading) -> None:

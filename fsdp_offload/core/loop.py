@@ -1,13 +1,10 @@
 """One loop for every mode: what may be updated now, what is used next, is there room for it."""
 
 import contextlib
-import itertools
-import operator
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from statistics import median_high
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -36,7 +33,7 @@ MODES = {
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""How far prefetches look ahead: in uses, gathers, loads for gathers. More uses than places ever hold would not help.
+"""How far prefetches look ahead where parameters stream: in uses, gathers, loads for gathers.
 More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
 
 LASTING_POINTS = 8
@@ -136,7 +133,6 @@ class Core:
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
             ``frees_all``, it does all the same.
-        forward_bytes: decides which updates wait for ``step()``; see :meth:`put_off_updates`.
         steps: how many have ended.
         curve: what the model leaves free at each point.
         gives_way: no block of state lies above the model's own peak, unless it is kept.
@@ -162,12 +158,11 @@ class Core:
         self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
-        self.steps, self.forward_bytes = 0, 0.0
+        self.steps = 0
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
         self.held: set[Bucket] = set()
         self.gives_way = False
-        self._for_step: frozenset[Bucket] = frozenset()
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
         self._used_by: deque[tuple[list[Mark], list[int]]] = deque()  # the updates of each of the last reductions
@@ -347,7 +342,7 @@ class Core:
         looked_at = list(self._of_group[number])
         for bucket in looked_at:
             final = all(map(self.reductions.is_final, bucket.groups))
-            if not final or bucket.number in updated or not updated >= bucket.after or bucket in self._for_step:
+            if not final or bucket.number in updated or not updated >= bucket.after:
                 continue
             exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
             if exposed and any(home.waits_for_step() for home in exposed):
@@ -425,32 +420,7 @@ class Core:
     def choose_kept(self) -> None:
         choose_kept([bucket.state for bucket in self.buckets if bucket.state.nbytes])
         choose_kept([item for item in self.weights.values() if item.nbytes])
-        self.put_off_updates(self.forward_bytes)
         self._divide_room()
-
-    def put_off_updates(self, forward_bytes: float) -> None:
-        """Leave to ``step()`` updates of groups to which the link comes in the forward, before this needs them.
-
-        The other updates occupy the link from the first reduction on, and when it has moved the last of them, which is
-        of the first groups, the forward begins. Its own time is for those that ``step()`` updates: one group here and
-        there, as the link takes longer for a group than compute does. Their gradients live until then.
-
-        Args:
-            forward_bytes: what the link moves each way in the time of a forward. 0: no update waits.
-        """
-        self.forward_bytes, moved_bytes = forward_bytes, 0
-        found: list[Bucket] = []
-        groups = [list(group) for _, group in itertools.groupby(self.buckets, operator.attrgetter("groups"))]
-        # An embedding is looked up, which takes the forward no time: as much counts as is usual.
-        sizes = [sum(one.state.nbytes for one in group) for group in groups]
-        usual_bytes = median_high(sizes or [0])
-        sizes = [min(nbytes, usual_bytes) for nbytes in sizes]
-        for begin_bytes, group in zip(itertools.accumulate(sizes, initial=0), groups, strict=False):
-            moving = [one for one in group if one.state.nbytes and not (one.state.kept or one.on_host)]
-            nbytes = sum(one.state.nbytes for one in moving)
-            if moved_bytes + nbytes <= forward_bytes * begin_bytes / max(1, sum(sizes)):
-                found, moved_bytes = found + moving, moved_bytes + nbytes
-        self._for_step = frozenset(found)
 
     def pump(self) -> None:
         """Update what may be updated now; load what is used next."""
@@ -561,7 +531,7 @@ class Core:
             if (is_state or self._is_updated(item)) and (guess is not None or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
-                    self.cache.drop(item)
+                    self.cache.drop(item, is_used=True)
         for one in buckets:
             if one.streamed and one not in self._undone:
                 self.timeline.note(one.use)
@@ -590,19 +560,22 @@ class Core:
         """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""
         if self.away:
             return
-        gathers = loads = 0
-        full = []
-        for distance, (at, use) in enumerate(self.timeline.upcoming(AHEAD)):
+        timeline, gathers, loads = self.timeline, 0, 0
+        full: list[Pool | None] = []
+        for at, use in timeline.upcoming(AHEAD):
             gathers += use.gathers
-            if gathers > GATHERS_AHEAD:
+            if gathers > GATHERS_AHEAD or len(full) == len(self.cache.pools):
                 return
             for item in use.items:
                 if item.block is None and item.exists and item.pool not in full and not self._may_be_written(item):
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
+                    distance = at - timeline.at
                     if self._is_too_early(item.pool, at) or not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
+            if max(timeline.at, timeline.there) == at and None not in [item.block for item in use.items]:
+                timeline.there = at + 1
 
     def _is_too_early(self, pool: Pool | None, at: int) -> bool:
         """Return whether what is used ``at`` would have to leave before, if it was loaded into ``pool`` now."""

@@ -24,9 +24,6 @@ TOLERATED = 0.01
 UNSETTLED = 3
 """Iterations that allocate, pin, create state and fill caches: their times say nothing."""
 
-RECENT = 6
-"""Iterations whose marks are kept: a shared host halts now and then, and the best of these counts."""
-
 CALM = 16
 """Iterations without a wait after which a block less is tried."""
 
@@ -43,7 +40,6 @@ class Reading(NamedTuple):
         iteration_ms: from the end of the step before to the end of its own.
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
         host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
-        forward_ms: from the end of the step before to the first reduction, without what compute stood still.
         paced_ms: ``host_ms``, and the time between calls of ours at both of whose ends compute had done all that the
             host had issued, without waits: other Python may have kept it waiting.
     """
@@ -54,14 +50,7 @@ class Reading(NamedTuple):
     store_gb_per_s: float | None = None
     in_step_ms: float = 0.0
     host_ms: float = 0.0
-    forward_ms: float = 0.0
     paced_ms: float = 0.0
-
-    @property
-    def forward_bytes(self) -> float:
-        """Return what the link moves each way in the time of a forward."""
-        rates = [rate for rate in (self.load_gb_per_s, self.store_gb_per_s) if rate is not None]
-        return self.forward_ms * min([rate * 1e6 for rate in rates], default=TWO_WAY_BYTES_PER_MS / 2)
 
     @property
     def late_ms(self) -> float:
@@ -126,7 +115,6 @@ class _Iteration:
             *(sum(waits_ms), self.end.elapsed_ms_since(self.begin)),
             in_step_ms=in_step_ms,
             host_ms=host_ms,
-            forward_ms=between[0][0] if between else 0.0,
             paced_ms=host_ms + sum(between_ms for between_ms, is_paced in between if is_paced),
         )
 
@@ -148,7 +136,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._now: _Iteration | None = None
-        self._ended: deque[_Iteration] = deque(maxlen=RECENT)
+        self._ended: deque[_Iteration] = deque(maxlen=2)
         self._largest_bytes: dict[str, int] = {}
         self._is_called = False
 
@@ -218,18 +206,6 @@ class Stopwatch:
             return next((one for one in rates if one is not None), None)
 
         return self._ended[-1].read()._replace(load_gb_per_s=rate("load"), store_gb_per_s=rate("store"))
-
-    def best(self) -> Reading | None:
-        """Return the last iteration, with the least that compute waited, and the fastest forward, of the last ones.
-
-        Blocks the host until the device has finished them.
-        """
-        last, readings = self.last(), [one.read() for one in self._ended]
-        if last is None:
-            return None
-        least = min(readings, key=lambda one: one.late_ms)
-        forward_ms = min(one.forward_ms for one in readings)
-        return last._replace(stalled_ms=least.stalled_ms, in_step_ms=least.in_step_ms, forward_ms=forward_ms)
 
     def forget(self) -> None:
         """Forget all iterations, the one under way included: it did not end with a step."""

@@ -19,7 +19,7 @@ from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.curve import Reading
 from ..core.items import Item
 from ..core.loop import Core
-from ..core.room import RECENT, TOLERATED, UNSETTLED, Room, Stopwatch
+from ..core.room import Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import DeviceLink, current_stream, device_link
 from ..fsdp.allocations import History
@@ -119,9 +119,6 @@ class Engine:
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
-        # By ranks' own readings: updates of other classes may run collectives, in one order.
-        self._puts_off = capabilities.joins and policy.updates_in_backward and not policy.parameters
-        self._repeats = 0  # iterations, each as the one before
         self._is_taken = True  # the core has what the plan has
         self._param_ids: list[list[int]] = []  # of each group
         self._fixed: dict[int, FixedHome] = {}  # of groups whose parameters stay on the device
@@ -366,11 +363,9 @@ class Engine:
         if core.cache.stopwatch is None:
             return
         reading = core.cache.stopwatch.end(reads=room is not None)
-        self._repeats = self._repeats + 1 if steady else 0
-        if room is None and self._puts_off and self._repeats == UNSETTLED + RECENT:  # "auto" keeps more instead
-            best = core.cache.stopwatch.best()
-            if best is not None and best.late_ms > TOLERATED * best.iteration_ms:
-                core.put_off_updates(best.forward_bytes)
+        if core.curve.is_new:
+            core.curve.is_new = False
+            self._link.empty_cache()  # what lies between activations would not fit blocks; waits for the device
         more = 0
         if room is not None and not core.curve.is_awaited:  # blocks that come when activations are gone cost less
             more = room.end(reading, steady=steady, free_bytes=self._free_at_peak)

@@ -195,7 +195,6 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     threads = Threads(lanes.world)
     module = sys.modules[host_updates.__module__]
     job, reduced, step, wait_home = module.HostJob, Engine.reduced, Core.step, Core.wait_home
-    choose_kept = Core.choose_kept
     on_device, part_of = StateShard.on_device, BoundRange.part_of
 
     known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
@@ -214,11 +213,6 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         event = lanes.reduce.mark()
         torch.autograd.Variable._execution_engine.queue_callback(lambda: lanes.compute.wait(event))  # as it ends
         reduced(engine, number, params, event, *args)
-
-    def choose_kept_late(core: Core) -> None:
-        share = 0.0 if core.frees_gradients else lanes.world.random.choice([0.0, 0.0, 0.8, 3.0])
-        core.forward_bytes = share * sum(one.state.nbytes for one in core.buckets)
-        choose_kept(core)
 
     comes = lanes.world.random.random() < 0.4
 
@@ -276,7 +270,6 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
         patch.setattr(Core, "come", come_late)
-        patch.setattr(Core, "choose_kept", choose_kept_late)
         patch.setattr(Core, "wait_home", wait_home_late)
         patch.setattr(StateShard, "on_device", on_device_late)
         patch.setattr(BoundRange, "part_of", part_of_late)

@@ -1,7 +1,6 @@
 """Beside the conformance suite: steps that fail before they write, writes that are lost, and what is kept alive."""
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -13,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.cache import Cache
-from fsdp_offload.core.room import Reading
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.updates import BucketUpdates
@@ -203,46 +201,6 @@ def test_a_group_without_gradients_costs_no_block(mesh: DeviceMesh, monkeypatch:
             monkeypatch.setattr(Cache, "_take", no_room)
         loop.backward(step, extra=False)
         loop.step()
-
-
-class Readings:
-    """In the place of a stopwatch: each iteration has waited, and the link moves ``nbytes`` during a forward."""
-
-    def __init__(self, stalled_ms: float, nbytes: float) -> None:
-        self._reading = Reading(stalled_ms, 500 + stalled_ms, nbytes / 125e6, nbytes / 100e6, forward_ms=125)
-
-    def end(self, *, reads: bool) -> Reading:
-        return self._reading
-
-    def best(self) -> Reading:
-        return self._reading
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: nullcontext()
-
-
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("stalled_ms", [3, 50])
-def test_updates_to_which_the_link_comes_in_the_forward_wait_for_step_where_it_is_late(
-    mesh: DeviceMesh, stalled_ms: float, clips: bool
-) -> None:
-    plain, loop = pair(mesh, OffloadPolicy(overlap="iteration", bucket_bytes=1024, device_bytes=8192), adamw)
-    core = engine_of(loop.optimizer).core
-    nbytes = [bucket.state.nbytes for bucket in core.buckets]
-    core.cache.stopwatch = Readings(stalled_ms, 0.5 * sum(nbytes))  # type: ignore[assignment]
-    for step in range(16):
-        for one in (plain, loop):
-            one.backward(step)
-        if clips:
-            clip_grad_norm_(loop.optimizer, 1e9)  # it multiplies by 1
-        left = [bucket for bucket in core.buckets if bucket not in core.done]
-        if step > 13:
-            waiting = sorted({bucket.groups for bucket in left})
-            assert waiting == ([(3,), (5,)] if stalled_ms == 50 else [])  # the link moves half of all
-            assert len(left) == sum(bucket.groups in waiting for bucket in core.buckets)
-        for one in (plain, loop):
-            one.step()
-    assert same(plain, loop)
 
 
 @pytest.mark.parametrize("fields", [{}, {"host_fraction": 0.5}, {"host_fraction": 1.0}])

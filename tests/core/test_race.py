@@ -132,9 +132,6 @@ class Trial:
         if rng.random() < 0.5:  # more is kept than the rule would
             for item in [*(bucket.state for bucket in buckets), *streamed]:
                 item.kept = rng.random() < 0.3
-        if not self.core.frees_gradients and others.random() < 0.5:
-            all_bytes = sum(one.state.nbytes for one in buckets)
-            self.core.put_off_updates(others.choice([0.5, 1.0, 4.0]) * all_bytes)
         self.state = [0] * len(buckets)
         self.buffers: list[Tensor] = []
         self.saves: list[tuple[Tensor, int, Any]] = []
