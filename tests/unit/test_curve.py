@@ -106,12 +106,20 @@ def test_other_points_have_no_room_and_the_known_ones_keep_theirs() -> None:
     assert model.iteration(curve, evaluated) == [8, 4, 0, 0, 0, 3, 8, 12]
 
 
-def test_a_point_that_is_missing_has_the_iteration_read_again() -> None:
+def test_one_point_may_be_missing_and_more_have_the_iteration_read_again() -> None:
     model, curve = started()
     for _ in range(4):
         model.iteration(curve, FORWARD_AND_BACKWARD)
-    shorter = [*FORWARD_AND_BACKWARD[:2], *FORWARD_AND_BACKWARD[3:]]
-    assert model.iteration(curve, shorter)[2:] == [0] * 4
+    assert model.iteration(curve, FORWARD_AND_BACKWARD[1:]) == [
+        4,
+        0,
+        0,
+        3,
+        8,
+        12,
+    ]  # an evaluation has gathered the root
+    shorter = [*FORWARD_AND_BACKWARD[:2], *FORWARD_AND_BACKWARD[4:]]
+    assert model.iteration(curve, shorter)[2:] == [0] * 3
     model.iteration(curve, shorter)
     assert model.iteration(curve, shorter)[-1] > 0
 
