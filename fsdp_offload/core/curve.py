@@ -203,6 +203,16 @@ def point_of(positions: Sequence[int], at: int) -> int:
     return max(0, bisect.bisect_right(positions, at) - 1)
 
 
+def points_of(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, behind: int) -> set[int]:
+    """Return the points at which items of ``pool`` that are not kept are used, and so many ``behind`` each of them."""
+    used = {
+        point_of(positions, at)
+        for at, use in enumerate(cycle)
+        if any(item.pool is pool and not item.kept for item in use.items)
+    }
+    return {(point + more) % len(positions) for point in used for more in range(behind + 1)}
+
+
 def shares(room_bytes: int, pools: Sequence[Pool], leaving: Sequence[int]) -> list[int]:
     """Divide room among ``pools``, those that profit most in front; returns how many blocks more each may have.
 

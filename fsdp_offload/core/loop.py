@@ -15,7 +15,7 @@ from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
-from .curve import Curve, leads, point_of, shares
+from .curve import Curve, leads, point_of, points_of, shares
 from .items import BytesAtHome, Item, Pool, Use
 
 
@@ -37,7 +37,8 @@ AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
 More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
 
 LASTING_POINTS = 8
-"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store."""
+"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store.
+Less where there are few: an eighth of them."""
 
 REDUCTIONS_BEHIND = 4
 """How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
@@ -239,9 +240,13 @@ class Core:
         moving = {bucket.state.pool for bucket in self.buckets if not bucket.state.kept}
         leaving = [pool.passing if gives_way and pool in moving else 0 for pool in pools]
         self._beyond, self._leads = [shares(nbytes, pools, leaving) for nbytes in curve.room_bytes], []
+        ahead = min(LASTING_POINTS, len(curve.room_bytes) // 8)
+        for number, pool in enumerate(pools if curve.room_bytes else ()):
+            for point in points_of(cycle, curve.positions, pool, ahead):
+                self._beyond[point][number] = max(0, self._beyond[point][number])  # updates need them, or stores do
         soon = [*self._beyond, *self._beyond]
         self._lasting = [
-            [min(each) for each in zip(*soon[at : at + LASTING_POINTS], strict=True)] for at in range(len(self._beyond))
+            [min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(self._beyond))
         ]
         for pool, beyond in zip(pools, zip(*self._beyond, strict=True), strict=False):  # before it is known, none
             most = [pool.passing + more for more in beyond]

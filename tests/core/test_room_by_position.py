@@ -38,11 +38,10 @@ class Activations:
         self.core.curve.read, self.core.curve.history = self.read, self
 
     def take(self, block: nn.Module, args: Any, result: Tensor) -> None:
-        if not torch.is_grad_enabled():
-            return
-        nbytes = self.nbytes
-        self.count(nbytes)
-        result.register_hook(lambda _: self.count(-nbytes))
+        if torch.is_grad_enabled():
+            nbytes = self.nbytes
+            self.count(nbytes)
+            result.register_hook(lambda _: self.count(-nbytes))
 
     def count(self, nbytes: int) -> None:
         self.used, self.ever, self.allocations = (
@@ -68,6 +67,17 @@ class Activations:
         """Bytes of blocks whenever the model has taken some, since the last call."""
         found, self.beside = [blocks for _, blocks in self.beside], []
         return found
+
+
+class Gradients(Activations):
+    """What grows in the backward, and is gone behind the step."""
+
+    def take(self, block: nn.Module, args: Any, result: Tensor) -> None:
+        if torch.is_grad_enabled():
+            result.register_hook(lambda _: self.count(self.nbytes))
+
+    def step(self) -> None:
+        self.count(-self.used)
 
 
 LIMITED = {"bucket_bytes": 8192, "device_bytes": 4 * 8192}
@@ -104,6 +114,20 @@ def test_blocks_lie_in_the_valley_and_not_above_the_peak(mesh: DeviceMesh, field
     if model.core.gives_way:
         assert max(at_peak) <= lasting_bytes - sum(pool.passing * pool.nbytes for pool in state)
         assert sum(pool.passing for pool in state) > 0
+
+
+def test_blocks_do_not_leave_while_updates_need_them(mesh: DeviceMesh) -> None:
+    plain, loop = Loop(mesh, adamw, None), Loop(mesh, adamw, OffloadPolicy(**WAYS["auto"]))
+    model = Gradients(loop)
+    model.core.gives_way = True
+    loop.optimizer.register_step_post_hook(lambda *_: model.step())
+    assert same(plain.train(8), loop.train(8))
+    assert model.core.curve.room_bytes
+    model.beside = []
+    assert same(plain.train(2, first=8), loop.train(2, first=8))
+    (pool,) = model.core.cache.pools
+    assert model.used == 0
+    assert min(model.blocks_bytes) >= pool.count * pool.nbytes
 
 
 def test_what_comes_is_loaded_once(mesh: DeviceMesh) -> None:
