@@ -43,11 +43,12 @@ class OffloadPolicy:
               clip, and wait for ``step()`` where more than a fifth do. That takes as much host memory again as the
               state and the parameters have. If a loop changes gradients in any other way, the first steps show it, and
               updates then wait for ``step()``. Needs a model.
-        device_bytes: Limit the device memory for what is offloaded, passing through or kept: a number is never
-            exceeded, unless one update needs more (the report says so). ``"auto"`` begins with four blocks of state,
-            and of parameters; beside the model, or with ``parameters``, it takes more where compute waits for them,
-            within what training leaves free. At least two ``bucket_bytes``, where those are a number. All sizes also
-            take text, decimal or binary as written: ``"8GB"``, ``"640MiB"``.
+        device_bytes: Limit the device memory for what is offloaded, passing through or kept, at the model's own peak:
+            a number is exceeded only if one update needs more (the report says so), and at points of an iteration where
+            the model leaves as much more free. ``"auto"`` begins with four blocks of state, and of parameters; with an
+            overlap, those of state leave at the peak. It takes more where compute waits for them, within what training
+            leaves free. At least two ``bucket_bytes``, where those are a number. All sizes also take text, decimal or
+            binary as written: ``"8GB"``, ``"640MiB"``.
         bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
             ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter
             with more is cut into several buckets if its optimizer works element by element, and is one large bucket

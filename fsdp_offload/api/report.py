@@ -29,6 +29,7 @@ class MemoryRecord:
         host_bytes: Host memory taken, padding included, page-locked if ``pinned``.
         spare_home_bytes: Of that, second homes for asynchronous saves and for updates that may be taken back.
         device_bytes: Device memory taken for what is offloaded, kept or passing through.
+        off_peak_bytes: The most that comes on top of it in an iteration, where the model leaves as much free.
         device_peak_bytes: The allocator's peak since its statistics were last reset; ``None`` on the CPU.
     """
 
@@ -41,6 +42,7 @@ class MemoryRecord:
     spare_home_bytes: int
     pinned: bool
     device_bytes: int
+    off_peak_bytes: int
     device_peak_bytes: int | None
 
 
@@ -162,6 +164,7 @@ class OffloadReport:
             ("host memory taken", memory.host_bytes, " pinned" if memory.pinned else " not pinned"),
             ("  spare homes", memory.spare_home_bytes, ""),
             ("device memory taken", memory.device_bytes, ""),
+            ("  more off the peak", memory.off_peak_bytes, ""),
             ("device peak", memory.device_peak_bytes, ""),
         ):
             if nbytes:
@@ -207,6 +210,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         if isinstance(value, Tensor) and value is not shard.homes.get(name)
     )
     state, weights = _items(engine)
+    lasting_bytes = engine.staging_bytes()
     memory = MemoryRecord(
         host_state_bytes=sum(shard.nbytes for shard in shards),
         kept_state_bytes=sum(item.nbytes for item in state if item.kept and item.block is not None),
@@ -216,7 +220,8 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         host_bytes=sum(region.nbytes for region in engine.plan.regions) + parked_bytes,
         spare_home_bytes=engine.plan.spare_bytes,
         pinned=engine.pinned,
-        device_bytes=engine.staging_bytes(),
+        device_bytes=lasting_bytes,
+        off_peak_bytes=max(0, engine.core.cache.last_peak_bytes - lasting_bytes),
         device_peak_bytes=None if on_cpu else torch.accelerator.max_memory_allocated(engine.device),
     )
     kept_buckets = sum(item.kept for item in state)

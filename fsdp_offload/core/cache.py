@@ -123,6 +123,7 @@ class Cache:
         stopwatch: times it; ``None``: nothing is timed.
         copies_alone: items move in ``step()`` only, where nobody else copies.
         is_full: the device had no memory for a block in this iteration.
+        peak_bytes, last_peak_bytes: of blocks at once, in this iteration and in the last one.
         keeps_bound: what is bound to a block finds its memory also when that is other memory.
     """
 
@@ -135,6 +136,7 @@ class Cache:
         self.bound: list[dict[tuple[Block | None, ...], object]] = []
         self.stopwatch: Stopwatch | None = None
         self.copies_alone = self.is_full = self.keeps_bound = False
+        self.peak_bytes = self.last_peak_bytes = 0
         self._lowered: Pool | None = None
 
     @property
@@ -344,6 +346,7 @@ class Cache:
         block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
         pool.free.append(block)
         pool.made += 1
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
         """Drop the item of ``pool`` that is used last, and return whether there was one.

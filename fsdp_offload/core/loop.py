@@ -415,6 +415,7 @@ class Core:
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
         self.curve.end(repeats=self.timeline.repeats)
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
+        self.cache.last_peak_bytes, self.cache.peak_bytes = self.cache.peak_bytes, self.cache.nbytes
         self._used_by.clear()
         self.steps += 1
         if first:

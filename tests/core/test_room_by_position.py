@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.curve import Reading
 from fsdp_offload.core.loop import Core
@@ -149,6 +149,16 @@ def test_memory_that_has_left_comes_back_to_what_was_bound(mesh: DeviceMesh) -> 
     assert pool.made == pool.count
     assert [block.memory.untyped_storage().nbytes() for block in pool.apart] == [0] * len(pool.apart)
     assert pool.apart
+
+
+def test_the_report_says_how_much_comes(mesh: DeviceMesh) -> None:
+    _, loop, model = made(mesh, WAYS["a number"])
+    loop.train(12)
+    memory = offload_report(loop.optimizer).memory
+    (pool,) = model.core.cache.pools
+    assert memory.device_bytes == pool.count * pool.nbytes
+    assert memory.off_peak_bytes > 0
+    assert memory.off_peak_bytes % pool.nbytes == 0
 
 
 def test_an_evaluation_has_no_room(mesh: DeviceMesh) -> None:

@@ -324,6 +324,7 @@ MEMORY = MemoryRecord(
     spare_home_bytes=0,
     pinned=True,
     device_bytes=201_326_592,
+    off_peak_bytes=1_812_000_000,
     device_peak_bytes=24_600_000_000,
 )
 REPORT = OffloadReport(
@@ -356,6 +357,7 @@ Offloaded AdamW
   other state, not moved  812 B
   host memory taken       8.00 GB pinned
   device memory taken     201.33 MB
+    more off the peak     1.81 GB
   device peak             24.60 GB
   last step: loaded       8.00 GB in 240 copies, at 47.2 GB/s
   last step: stored       8.00 GB in 240 copies
@@ -401,6 +403,7 @@ SENTENCES: dict[str, tuple[str, Callable[[float], str]]] = {
         lambda value: " pinned" if value else " not pinned",
     ),
     "memory/device_bytes": ("device memory taken +(.+)", _size),
+    "memory/off_peak_bytes": ("more off the peak +(.+)", _size),
     "memory/device_peak_bytes": ("device peak +(.+)", _size),
     "kept/buckets": (r"(\d+) of \d+ buckets are kept on the device", _count),
     "kept/moving_buckets": (r"moving: (\d+)", _count),
