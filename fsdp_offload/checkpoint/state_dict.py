@@ -27,7 +27,7 @@ from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
 from ..policy import listed
 from ..state.layout import is_size, params_of, tensors_in
-from ..state.store import UserState, address_of
+from ..state.store import STALE, OffloadedState, UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
 from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, check_model, flattened, fqns_of, may_be_local
 from .plain import keeps_state, load_plain, seen, to_load_into
@@ -157,7 +157,7 @@ def set_optimizer_state_dict(
         )
     for one, state_dict in plans:
         (one.load_state_dict if attachment_of(one) else partial(load_plain, one))(state_dict)
-        seen(one).offered.offer(())
+        seen(one).offered.withdraw((v for state in saved.state.values() for v in state.values()), is_load=True)
 
 
 def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str) -> list[Optimizer]:
@@ -172,6 +172,11 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
                 f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
                 "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it. "
                 "Megatron's DistributedOptimizer has copies, and is saved with its own sharded_state_dict()."
+            )
+        if strange := [repr(key) for key in one.state if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"{function}: optimizer.state has {listed(strange)}, which is no parameter, and a checkpoint keeps "
+                "state by the names of parameters. Keep it in an attribute of the optimizer."
             )
         found.append(one)
     return found
@@ -267,8 +272,7 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    if saved["state"]:  # these homes hold it, whatever had been offered to load into
-        seen(optimizer).offered.offer(())
+    seen(optimizer).offered.withdraw(value for state in saved["state"].values() for value in state.values())
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
@@ -300,7 +304,8 @@ def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
         return
     engine, states = attached(optimizer).engine, states_of(optimizer)
     values = (value for state in saved.state.values() for value in state.values() if states.was_offered(value))
-    if states.offered_after is not engine.core.last_moved and not all(map(states.is_untouched, values)):
+    written = (states.offered_after(value) for value in values if not states.is_untouched(value))
+    if any(after is not engine.core.last_moved and after is not STALE for after in written):
         engine.failure = "a checkpoint was loaded into a state dict that was made before the last step"
         raise RuntimeError(
             f"set_optimizer_state_dict: {engine.failure}, so that a part of it is lost. Call "
@@ -343,9 +348,9 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
         if is_given and filled and not any(filled.values()):
             untouched.append(fqn)
         elif is_given:
-            # A plain optimizer may have made it since, beside the memory that it has given to load into.
-            is_there = state and (attachment_of(optimizer) or param in (states.offered_after or ()))
-            lacking = [] if is_there else [name for name in filled if not filled[name]]
+            lacking = [
+                n for n in filled if not (filled[n] or (state and _is_state(given[n], param, optimizer, states)))
+            ]
             required = [name for name in lacking if name != MASTER]
             if required:
                 raise ValueError(
@@ -364,12 +369,19 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             state = tree_map_with_path(loaded_value, present, is_leaf=is_size)
         if state:
             loaded[param] = state
-    if untouched and states.is_all_untouched():
+    if untouched and states.is_all_untouched(value for state in saved.state.values() for value in state.values()):
         raise ValueError(
             "set_optimizer_state_dict: nothing was loaded into what get_optimizer_state_dict(for_load=True) gave: the "
             f"checkpoint has none of {listed(untouched)}. Are the keys those under which it was saved?"
         )
     return loaded
+
+
+def _is_state(value: Any, param: Tensor, optimizer: Optimizer, states: OffloadedState) -> bool:
+    """Return whether a value that no load has written is that of existing state, and not memory to load into."""
+    after = states.offered_after(value)
+    # A plain optimizer may have made state since, beside the memory that it has given.
+    return after is not STALE if attachment_of(optimizer) else not address_of(value) or param in (after or ())
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
