@@ -25,16 +25,33 @@ from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, st
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
-from ..policy import listed
+from ..policy import check_choices, listed
 from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import STALE, OffloadedState, UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, check_model, flattened, fqns_of, may_be_local
+from .names import (
+    GROUP_META,
+    Experts,
+    SavedByFqn,
+    StateDict,
+    by_fqn,
+    check_model,
+    flattened,
+    fqns_of,
+    may_be_local,
+    tells,
+)
 from .plain import keeps_state, load_plain, seen, to_load_into
 from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
+_OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others call torch's function."
 
+
+@tells(
+    "get_optimizer_state_dict(model, optimizer)",
+    options=_OPTIONS.format("cpu_offload and flatten_optimizer_state_dict"),
+)
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
@@ -72,6 +89,9 @@ def get_optimizer_state_dict(
             parameters that has the sizes of this rank's parts.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
+    choices = {"for_load": for_load, "cpu_offload": cpu_offload, "fsdp_dtensor": fsdp_dtensor}
+    choices["flatten_optimizer_state_dict"] = flatten_optimizer_state_dict
+    check_choices("get_optimizer_state_dict", **choices)
     if for_load and cpu_offload:
         raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
@@ -100,6 +120,7 @@ def get_optimizer_state_dict(
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
+@tells("set_optimizer_state_dict(model, optimizer, state_dict)", options=_OPTIONS.format("strict"))
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
@@ -131,6 +152,7 @@ def set_optimizer_state_dict(
             sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
+    check_choices("set_optimizer_state_dict", strict=strict)
     check_model(model, "set_optimizer_state_dict(model, optimizer, state_dict)")
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
@@ -153,7 +175,7 @@ def set_optimizer_state_dict(
         warnings.warn(
             "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
             "loaded into what get_optimizer_state_dict(for_load=True) returns.",
-            stacklevel=2,
+            stacklevel=3,
         )
     for one, state_dict in plans:
         (one.load_state_dict if attachment_of(one) else partial(load_plain, one))(state_dict)
@@ -173,7 +195,8 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
                 "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it. "
                 "Megatron's DistributedOptimizer has copies, and is saved with its own sharded_state_dict()."
             )
-        if strange := [repr(key) for key in one.state if not isinstance(key, Tensor)]:
+        keys: Iterable[Any] = one.state
+        if strange := [repr(key) for key in keys if not isinstance(key, Tensor)]:
             raise ValueError(
                 f"{function}: optimizer.state has {listed(strange)}, which is no parameter, and a checkpoint keeps "
                 "state by the names of parameters. Keep it in an attribute of the optimizer."
