@@ -158,7 +158,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def withdraw(self, values: Iterable[Any], *, is_load: bool = False) -> None:
         """Note that ``values`` are state; after a load, what else was handed out is not that state."""
-        gone = set(map(address_of, values))
+        gone = set(map(address_of, values)) if self._offered else set()
         self._offered = {
             at: one._replace(refer=TensorWeakRef(value), after=STALE if is_load else one.after)
             for at, one, value in self._there()
@@ -175,7 +175,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     @property
     def has_offered(self) -> bool:
-        return bool(self._offered)
+        return any(one.after is not STALE for one in self._offered.values())
 
     def offered_after(self, value: object) -> Any:
         """Return after which step ``value`` was handed out; of a plain optimizer, the parameters that had state."""

@@ -96,3 +96,12 @@ def test_state_of_no_parameter_is_refused(attach: bool, key: Any) -> None:
     script.optimizer.seen = script.optimizer.state.pop(key)
     set_optimizer_state_dict(script.model, script.optimizer, saved)
     assert torch.equal(script.optimizer.seen["sum"], torch.ones(2))
+
+
+@both
+def test_a_state_dict_without_state_is_told_beside_a_forgotten_template(tmp_path: Path, attach: bool) -> None:
+    two = Two(tmp_path, attach=attach)
+    two.load("B")
+    two.set("B")
+    with pytest.warns(UserWarning, match="this state dict has no state"):
+        set_optimizer_state_dict(two.resumed.model, two.resumed.optimizer, {**two.dicts["B"], "state": {}})
