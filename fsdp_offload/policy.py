@@ -147,7 +147,9 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
         return values
     if values is not None and not isinstance(values, Mapping):
         got = repr(values) if isinstance(values, str) else type(values).__name__
+        is_size = isinstance(values, str) and _SIZE.fullmatch(values)
         given = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
+        given = f"device_bytes={values!r}" if is_size else given
         raise TypeError(
             f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({given})."
         )
@@ -164,6 +166,20 @@ def listed(names: Iterable[str]) -> str:
     """Name the first few for a message, each once, and say how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def check_choices(function: str, **choices: object) -> None:
+    """Refuse what is neither True nor False: text would be true, whatever it says."""
+    for name, value in choices.items():
+        if isinstance(value, str) or value not in (True, False):
+            raise TypeError(f"{function}: {name} must be True or False, got {value!r}.")
+
+
+def check_is(given: object, wanted: Any, says: str, line: str) -> None:
+    """Refuse what is not of the type ``wanted``, with the ``line`` to write; ``says`` names what is expected."""
+    if not isinstance(given, wanted):
+        got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise TypeError(f"{says}, got {got}. Write {line}.")
 
 
 _BYTES = "an integer number of bytes, or a size such as '640MiB' or '8GB'"

@@ -25,6 +25,7 @@ from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
 from fsdp_offload.optimizers.masters import MASTER
+from fsdp_offload.policy import check_is
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..core.text import CheckpointError
@@ -117,9 +118,16 @@ def _exchanged(
     rules: Sequence[Rule],
     values: Mapping[str, float],
 ) -> tuple[StateDict, StateDict | None]:
-    if not (all(isinstance(rule, Rule) for rule in rules) and isinstance(model_state, Mapping)):
+    line = f"{way}_state_dict(model.state_dict(), get_optimizer_state_dict(model, optimizer), rules)"
+    given: Any = rules
+    has_rules = isinstance(given, Sequence) and given and all(isinstance(rule, Rule) for rule in given)
+    if not (has_rules and isinstance(model_state, Mapping)):
         got = f"{type(model_state).__name__} and {rules!r:.60}"
-        raise TypeError(f"expected model.state_dict() and rules, such as preset('hf-gate-up'), got {got}.")
+        raise TypeError(
+            f"expected model.state_dict() and rules, such as preset('hf-gate-up'), got {got}. Write {line}."
+        )
+    check_is(optim_state, Mapping | None, "expected the state dict of an optimizer", line)
+    check_is(values, Mapping, "expected config values by name", f"{line[:-1]}, values={{'tp_size': 2}})")
     is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state
     source = _StateDicts(model_state, None if is_empty else optim_state, values)
     found = plan_exchange(way, source, rules)

@@ -250,7 +250,11 @@ ALL: Wanted = lambda match: True  # noqa: E731
 
 def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
     """Return the rules without keys that match a pattern: ``excluding(preset(...), "vision_model.*")``."""
-    return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in rules)
+    given = rules if isinstance(rules, Sequence) else list(rules)
+    if not all(isinstance(rule, Rule) for rule in given):
+        line = "excluding(preset('hf-gate-up'), 'vision_model.*')"
+        raise TypeError(f"excluding: expected rules first, got {given!r:.60}. Write {line}.")
+    return tuple(dataclasses.replace(rule, exclude=(*rule.exclude, *patterns)) for rule in given)
 
 
 Way = Literal["split", "merge"]

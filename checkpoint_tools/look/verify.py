@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.checkpoint.chunks import ReadPart, overlapping
+from fsdp_offload.policy import check_choices
 
 from ..core.text import CheckpointError, counted, human_bytes, some_of
 from ..stored.checkpoint import Checkpoint, CheckpointProblem, Entry, Item, Stored, StoredChunk, StoredTensor
@@ -67,11 +68,18 @@ def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4)
     Raises:
         CheckpointError: there is none, or its metadata cannot be read.
     """
+    check_choices("verify", data=data)
+    _check_threads("verify", threads)
     checkpoint = open_checkpoint(path)
     problems, _, sound, _ = check_structure(checkpoint, threads)
     if data:
         problems += check_items(checkpoint, sound, threads, data=True)
     return list(dict.fromkeys(problems))
+
+
+def _check_threads(function: str, threads: object) -> None:
+    if not isinstance(threads, int) or threads < 1:
+        raise TypeError(f"{function}: threads must be a whole number from 1 on, got {threads!r}")
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
@@ -273,6 +281,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         CheckpointError: no whole checkpoint of DCP, one that is sealed, or one that changes meanwhile.
         OSError: its folder cannot be written to.
     """
+    _check_threads("seal", threads)
     if is_safetensors(path):
         raise CheckpointError(
             f"{os.fspath(path)} has safetensors, which have no checksums; list those of the files, with sha256sum"

@@ -23,7 +23,7 @@ from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..optimizers.transformer_engine import keep_unread_masters
-from ..policy import OffloadPolicy, as_policy, listed
+from ..policy import OffloadPolicy, as_policy, check_choices, listed
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
 from . import checks
@@ -100,7 +100,8 @@ def offload_optimizer(
         RuntimeError: it is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
-    checks.refuse_misplaced(positional, misplaced, exist_ok=exist_ok, trust_separable=trust_separable)
+    checks.refuse_misplaced(positional, misplaced)
+    check_choices("offload_optimizer", exist_ok=exist_ok, trust_separable=trust_separable)
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
     if is_wrapped(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)

@@ -49,14 +49,8 @@ def refuse(sentences: Iterable[str]) -> None:
         raise ValueError(f"offload_optimizer: {sentence}")
 
 
-def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any], **choices: object) -> None:
-    """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there.
-
-    ``choices``: must be True or False: text would be true, whatever it says.
-    """
-    for name, value in choices.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"offload_optimizer: {name} must be True or False, got {value!r}.")
+def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
+    """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
     fields = ", ".join(f"{name}={value!r}" for name, value in by_name.items() if name in vars(OffloadPolicy))
     if by_place or by_name:
         raise TypeError(

@@ -7,6 +7,7 @@ the norm and the factor on the device. ``step()`` learns on the host whether the
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..fsdp.fully_shard import parameters_of
 from ..fsdp.gradients import bare
+from ..policy import check_choices, check_is
 from ..state.layout import params_of
 from .wrapped import attachment_of, optimizers_in
 
@@ -57,6 +59,9 @@ def clip_grad_norm_(
             this function was not called from the first step on, or not all of them fit on the device.
     """
     inner = optimizers_in(optimizer, "clip_grad_norm_")
+    line = "clip_grad_norm_(optimizer, max_norm)"
+    check_is(max_norm, Real | Tensor | str, "clip_grad_norm_: max_norm must be a number", line)  # torch takes text, too
+    check_choices("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
     return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
 
 

@@ -5,7 +5,7 @@ import inspect
 import types
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from ..engine.loading import check_loadable
 from ..engine.whole import WholeEngine
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
 from ..fsdp.optim import no_global_step_hooks, plain_step_of
+from ..policy import check_choices, check_is
 from ..state.layout import is_trained, params_of
 from ..state.store import UserState
 from .checks import RIGHT_ORDER, device_of, names_by_place, refuse_exchanged
@@ -88,6 +89,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         Raises:
             ValueError: state is missing, extra, or of another shape, dtype or sharding. Nothing has changed then.
         """
+        says = "load_state_dict: expected what optimizer.state_dict() gives"
+        check_is(state_dict, Mapping, says, "optimizer.load_state_dict(torch.load(path))")
         attachment = attached(self)
         engine, states = attachment.engine, states_of(self)
         attachment.parked.bring_back()
@@ -203,6 +206,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             free_host_memory: give back the pinned memory that masters of parameters were parked in, instead of keeping
                 it for the next :meth:`offload_states`. The host waits for the copies then. Homes of state stay.
         """
+        check_choices("reload_states", free_host_memory=free_host_memory)
         attachment = attached(self)
         attachment.parked.reload()
         attachment.engine.reload(states_of(self).unwaited)
@@ -255,6 +259,8 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
             raise TypeError(f"{engine.cls.__name__}.step() takes a closure or nothing, got {len(args)} arguments.")
         (closure,) = args or (kwargs.pop("closure", None),)
+        if not (closure is None or callable(closure)):
+            raise TypeError(f"{engine.cls.__name__}.step() takes a closure or nothing, got {closure!r}.")
         if closure is not None and not engine.layouts.capabilities.known:
             raise RuntimeError(
                 f"{engine.cls.__name__} may evaluate the closure anywhere in its step, and a step in buckets cannot "

@@ -152,6 +152,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 _ARGUMENTS = {
     "clip_grad_norm_": "optimizer, max_norm",
+    "clip_with": "accelerator, optimizer",
     "get_optimizer_state_dict": "model, optimizer",
     "set_optimizer_state_dict": "model, optimizer, state_dict",
     "reload_before": "callback, optimizer",

@@ -33,6 +33,7 @@ from ..device.arena import Region, aligned
 from ..engine.engine import Engine, engine_of
 from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
+from ..policy import check_is
 from ..state.layout import dense_stride, describe_value, leaves_of
 from ..state.shard import ShardHome
 
@@ -92,6 +93,8 @@ class ArenaStager(AsyncStager):
             RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
                 state has moved since.
         """
+        line = "dcp.async_save(state_dict, checkpoint_id=path, async_stager=stager)"
+        check_is(state_dict, Mapping, "ArenaStager.stage: expected a dict", line)
         if self._loan is not None and self._loan.is_reading():
             logger.info("the last asynchronous save is still being written; waiting for it")
             self._loan.wait()

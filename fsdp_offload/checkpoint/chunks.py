@@ -131,8 +131,18 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
             tensor of another size than its chunks.
         TypeError: an unknown placement.
     """
+    shape: Any = () if isinstance(source, Tensor) else source
+    ends: Any = (0, 0) if isinstance(flat_range, slice | None) else flat_range
+    if not (isinstance(shape, Sequence) and all(map(_is_whole, shape))):
+        raise TypeError(f"chunks_of: expected a tensor or a global shape of integers, got {source!r:.60}.")
+    if not (isinstance(ends, Sequence) and [*map(_is_whole, ends)] == [True, True]):
+        raise TypeError(f"chunks_of: flat_range must be (begin, end) or a slice, got {flat_range!r:.60}.")
     part = _part_of(source)
     return part if flat_range is None else _range_of(part, flat_range)
+
+
+def _is_whole(number: object) -> bool:
+    return hasattr(number, "__index__")
 
 
 def says_its_chunks(tensor: Tensor) -> bool:

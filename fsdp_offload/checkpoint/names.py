@@ -19,17 +19,21 @@ are, with whatever wraps the model in front:
 =============================================  ========================================================================
 """
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
 from ..fsdp.dtensor import canonical_fqn, is_dtensor, may_be_another_ranks
 from ..fsdp.fully_shard import parameter_names
+from ..policy import check_is
 
 StateDict = dict[str, Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 GROUP_META = "param_to_group_meta"  # Megatron's name for what param groups say, by parameter
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
@@ -99,28 +103,27 @@ def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
 
 def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     """Any of the forms, by FQN; a ValueError if it is none of them."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"expected the state dict of an optimizer, got {type(state_dict).__name__}. Write load({{'optimizer': "
-            "state_dict}, checkpoint_id=path), where state_dict is what get_optimizer_state_dict(for_load=True) gives."
-        )
-    groups = state_dict.get("param_groups")
-    if isinstance(groups, Sequence) and any(isinstance(one, int) for of in groups for one in of.get("params", ())):
+    line = "load({'optimizer': state_dict}, checkpoint_id=path), where state_dict is what get_optimizer_state_dict"
+    check_is(state_dict, Mapping, "expected the state dict of an optimizer", f"{line}(for_load=True) gives")
+    groups: Any = state_dict.get("param_groups")
+    is_list = isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups)
+    if is_list and any(isinstance(one, int) for of in groups for one in of["params"]):
         raise ValueError(
             "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
             "optimizer.load_state_dict(); get_optimizer_state_dict() gives names."
         )
-    entries = state_dict.get(GROUP_META)
-    if not is_fsdp_dtensor(state_dict) and isinstance(groups, Sequence):
+    entries: Any = state_dict.get(GROUP_META)
+    if not is_fsdp_dtensor(state_dict) and is_list:
         entries = {fqn: {n: v for n, v in of.items() if n != "params"} for of in groups for fqn in of["params"]}
-    if isinstance(state_dict.get("state"), Mapping) and isinstance(entries, Mapping):
-        return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in (state_dict["state"], entries)))
+    parts = [state_dict.get("state"), entries]
+    if all(isinstance(part, Mapping) and all(isinstance(of, Mapping) for of in part.values()) for part in parts):
+        return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in parts))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
         raise ValueError(
-            "not the state dict of an optimizer: expected {'state': ..., 'param_groups': ...}, or Megatron's "
-            f"{{'state': ..., '{GROUP_META}': ...}}, or keys that begin with '{_FLAT_STATE}' and '{_FLAT_GROUPS}', as "
-            f"get_optimizer_state_dict gives them; got {strange[:5]}."
+            "not the state dict of an optimizer: expected {'state': {name: {...}}, 'param_groups': [{'params': "
+            f"[name]}}]}}, or Megatron's {{'state': ..., '{GROUP_META}': ...}}, or keys that begin with "
+            f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}."
         )
     found = SavedByFqn({}, {})
     for key in filter(lambda key: key.startswith(_FLAT_GROUPS), state_dict):
@@ -148,6 +151,7 @@ class Experts:
     count: int
 
     def __post_init__(self) -> None:
+        _check_numbers("Experts(first, count)", first=self.first, count=self.count)
         if self.first < 0 or self.count < 1:
             raise ValueError(f"expected first >= 0 and count >= 1, got {self.first} and {self.count}")
 
@@ -159,6 +163,8 @@ class Experts:
             expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
             num_local_experts: on each rank: ``config.num_moe_experts`` over the expert-parallel size.
         """
+        given = {"expert_parallel_rank": expert_parallel_rank, "num_local_experts": num_local_experts}
+        _check_numbers("Experts.of_rank(expert_parallel_rank, num_local_experts)", **given)
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def global_name(self, name: str) -> str:
@@ -167,6 +173,7 @@ class Experts:
         Raises:
             ValueError: a number is not that of a local expert.
         """
+        check_is(name, str, "Experts.global_name: expected a parameter's name", "experts.global_name(name)")
         found = _NUMBERED.search(name)
         if found is None:
             return name
@@ -180,10 +187,35 @@ class Experts:
         return f"{name[:begin]}{number + self.first}{name[end:]}"
 
 
+def _check_numbers(line: str, **given: object) -> None:
+    for name, value in given.items():
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{line}: {name} must be a whole number, got {value!r}. Write int({name}) if it is text.")
+
+
+def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
+    """Let the error of arguments that a function has not say the line to write; ``others`` by the argument."""
+
+    def told(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                advice = [text for name, text in others.items() if name in kwargs]
+                raise TypeError(" ".join([f"{function.__name__}: {error}.", *advice, f"Write {line}."])) from None
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return told
+
+
 def check_model(model: object, line: str) -> None:
     """Refuse what is no module, with the line to write."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module first, got {type(model).__name__}. Write {line}.")
+    check_is(model, nn.Module, "expected a torch.nn.Module first", line)
 
 
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ..api.wrapped import attached, offloaded, states_of
 from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
-from ..policy import listed
+from ..policy import check_choices, check_is, listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
-from .names import by_bare_name, parameter_of, without_wrappers
+from .names import by_bare_name, parameter_of, tells, without_wrappers
 from .plain import is_template
 from .shard_tensor import in_one_dimension
 
@@ -54,6 +54,12 @@ _NO_METADATA = re.compile(r"(?:No such file or|Not a) directory: .*\.metadata\b"
 _Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
 _SAMPLED, _FIRST = 1024, 64  # elements in a digest
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which all dtypes of that size can be read as
+_OS_ERRORS = (OSError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_AFTER = {
+    "read": "Something may have changed: load again before training.",
+    "write": "What has been written is no checkpoint: save again.",
+}
+"""By the step of DCP that failed."""
 LEFT = "_fsdp_offload_left"  # attribute of state without elements on this rank: the last load has left it
 
 
@@ -322,6 +328,11 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
                 yield Problem.FILE, path, "it is not there" if isinstance(error, FileNotFoundError) else str(error)
 
 
+@tells(
+    "load(state_dict, checkpoint_id=path)",
+    strict="planner=LoadPlanner(allow_missing=True, allow_extra=True) loads what there is.",
+    options="They are for get_optimizer_state_dict(), which has them as arguments of their own.",
+)
 def load(
     state_dict: dict[str, Any],
     *,
@@ -346,12 +357,13 @@ def load(
         FileNotFoundError, ...: the type of the error that all ranks have, or RuntimeError, on all of them. The message
             says of each rank what was wrong, and if something may have changed.
     """
-    if not isinstance(state_dict, dict):
-        got = type(state_dict).__name__
-        raise TypeError(f"load: expected a dict, got {got}. Write load(state_dict, checkpoint_id=path).")
+    check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
+    says = "load: storage_reader must be a StorageReader"
+    check_is(storage_reader, StorageReader | None, says, "load(state_dict, checkpoint_id=path)")
+    check_choices("load", no_dist=no_dist)
     planner = planner or LoadPlanner()
-    if not isinstance(planner, LoadPlanner):
-        raise TypeError(f"load: planner must be a LoadPlanner, got {type(planner).__name__}; dcp.load takes any other.")
+    says = "load: planner must be a LoadPlanner (dcp.load takes any other)"
+    check_is(planner, LoadPlanner, says, "load(state_dict, checkpoint_id=path, planner=LoadPlanner())")
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
     # The reader of safetensors has its metadata in the very files, and opens them as a whole.
@@ -361,7 +373,7 @@ def load(
     try:
         state_dict_loader.load(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
     except CheckpointException as error:
-        raise _told(error, storage_reader) from None
+        raise _told("load", error, storage_reader) from None
     finally:
         planner.reader = None  # it knows nothing of the planner's next load
     for key in planner.taken_out:
@@ -477,6 +489,11 @@ def digest_of(chunk: Tensor) -> bytes:
     return found.digest()
 
 
+@tells(
+    "save(state_dict, checkpoint_id=path)",
+    planner="The planner is SavePlanner; torch.distributed.checkpoint.save takes any other.",
+    options="They are for get_optimizer_state_dict(), which has them as arguments of their own.",
+)
 def save(
     state_dict: dict[str, Any],
     *,
@@ -491,24 +508,31 @@ def save(
 
     Raises:
         TypeError: ``state_dict`` is no dict.
-        CheckpointException: DCP's own, on all ranks, with the errors of each. If its step is ``plan``, nothing has been
-            written.
+        ValueError: a refusal of the planner, with the keys; nothing has been written.
+        OSError, ...: as :func:`load`; the cause is the first error of a rank.
     """
-    if not isinstance(state_dict, Mapping):
-        got = type(state_dict).__name__
-        raise TypeError(f"save: expected a dict, got {got}. Write save(state_dict, checkpoint_id=path).")
+    check_is(state_dict, Mapping, "save: expected a dict", "save(state_dict, checkpoint_id=path)")
+    says = "save: storage_writer must be a StorageWriter"
+    check_is(storage_writer, StorageWriter | None, says, "save(state_dict, checkpoint_id=path)")
+    check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
     planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     planner.consolidates = bool(getattr(storage_writer, "enable_consolidation", False))
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
-    saved = state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where)
-    return cast(Metadata, saved)
+    try:
+        return cast(
+            Metadata,
+            state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where),
+        )
+    except CheckpointException as error:
+        raise _told("save", error, storage_writer, checkpoint_id) from next(iter(error.failures.values()))[0]
 
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
-    patterns = ("*",) if allowed is True else tuple(allowed or ())
-    if isinstance(allowed, str) or not all(isinstance(pattern, str) for pattern in patterns):  # letters are no patterns
+    given: Any = ("*",) if allowed is True else () if allowed in (None, False) else allowed
+    patterns = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{name}: expected a bool or a sequence of patterns such as ['model.head.*'], got {allowed!r}")
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
@@ -550,23 +574,25 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
 
 
-def _told(error: CheckpointException, reader: StorageReader | None) -> Exception:
+def _told(function: str, error: CheckpointException, storage: Any, path: Any = None) -> BaseException:
     """Return one error for those of all ranks: of their type, with the text of each and the path."""
+    if not all(isinstance(cause, Exception) for cause, _ in error.failures.values()):
+        return error  # an interrupt stays one
     ranks: dict[str, list[int]] = defaultdict(list)
     types: set[type[Any]] = set()
-    path = getattr(reader, "path", type(reader).__name__)
+    path = path or getattr(storage, "path", type(storage).__name__)
     for rank, (cause, _) in sorted(error.failures.items()):
         text, cls = str(cause) or type(cause).__name__, type(cause)
-        if _NO_METADATA.search(text):  # which torch says in another way in each release
+        if function == "load" and _NO_METADATA.search(text):  # which torch says in another way in each release
             text, cls = "there is no .metadata. Give the folder that dcp.save() was given.", FileNotFoundError
-            if isinstance(reader, FileSystemReader) and reader.fs.exists(f"{reader.path}/.metadata"):
+            if isinstance(storage, FileSystemReader) and storage.fs.exists(f"{storage.path}/.metadata"):
                 text, cls = "its .metadata is damaged. Copy it again, or load another checkpoint.", ValueError
         ranks[text].append(rank)
         types.add(cls)
-    is_plain = len(types) == 1 and types < {ValueError, TypeError, MemoryError, FileNotFoundError, PermissionError}
+    is_plain = len(types) == 1 and types < {ValueError, TypeError, MemoryError, *_OS_ERRORS}
     texts = [text if len(ranks) == 1 else f"on ranks {of}: {text}" for text, of in ranks.items()]
-    changed = " Something may have changed: load again before training." if error.args[0] == "read" else ""
-    return (types.pop() if is_plain else RuntimeError)(f"load: {path}: " + "\n".join(texts) + changed)
+    told, after = f"{function}: {path}: " + "\n".join(texts), _AFTER.get(error.args[0])
+    return (types.pop() if is_plain else RuntimeError)(f"{told.removesuffix('.')}. {after}" if after else told)
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:

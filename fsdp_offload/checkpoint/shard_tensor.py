@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local, over_part
 from ..fsdp.fully_shard import parameter_names
+from ..policy import check_is
 from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
 from .names import Experts, bare_name, check_experts, check_model
 
@@ -57,6 +58,9 @@ class ShardTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shard_chunks: ShardChunks) -> "ShardTensor":  # noqa: D102  # see the class
+        says, line = "ShardTensor: expected {}", "ShardTensor(local, chunks_of(param))"
+        check_is(local, Tensor, says.format("a tensor first"), line)
+        check_is(shard_chunks, ShardChunks, says.format("its chunks"), line)
         if local.numel() != shard_chunks.local_numel:
             raise ValueError(
                 f"expected a local tensor of {shard_chunks.local_numel} elements, as its chunks have, got shape "
@@ -225,6 +229,8 @@ def with_parameter_chunks(
             no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
     """
     check_model(model, "with_parameter_chunks(model, state_dict)")
+    line = "with_parameter_chunks(model, model.state_dict())"
+    check_is(state_dict, Mapping, "with_parameter_chunks: expected a state dict", line)
     check_experts(state_dict.items(), experts)
     exact = {name: param for param, name in parameter_names(model).items()}
     params = {bare_name(name): param for name, param in exact.items()} | exact

@@ -25,16 +25,33 @@ from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, st
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
-from ..policy import listed
+from ..policy import check_choices, listed
 from ..state.layout import is_size, params_of, tensors_in
-from ..state.store import UserState, address_of
+from ..state.store import STALE, OffloadedState, UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
-from .names import GROUP_META, Experts, SavedByFqn, StateDict, by_fqn, check_model, flattened, fqns_of, may_be_local
+from .names import (
+    GROUP_META,
+    Experts,
+    SavedByFqn,
+    StateDict,
+    by_fqn,
+    check_model,
+    flattened,
+    fqns_of,
+    may_be_local,
+    tells,
+)
 from .plain import keeps_state, load_plain, seen, to_load_into
 from .planners import LEFT
 from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
 
+_OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others call torch's function."
 
+
+@tells(
+    "get_optimizer_state_dict(model, optimizer)",
+    options=_OPTIONS.format("cpu_offload and flatten_optimizer_state_dict"),
+)
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
@@ -72,6 +89,9 @@ def get_optimizer_state_dict(
             parameters that has the sizes of this rank's parts.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
+    choices = {"for_load": for_load, "cpu_offload": cpu_offload, "fsdp_dtensor": fsdp_dtensor}
+    choices["flatten_optimizer_state_dict"] = flatten_optimizer_state_dict
+    check_choices("get_optimizer_state_dict", **choices)
     if for_load and cpu_offload:
         raise ValueError("get_optimizer_state_dict: leave out cpu_offload with for_load=True: copies never arrive")
     if flatten_optimizer_state_dict and fsdp_dtensor:
@@ -100,6 +120,7 @@ def get_optimizer_state_dict(
     return flattened(nested) if flatten_optimizer_state_dict else nested
 
 
+@tells("set_optimizer_state_dict(model, optimizer, state_dict)", options=_OPTIONS.format("strict"))
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
@@ -131,6 +152,7 @@ def set_optimizer_state_dict(
             sharding. Nothing has changed then, apart from what had been loaded in place.
         RuntimeError: there was a step after ``get_optimizer_state_dict(for_load=True)``: a part of the load is lost.
     """
+    check_choices("set_optimizer_state_dict", strict=strict)
     check_model(model, "set_optimizer_state_dict(model, optimizer, state_dict)")
     fqns = fqns_of(model, experts)
     saved = by_fqn(optim_state_dict).with_names_of(fqns.values())
@@ -153,11 +175,11 @@ def set_optimizer_state_dict(
         warnings.warn(
             "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
             "loaded into what get_optimizer_state_dict(for_load=True) returns.",
-            stacklevel=2,
+            stacklevel=3,
         )
     for one, state_dict in plans:
         (one.load_state_dict if attachment_of(one) else partial(load_plain, one))(state_dict)
-        seen(one).offered.offer(())
+        seen(one).offered.withdraw((v for state in saved.state.values() for v in state.values()), is_load=True)
 
 
 def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str) -> list[Optimizer]:
@@ -172,6 +194,12 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
                 f"{len(names)} parameters of the optimizer are not the model's: {listed(names)}. Give the model "
                 "that it was built for; fully_shard exchanges a model's parameters, so build the optimizer after it. "
                 "Megatron's DistributedOptimizer has copies, and is saved with its own sharded_state_dict()."
+            )
+        keys: Iterable[Any] = one.state
+        if strange := [repr(key) for key in keys if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"{function}: optimizer.state has {listed(strange)}, which is no parameter, and a checkpoint keeps "
+                "state by the names of parameters. Keep it in an attribute of the optimizer."
             )
         found.append(one)
     return found
@@ -267,8 +295,7 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
     """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
-    if saved["state"]:  # these homes hold it, whatever had been offered to load into
-        seen(optimizer).offered.offer(())
+    seen(optimizer).offered.withdraw(value for state in saved["state"].values() for value in state.values())
     states = {params[number]: values for number, values in saved["state"].items()}
     return states, [{**group, "params": [params[n] for n in group["params"]]} for group in saved["param_groups"]]
 
@@ -300,7 +327,8 @@ def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
         return
     engine, states = attached(optimizer).engine, states_of(optimizer)
     values = (value for state in saved.state.values() for value in state.values() if states.was_offered(value))
-    if states.offered_after is not engine.core.last_moved and not all(map(states.is_untouched, values)):
+    written = (states.offered_after(value) for value in values if not states.is_untouched(value))
+    if any(after is not engine.core.last_moved and after is not STALE for after in written):
         engine.failure = "a checkpoint was loaded into a state dict that was made before the last step"
         raise RuntimeError(
             f"set_optimizer_state_dict: {engine.failure}, so that a part of it is lost. Call "
@@ -343,9 +371,9 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
         if is_given and filled and not any(filled.values()):
             untouched.append(fqn)
         elif is_given:
-            # A plain optimizer may have made it since, beside the memory that it has given to load into.
-            is_there = state and (attachment_of(optimizer) or param in (states.offered_after or ()))
-            lacking = [] if is_there else [name for name in filled if not filled[name]]
+            lacking = [
+                n for n in filled if not (filled[n] or (state and _is_state(given[n], param, optimizer, states)))
+            ]
             required = [name for name in lacking if name != MASTER]
             if required:
                 raise ValueError(
@@ -364,12 +392,19 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
             state = tree_map_with_path(loaded_value, present, is_leaf=is_size)
         if state:
             loaded[param] = state
-    if untouched and states.is_all_untouched():
+    if untouched and states.is_all_untouched(value for state in saved.state.values() for value in state.values()):
         raise ValueError(
             "set_optimizer_state_dict: nothing was loaded into what get_optimizer_state_dict(for_load=True) gave: the "
             f"checkpoint has none of {listed(untouched)}. Are the keys those under which it was saved?"
         )
     return loaded
+
+
+def _is_state(value: Any, param: Tensor, optimizer: Optimizer, states: OffloadedState) -> bool:
+    """Return whether a value that no load has written is that of existing state, and not memory to load into."""
+    after = states.offered_after(value)
+    # A plain optimizer may have made state since, beside the memory that it has given.
+    return after is not STALE if attachment_of(optimizer) else not address_of(value) or param in (after or ())
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..fsdp.dtensor import is_dtensor, placements_of
 from ..optimizers.masters import MASTER, can_rebuild
-from ..policy import listed
+from ..policy import check_is, listed
 from ..state.layout import StateLayout, ValueLayout, forms_of, in_dtypes_of
 from ..state.store import UserState
 from .engine import Engine
@@ -27,6 +27,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
 
     A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
     """
+    _check_form(state_dict)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     saved_sizes, sizes = ([len(group["params"]) for group in one] for one in (saved_groups, groups))
     if saved_sizes != sizes:
@@ -59,6 +60,30 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
             checked = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
             loaded[param] = checked | dict.fromkeys(absent.keys() - layout.values.keys())
     return {param_of[key]: loaded[param_of[key]] for key in state_dict["state"] if param_of.get(key) in loaded}
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse another state dict than an optimizer's: where torch's error is a KeyError, this is one."""
+    says = "load_state_dict: expected what optimizer.state_dict() gives"
+    inner = [
+        f"[{key!r}]" for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value
+    ]
+    line = f"optimizer.load_state_dict(state_dict{inner[0] if inner else ''})"
+    by_names = (
+        "fsdp_offload.checkpoint.set_optimizer_state_dict(model, optimizer, state_dict) takes names of parameters"
+    )
+    for key, of in (("state", Mapping), ("param_groups", list | tuple)):
+        if key not in state_dict:
+            has = listed(map(repr, state_dict)) or "nothing"
+            raise KeyError(f"{says}, got a dict without {key!r}; it has {has}. Write {line}; {by_names}.")
+        check_is(state_dict[key], of, f"{says}: its {key!r}", line)
+    for group in state_dict["param_groups"]:
+        check_is(group, Mapping, f"{says}: a dict for each of its groups", line)
+        if "params" not in group:
+            raise KeyError(f"{says}, got a group without 'params'; it has {listed(map(repr, group))}.")
+    for key, values in state_dict["state"].items():
+        if not isinstance(key, str):
+            check_is(values, Mapping | None, f"{says}: a dict for the state of {key!r}", line)
 
 
 def _expected_layout(

@@ -9,6 +9,7 @@
 """
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
+from ..api.checks import names_by_place
 from ..api.clipping import clip_in_order
+from ..api.wrapped import optimizers_in
 from ..policy import OffloadPolicy
 from ..state.layout import params_of
+from ..state.store import address_of
 from .plain_values import model_of, offload, policy_from
 
 
@@ -49,6 +53,8 @@ def prepare(
             "prepare() offloads the optimizers among its objects, and there is none. Write "
             "model, optimizer = prepare(accelerator, model, optimizer); for others there is accelerator.prepare()."
         )
+    _check_together(accelerator, objects)
+    _check_together(accelerator, objects)
     policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
     prepared = accelerator.prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else [prepared]
@@ -60,9 +66,42 @@ def prepare(
     return prepared
 
 
+def _check_together(accelerator: Accelerator, objects: Iterable[Any]) -> None:
+    """Refuse another model's optimizer where accelerate would lose its parameters; elsewhere warn if nothing trains.
+
+    With FSDP2, accelerate exchanges the parameters of one model, and finds those of optimizers by their memory.
+    Otherwise an optimizer may have any parameters, such as those of a loss.
+    """
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
+    trained = {param for optimizer in optimizers for param in params_of(optimizer)}
+    known = {param for model in models for param in model.parameters()}
+    addresses, shards = set(map(address_of, known)), getattr(accelerator, "is_fsdp2", False)
+    is_idle = any(
+        trained.isdisjoint(model.parameters()) and any(param.requires_grad for param in model.parameters())
+        for model in models
+    )
+    for optimizer in optimizers if shards or is_idle else ():
+        name, names = type(optimizer).__name__, names_by_place(optimizer)
+        foreign = [param for param in names if param not in known and address_of(param) not in addresses]
+        if not (models and foreign) or not (shards or len(foreign) == len(names)):
+            continue
+        text = (
+            f"prepare: {len(foreign)} of the {len(names)} parameters of {name} are not parameters of "
+            f"{type(models[0]).__name__}; the first is {names[foreign[0]]}, of shape {tuple(foreign[0].shape)}. Write "
+            f"model, optimizer = prepare(accelerator, model, {name}(model.parameters()))."
+        )
+        if shards:
+            raise ValueError(f"{text} Parameters of a loss go into an optimizer that is not prepared.")
+        warnings.warn(f"{text} As it is, nothing trains the model.", stacklevel=3)
+
+
 def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """Let ``accelerator.clip_grad_norm_`` clip the parameters of ``optimizer``, all together, by our function."""
-    if not is_offloaded(optimizer):
+    if not hasattr(accelerator, "clip_grad_norm_"):
+        got = type(accelerator).__name__
+        raise TypeError(f"clip_with takes the accelerator first, got {got}. Write clip_with(accelerator, optimizer).")
+    if not all(map(is_offloaded, optimizers_in(optimizer, "clip_with"))):
         raise TypeError(f"clip_with: this {type(optimizer).__name__} is not offloaded; call offload_optimizer() first.")
     theirs, known = accelerator.clip_grad_norm_, weakref.ref(optimizer)
     if getattr(theirs, "_clips", None) == known:

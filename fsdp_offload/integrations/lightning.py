@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, check_choices
 from ..state.layout import params_of
 from .plain_values import metrics_of_each, offload, policy_from
 
@@ -37,6 +37,7 @@ class OffloadCallback(Callback):
 
     def __init__(self, policy: OffloadPolicy | Mapping[str, Any] | None = None, *, log_metrics: bool = False) -> None:
         self._policy = None if policy is None else policy_from(policy)
+        check_choices("OffloadCallback", log_metrics=log_metrics)
         self._log_metrics = log_metrics
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,7 +56,8 @@ def setup_optimizers(
     fabric: Fabric, model: nn.Module, *optimizers: Optimizer, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Any:
     """Call ``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
-    if not optimizers or not hasattr(fabric, "setup_optimizers"):
+    is_swapped = any(isinstance(one, nn.Module) for one in optimizers)
+    if is_swapped or not optimizers or not hasattr(fabric, "setup_optimizers"):
         raise TypeError(
             "setup_optimizers() takes the Fabric, the model and its optimizers, got "
             f"{', '.join(type(one).__name__ for one in (fabric, model, *optimizers))}. Write "

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
+from ..api.wrapped import attachment_of, optimizers_in
 from ..policy import OffloadPolicy, as_policy
 from ..state.layout import params_of
 
@@ -68,7 +69,7 @@ def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | N
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
     """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; nothing if not offloaded. Waits for it."""
-    if not is_offloaded(optimizer):
+    if not all(attachment_of(one) is not None for one in optimizers_in(optimizer, "metrics_of")):
         return {}
     return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, check_choices
 from .accelerate import clip_with
 from .plain_values import metrics_of, offload, policy_from
 
@@ -30,6 +30,7 @@ class OffloadTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._offload_policy = None if offload_policy is None else policy_from(offload_policy)
+        check_choices("OffloadTrainer", offload_metrics=offload_metrics)
         self._offload_metrics = offload_metrics
         super().__init__(*args, **kwargs)
 

@@ -36,7 +36,7 @@ from ..fsdp.fully_shard import (
 )
 from ..fsdp.gradients import has_no_memory
 from ..fsdp.guard import Guard
-from ..policy import listed
+from ..policy import check_choices, listed
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +231,7 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
             asleep, and it can be called again.
     """
     check_is_module(model, "reload_model")
+    check_choices("reload_model", free_host_memory=free_host_memory)
     if _SLEEP not in model.__dict__ and is_asleep(model):
         raise RuntimeError(
             f"reload_model: parameters of this {type(model).__name__} are asleep because offload_model() was called "

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.buckets import JOINED_BYTES, LARGEST_BYTES
 from ..core.items import PASSING
-from ..policy import MIB, OffloadPolicy, OverlapKind
+from ..policy import MIB, OffloadPolicy, OverlapKind, check_is
 from .blocks import Blocks
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
@@ -163,8 +163,13 @@ def plan(
         policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
     """
+    line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
+    check_is(trace, list | tuple | None, "plan: trace must be one of Model.trace()", line)
+    check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
-    if not all(value is None or 0 < value < math.inf for value in changes.values()):
+    if not all(
+        value is None or (isinstance(value, int | float) and 0 < value < math.inf) for value in changes.values()
+    ):
         raise ValueError(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
@@ -234,6 +239,10 @@ def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, .
 
     Each with the least ``device_bytes`` that moves state in few operations, and with "auto".
     """
+    given: dict[str, Any] = {"state_bytes": state_bytes, "group_bytes": group_bytes}
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"candidates: {name} must be 0 or more bytes, got {value!r}")
     bucket_bytes = min(LARGEST_BYTES, max(JOINED_BYTES, state_bytes // 64 // MIB * MIB))
     state, both = ((PASSING + 1) * nbytes for nbytes in (bucket_bytes, bucket_bytes + -(-group_bytes // MIB) * MIB))
     return (

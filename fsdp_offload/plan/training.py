@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
+from ..policy import check_choices
 from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,14 +36,17 @@ class Training:
     other_device_bytes: int = 0  # what else is on each device all the time
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "tokens_per_step", "sequence_length", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("ranks", "replicas", "tokens_per_step", "sequence_length", "micro_batches", "other_device_bytes"):
+            value, least = getattr(self, name), 0 if name.endswith("_bytes") else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} must be {'a positive integer' if least else '0 or more bytes'}, got {value!r}"
+                )
+        check_choices("Training", clip=self.clip)
         choices: dict[str, Collection[str]] = {"dtype": DTYPES, "compute_dtype": DTYPES, "optimizer": OPTIMIZERS}
         choices |= {"masters": get_args(Masters), "checkpointing": get_args(Checkpointing)}
         for name, values in choices.items():
-            if getattr(self, name) not in values:
+            if getattr(self, name) not in list(values):
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r}")
         if self.ranks % self.replicas:
             raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         super().__init__(dict, items)
         self._engine = engine  # an Engine, which stores the state
         engine.lending.entries = weakref.ref(self)
-        self._offered: dict[int, tuple[Callable[[], Any], tuple[int, ...]]] = {}  # handed out to load into; versions
-        self.offered_after: Any = None  # which step; of a plain optimizer, the parameters that had state
+        self._offered: dict[int, _Offered] = {}  # by address
 
     @property
     def unwaited(self) -> StateStore:
@@ -143,17 +142,31 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """Return whether others hold the entry of ``param``, through which they see its state."""
         return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
 
-    def offer(self, values: Iterable[Any], homes: Container[int] = (), after: object = None) -> None:
-        """Note what is handed out to load into, and after which step; nothing: what was is no longer.
+    def offer(self, values: Iterable[Any], homes: Container[int], after: object) -> None:
+        """Note what is handed out to load into, and after which step; what was handed out before may be loaded, too.
 
-        Values whose ``id`` is among ``homes`` are referred to weakly: a reference would count as somebody's.
+        Values whose ``id`` is among ``homes``, and earlier ones, are referred to weakly: a reference would count as
+        somebody's, and keeps memory.
         """
-        self._offered = {
-            at: (TensorWeakRef(value) if id(value) in homes else partial(_itself, value), _versions(value))
+        self._offered = {at: one._replace(refer=TensorWeakRef(value)) for at, one, value in self._there()} | {
+            at: _Offered(
+                TensorWeakRef(value) if id(value) in homes else partial(_itself, value), _versions(value), after
+            )
             for value in values
             if (at := address_of(value))
         }
-        self.offered_after = after
+
+    def withdraw(self, values: Iterable[Any], *, is_load: bool = False) -> None:
+        """Note that ``values`` are state; after a load, what else was handed out is not that state."""
+        gone = set(map(address_of, values)) if self._offered else set()
+        self._offered = {
+            at: one._replace(refer=TensorWeakRef(value), after=STALE if is_load else one.after)
+            for at, one, value in self._there()
+            if at not in gone
+        }
+
+    def _there(self) -> list[tuple[int, "_Offered", Any]]:
+        return [(at, one, value) for at, one in self._offered.items() if (value := one.refer()) is not None]
 
     def __bool__(self) -> bool:
         # torch's state dicts make state by a step only where there is none, and a load needs that of a class that moves
@@ -162,20 +175,30 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     @property
     def has_offered(self) -> bool:
-        return bool(self._offered)
+        return any(one.after is not STALE for one in self._offered.values())
+
+    def offered_after(self, value: object) -> Any:
+        """Return after which step ``value`` was handed out; of a plain optimizer, the parameters that had state."""
+        return self._offered[address_of(value)].after if self.was_offered(value) else None
 
     def was_offered(self, value: object) -> bool:
         """Return whether ``value`` has the memory of what was handed out and is still there."""
-        refer, _ = self._offered.get(address_of(value), (None, ()))
-        return refer is not None and refer() is not None
+        offered = self._offered.get(address_of(value))
+        return offered is not None and offered.refer() is not None
 
     def is_untouched(self, value: object) -> bool:
         """Return whether ``value`` is what was handed out, and nobody has written it since."""
-        refer, versions = self._offered.get(address_of(value), (None, ()))
-        return refer is not None and (template := refer()) is not None and _versions(template) == versions
+        offered = self._offered.get(address_of(value))
+        return (
+            offered is not None
+            and (template := offered.refer()) is not None
+            and _versions(template) == offered.versions
+        )
 
-    def is_all_untouched(self) -> bool:
-        return self.has_offered and all(self.is_untouched(refer()) for refer, _ in self._offered.values())
+    def is_all_untouched(self, among: Iterable[Any] | None = None) -> bool:
+        """Return whether something was handed out, in all or ``among`` these values, and nobody has written any."""
+        offered = [value for *_, value in self._there()] if among is None else list(filter(self.was_offered, among))
+        return bool(offered) and all(map(self.is_untouched, offered))
 
     __getitem__ = _waiting(defaultdict.__getitem__)
     get = _waiting(defaultdict.get)
@@ -214,6 +237,18 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     def __repr__(self) -> str:
         return repr(self.copy())
+
+
+class _Offered(NamedTuple):
+    """What was handed out to load into, its versions, and after which step."""
+
+    refer: Callable[[], Any]
+    versions: tuple[int, ...]
+    after: Any
+
+
+STALE = frozenset[Any]()
+"""In the place of a step: another load has given the optimizer its state since."""
 
 
 def _itself(value: Any) -> Any:

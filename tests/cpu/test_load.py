@@ -330,7 +330,7 @@ def test_another_dtype(folder: Path, mesh: DeviceMesh):
 
 
 def test_another_planner(folder: Path):
-    with pytest.raises(TypeError, match=r"must be a LoadPlanner, got DefaultLoadPlanner; dcp\.load takes any other"):
+    with pytest.raises(TypeError, match=r"\(dcp\.load takes any other\), got DefaultLoadPlanner\. Write load"):
         load({}, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner())
 
 

@@ -3,6 +3,9 @@
 A message with a line to write is obeyed to the letter: the line is executed, with the names of its reader's script.
 """
 
+import copy
+import importlib
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import checkpoint_tools
 import fsdp_offload
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
-from fsdp_offload.integrations.plain_values import policy_from
+from fsdp_offload.integrations.plain_values import metrics_of, policy_from
+from fsdp_offload.plan import Training, candidates, plan
 from tests.fused_adam_reference import FusedAdam
 from tests.remedies import Script
 
@@ -61,6 +69,15 @@ HABITS: dict[str, tuple[bool, Callable[[Script], object]]] = {
     "a list of models sleeps": (True, lambda s: fsdp_offload.offload_model([s.model])),
     "a list of models wakes": (True, lambda s: fsdp_offload.reload_model([s.model])),
     "a hook behind the optimizer": (True, lambda s: fsdp_offload.reload_before(s.optimizer, None)),
+    "options for a getter": (
+        True,
+        lambda s: ours.get_optimizer_state_dict(s.model, s.optimizer, options=StateDictOptions(cpu_offload=True)),  # type: ignore[call-arg]
+    ),
+    "options for a setter": (
+        True,
+        lambda s: ours.set_optimizer_state_dict(s.model, s.optimizer, {}, options=StateDictOptions()),  # type: ignore[call-arg]
+    ),
+    "a choice by place": (True, lambda s: ours.get_optimizer_state_dict(s.model, s.optimizer, True)),  # type: ignore[misc]
     "state of nothing": (True, lambda s: ours.get_optimizer_state_dict(s.model, None)),
 }
 
@@ -234,6 +251,106 @@ def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None
     ours.load(state, checkpoint_id=tmp_path / "there", planner=ours.LoadPlanner(allow_missing=["epoch"]))
     ours.set_optimizer_state_dict(script.model, script.optimizer, state["optimizer"])
     script.train()
+
+
+@pytest.mark.parametrize("function", [ours.save, ours.load])
+def test_arguments_of_others_get_the_line_to_write(function: Any, tmp_path: Path) -> None:
+    state = {"seen": 5}
+    for given in ({"options": StateDictOptions()}, {"strict": False}, {"planner": None, "strict": True}):
+        with pytest.raises(TypeError, match=r"^(save|load): got an unexpected keyword argument '\w+'\.") as error:
+            function(state, checkpoint_id=tmp_path, **given)
+        assert line_in(error.value) == f"{function.__name__}(state_dict, checkpoint_id=path)"
+    assert ("allow_missing" in str(error.value)) == (function is ours.load)
+    with pytest.raises(TypeError, match=r"too many positional arguments\. Write") as error:
+        function(state, tmp_path)
+    ours.save(state, checkpoint_id=tmp_path)
+    path = tmp_path if function is ours.load else tmp_path / "again"
+    exec(line_in(error.value), {"save": ours.save, "load": ours.load, "state_dict": state, "path": path})
+    assert inspect.signature(function).parameters.keys() > {"state_dict", "checkpoint_id", "no_dist"}
+
+
+def test_a_refused_save_is_one_error_that_names_the_path(tmp_path: Path) -> None:
+    script = Script(attach=True)
+    template = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+    with pytest.raises(ValueError, match=r"^save: .*there: nothing has been written: for_load=True made") as error:
+        ours.save({"o": template}, checkpoint_id=tmp_path / "there")
+    assert len(str(error.value).splitlines()) == 1
+    assert str(error.value.__cause__) in str(error.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises((NotADirectoryError, FileExistsError), match=r"^save: .*file"):
+        ours.save({"seen": 5}, checkpoint_id=tmp_path / "file" / "below")
+
+    class Full(dcp.FileSystemWriter):
+        error: BaseException = OSError(28, "No space left on device")
+
+        def write_data(self, *_: Any) -> Any:
+            raise self.error
+
+    writer = Full(tmp_path / "full")
+    with pytest.raises(
+        OSError, match=r"^save: .*full: .*No space left on device\. .*no checkpoint: save again\.$"
+    ) as full:
+        ours.save({"seen": 5}, storage_writer=writer)
+    assert repr(full.value.__cause__) == repr(writer.error)
+    writer.error = KeyboardInterrupt()
+    with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
+        ours.save({"seen": 5}, storage_writer=writer)
+
+
+def test_a_state_dict_without_groups_is_no_optimizers() -> None:
+    script = Script(attach=True)
+    script.train(3)
+    saved = copy.deepcopy(script.optimizer.state_dict())
+    for given, has in (({}, "nothing"), ({"state": {}}, "'state'"), (script.model.state_dict(), "'0.weight'")):
+        with pytest.raises(KeyError, match=rf"what optimizer\.state_dict\(\) gives, got a dict without .* {has}"):
+            script.optimizer.load_state_dict(given)
+    with pytest.raises(KeyError, match="Write optimizer") as error:
+        script.optimizer.load_state_dict({"epoch": 3, "optim": saved})
+    exec(re.search(r"Write (.*\]\));", str(error.value.args[0]))[1], {**vars(script), "state_dict": {"optim": saved}})  # type: ignore[index]
+    script.train()
+
+
+def test_an_optimizer_in_the_place_of_its_state_dict() -> None:
+    from checkpoint_tools import merge_state_dict, preset, split_state_dict
+
+    script = Script(shard=False, attach=True)
+    layers = {"gate_up_proj": torch.nn.Linear(2, 4, bias=False), "down_proj": torch.nn.Linear(2, 2, bias=False)}
+    script.model.add_module("mlp", torch.nn.ModuleDict(layers))
+    for exchange in (split_state_dict, merge_state_dict):
+        with pytest.raises(TypeError, match=r"expected the state dict of an optimizer, got \w*AdamW\.") as error:
+            exchange(script.model.state_dict(), script.optimizer, preset("hf-gate-up"))
+        line = f"{exchange.__name__}(model.state_dict(), get_optimizer_state_dict(model, optimizer), rules)"
+        assert f"Write {line}." in str(error.value)
+        known = {**vars(checkpoint_tools), **vars(ours), **vars(script), "rules": preset("hf-gate-up")}
+        if exchange is split_state_dict:
+            assert "mlp.up_proj.weight" in eval(line, known)[0]
+
+
+@pytest.mark.parametrize("given", [("0", 4), (0, "4"), (0, 4.0), (None, 4)], ids=repr)
+def test_experts_are_counted_in_whole_numbers(given: Any) -> None:
+    for make, names in (
+        (ours.Experts.of_rank, "expert_parallel_rank|num_local_experts"),
+        (ours.Experts, "first|count"),
+    ):
+        with pytest.raises(TypeError, match=rf"Experts.*: ({names}) must be a whole number, got"):
+            make(*given)
+    assert ours.Experts.of_rank(int("1"), 4) == ours.Experts(4, 4)
+
+
+def test_objects_beside_those_that_torchtitan_has() -> None:
+    titan = integration("torchtitan")
+    script = Script()
+    trainer = SimpleNamespace(checkpointer=None, optimizers=None)
+    for function, line in (
+        (titan.save_from_arena, "save_from_arena(trainer.checkpointer)"),
+        (titan.offload_container, "offload_container(trainer.optimizers)"),
+        (titan.metrics_of_container, "metrics_of_container(trainer.optimizers)"),
+    ):
+        for given in (trainer, script.optimizer, None):
+            with pytest.raises(TypeError, match=rf"takes an? \w+, got {type(given).__name__}\.") as error:
+                function(given)
+            assert line_in(error.value) == line
+    assert not is_offloaded(script.optimizer)
 
 
 def test_rules_and_state_dicts_of_a_model() -> None:
@@ -430,9 +547,122 @@ def test_megatrons_fraction_is_a_share_that_works(fraction: float | None, share:
     script.train()
 
 
-@pytest.mark.parametrize("name", ["exist_ok", "trust_separable"])
-def test_text_is_no_promise(name: str) -> None:
-    script = Script()
-    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
-        offload_optimizer(script.optimizer, model=script.model, **{name: "no"})  # type: ignore[arg-type]
-    assert not is_offloaded(script.optimizer)
+DICT = {"state": {}, "param_groups": [{"params": ["0.weight"]}]}
+RULES = checkpoint_tools.preset("hf-gate-up")
+WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
+    "a step of a number": (r"AdamW\.step\(\) takes a closure or nothing, got 3", lambda s: s.optimizer.step(3)),
+    "no largest norm": ("max_norm must be a number, got None", lambda s: clip(s.optimizer, None)),
+    "no state dict": ("gives, got NoneType", lambda s: s.optimizer.load_state_dict(None)),
+    "a path": ("gives, got str", lambda s: s.optimizer.load_state_dict("a.pt")),
+    "no groups": (
+        "'param_groups', got NoneType",
+        lambda s: s.optimizer.load_state_dict({**DICT, "param_groups": None}),
+    ),
+    "no states": ("'state', got NoneType", lambda s: s.optimizer.load_state_dict({**DICT, "state": None})),
+    "groups of numbers": ("groups, got int", lambda s: s.optimizer.load_state_dict({**DICT, "param_groups": [1]})),
+    "state of text": ("state of 0, got str", lambda s: s.optimizer.load_state_dict({**DICT, "state": {0: "x"}})),
+    "named groups without names": (r"'params': \[name\]", lambda s: set_(s, {**DICT, "param_groups": [{"lr": 1}]})),
+    "named groups of text": ("expected {'state'", lambda s: set_(s, {**DICT, "param_groups": ["0.weight"]})),
+    "named state of text": ("expected {'state'", lambda s: set_(s, {**DICT, "state": {"0.weight": "x"}})),
+    "a writer's path": ("StorageWriter, got str", lambda _: ours.save({}, storage_writer="here")),  # type: ignore[arg-type]
+    "a reader's path": ("StorageReader, got str", lambda _: ours.load({}, storage_reader="here")),  # type: ignore[arg-type]
+    "a planner's class": ("got the class LoadPlanner", lambda _: ours.load({}, planner=ours.LoadPlanner)),  # type: ignore[arg-type]
+    "patterns of a number": ("allow_extra: expected .*, got 3", lambda _: ours.LoadPlanner(allow_extra=3)),  # type: ignore[arg-type]
+    "staging a list": ("expected a dict, got list", lambda s: ours.ArenaStager(s.optimizer).stage([1])),  # type: ignore[arg-type]
+    "chunks of text": ("shape of integers, got 'x'", lambda _: ours.chunks_of("x")),
+    "chunks of nothing": ("shape of integers, got None", lambda _: ours.chunks_of(None)),  # type: ignore[arg-type]
+    "a range in text": (r"\(begin, end\) or a slice, got '0:3'", lambda _: ours.chunks_of((4,), "0:3")),  # type: ignore[arg-type]
+    "a shard without chunks": ("chunks, got NoneType", lambda _: ours.ShardTensor(torch.ones(3), None)),  # type: ignore[arg-type]
+    "chunks for no state dict": ("got NoneType", lambda s: ours.with_parameter_chunks(s.model, None)),  # type: ignore[arg-type]
+    "an accelerator, swapped": (
+        "clip_with takes the accelerator first",
+        lambda s: integration("accelerate").clip_with(s.optimizer, SimpleNamespace()),
+    ),
+    "no optimizer to clip": (
+        r"clip_with: .*, got NoneType\. Write clip_with\(accelerator, optimizer\)",
+        lambda s: integration("accelerate").clip_with(SimpleNamespace(clip_grad_norm_=len), None),
+    ),
+    "a name of a number": (r"parameter's name, got int", lambda _: ours.Experts(0, 4).global_name(3)),  # type: ignore[arg-type]
+    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", trace="t")),  # type: ignore[arg-type]
+    "a fabric's model behind": (
+        r"setup_optimizers\(fabric, model, optimizer\)",
+        lambda s: integration("lightning").setup_optimizers(SimpleNamespace(setup_optimizers=1), s.optimizer, s.model),
+    ),
+    "a size for a policy": (r"Write OffloadPolicy\(device_bytes='8GB'\)", lambda _: policy_from("8GB")),  # type: ignore[arg-type]
+    "metrics of a model": ("metrics_of: expected", lambda s: metrics_of(s.model)),
+    "candidates for text": ("state_bytes must be 0 or more", lambda _: candidates("x")),  # type: ignore[arg-type]
+    "other bytes below 0": ("0 or more bytes, got -1", lambda _: Training(tokens_per_step=1, other_device_bytes=-1)),
+    "optimizers of a list": ("got \\['adamw'\\]", lambda _: Training(tokens_per_step=1, optimizer=["adamw"])),  # type: ignore[arg-type]
+    "memory in text": ("finite, got '80'", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, device_gb="80")),  # type: ignore[arg-type]
+    "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", policies="step")),
+    "no rules": (r"rules, such as .*, got dict and \[\]", lambda _: checkpoint_tools.split_state_dict({}, None, [])),
+    "one rule": (
+        "rules, such as .*, got dict and Rule",
+        lambda _: checkpoint_tools.split_state_dict({}, None, RULES[0]),
+    ),  # type: ignore[arg-type]
+    "values in text": (
+        r"values=\{'tp_size': 2\}",
+        lambda _: checkpoint_tools.split_state_dict({}, None, RULES, values="tp"),  # type: ignore[arg-type]
+    ),
+    "exclude from a name": ("rules first, got 'hf'", lambda _: checkpoint_tools.excluding("hf", "a")),  # type: ignore[arg-type]
+    "threads in text": ("threads must be .*, got '4'", lambda _: checkpoint_tools.seal("here", threads="4")),  # type: ignore[arg-type]
+    "no threads": ("threads must be .*, got 0", lambda _: checkpoint_tools.verify("here", threads=0)),
+}
+"""By the use: what is said."""
+
+
+def clip(*given: Any) -> object:
+    return fsdp_offload.clip_grad_norm_(*given)
+
+
+def set_(script: Script, state_dict: Any) -> None:
+    ours.set_optimizer_state_dict(script.model, script.optimizer, state_dict)
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(use: str) -> None:
+    script = Script(attach=True)
+    says, call = WRONG[use]
+    with pytest.raises((TypeError, ValueError), match=says):
+        call(script)
+    script.train()
+
+
+def state_dicts(function: Callable[..., object], *more: object) -> Callable[[Script, dict[str, Any]], object]:
+    return lambda script, choice: function(script.model, script.optimizer, *more, **choice)
+
+
+CHOICES: dict[str, Callable[[Script, dict[str, Any]], object]] = {
+    "exist_ok": lambda s, choice: offload_optimizer(s.optimizer, model=s.model, **choice),
+    "trust_separable": lambda s, choice: offload_optimizer(s.optimizer, model=s.model, **choice),
+    "for_load": state_dicts(ours.get_optimizer_state_dict),
+    "flatten_optimizer_state_dict": state_dicts(ours.get_optimizer_state_dict),
+    "cpu_offload": state_dicts(ours.get_optimizer_state_dict),
+    "fsdp_dtensor": state_dicts(ours.get_optimizer_state_dict),
+    "strict": state_dicts(ours.set_optimizer_state_dict, {}),
+    "no_dist": lambda _, choice: ours.save({"a": 1}, checkpoint_id="nowhere", **choice),
+    "no_dist of a load": lambda _, choice: ours.load({"a": 1}, checkpoint_id="nowhere", **choice),
+    "error_if_nonfinite": lambda s, choice: fsdp_offload.clip_grad_norm_(s.optimizer, 1.0, **choice),
+    "foreach": lambda s, choice: fsdp_offload.clip_grad_norm_(s.optimizer, 1.0, **choice),
+    "free_host_memory": lambda s, choice: fsdp_offload.reload_model(s.model, **choice),
+    "free_host_memory of state": lambda s, choice: fsdp_offload.reload_states(s.attach().optimizer, **choice),
+    "clip": lambda _, choice: Training(tokens_per_step=4096, **choice),
+    "data": lambda _, choice: checkpoint_tools.verify("nowhere", **choice),
+    "log_metrics": lambda _, choice: integration("lightning").OffloadCallback(**choice),
+    "offload_metrics": lambda _, choice: integration("transformers").OffloadTrainer(None, **choice),
+}
+
+
+def integration(name: str) -> Any:
+    pytest.importorskip(name)
+    return importlib.import_module(f"fsdp_offload.integrations.{name}")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_text_is_no_choice(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, keyword = Script(), name.partition(" ")[0]
+    with pytest.raises(TypeError, match=f"{keyword} must be True or False, got 'no'"):
+        CHOICES[name](script, {keyword: "no"})
+    assert is_offloaded(script.optimizer) == (name == "free_host_memory of state")
+    assert not list(tmp_path.iterdir())

@@ -963,6 +963,35 @@ def prepared_without_an_optimizer(_: Path) -> Any:
     return script
 
 
+@remedy("Write model, optimizer = prepare(accelerator, model, AdamW(model.parameters())). Parameters of a loss go into")
+def prepared_with_anothers(_: Path) -> Any:
+    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    accelerator: Any = SimpleNamespace(**vars(ACCELERATOR), is_fsdp2=True)
+    script, other = Script(), Script()
+    with pytest.raises(
+        ValueError, match=r"prepare: 3 of the 3 .* the first is param_groups\[0\].params\[0\], of shape \(9, 7\)"
+    ):
+        prepare(accelerator, script.model, script.optimizer, other.optimizer)
+    loss = torch.nn.Parameter(torch.ones(2))
+    yield lambda: prepare(accelerator, script.model, torch.optim.AdamW([*script.model.parameters(), loss]))
+    part = torch.optim.AdamW([next(script.model.parameters())])
+    whole = torch.optim.AdamW(script.model.parameters())
+    _, script.optimizer, _ = prepare(accelerator, script.model, whole, part)
+    return script
+
+
+@remedy("As it is, nothing trains the model")
+def prepared_and_idle(_: Path) -> Any:
+    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    script, other, loss = Script(), Script(), SGD([torch.nn.Parameter(torch.ones(2))])
+    yield lambda: prepare(ACCELERATOR, script.model, other.optimizer)
+    script, other = Script(), Script()
+    prepare(ACCELERATOR, other.model, script.model, script.optimizer, SGD(other.model.parameters()), loss)
+    frozen = Script().model.requires_grad_(requires_grad=False)
+    prepare(ACCELERATOR, frozen, SGD([torch.nn.Parameter(torch.ones(2))]))
+    return script
+
+
 @remedy("clip_with: this AdamW is not offloaded; call offload_optimizer() first")
 def clipped_and_plain(_: Path) -> Any:
     clip_with = pytest.importorskip("fsdp_offload.integrations.accelerate").clip_with
@@ -1042,6 +1071,9 @@ ELSEWHERE = {
         "Write save(state_dict, checkpoint_id=path)",
         "prepare() takes the accelerator first",
         "Trainer shards with its own flags",
+        "must be a whole number, got",
+        "or a global shape of integers, got",
+        "must be (begin, end) or a slice",
     ),
     "tests/core/test_unreduced_gradients.py": ("the newest version that fsdp_offload was tested",),
     "tests/distributed/test_megatron_fsdp_v2.py": ("its rows are not known",),

@@ -53,9 +53,9 @@ def test_torchs_list_of_types_is_as_it_was_when_nothing_is_offloaded(monkeypatch
 
 def test_torchtitan_clips_as_before_when_no_container_is_offloaded() -> None:
     integration: Any = pytest.importorskip("fsdp_offload.integrations.torchtitan")
-    theirs = integration.titan.clip_grad_norm_
+    theirs, base = integration.titan.clip_grad_norm_, integration.OptimizersContainer
 
-    class Container:
+    class Container(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             parts = [Script(), Script()]
             self.optimizers, self.model_parts = [one.optimizer for one in parts], [one.model for one in parts]

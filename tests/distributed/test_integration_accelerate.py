@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 from fsdp_offload import is_offloaded, offload_report
 from tests.distributed.frameworks import (
@@ -152,7 +152,19 @@ def run_misuse(rank: int, world_size: int) -> None:
         prepare(accelerator, model, optimizer, POLICY)
     with pytest.raises(ValueError, match="OffloadPolicy has no bucket"):
         prepare(accelerator, model, optimizer, policy={"bucket": 1})
+    loss = nn.Parameter(torch.ones(3))
+    for params in (Net().parameters(), [*model.parameters(), loss]):
+        with pytest.raises(
+            ValueError, match=r"AdamW are not parameters of Net; the first is param_groups\[0\]\.params"
+        ):
+            prepare(accelerator, model, optim.AdamW(params))
     assert not any(hasattr(module, "reshard") for module in model.modules())  # nothing has been sharded
+    with pytest.raises(KeyError, match="couldn't be switched"):  # as accelerate by itself, which has sharded by then
+        accelerator.prepare(other := Net(), optim.AdamW([*other.parameters(), loss]))
+    part: Any = Net()
+    part, of_part = prepare(accelerator, part, optim.AdamW([*part.parameters()][:1]), policy=POLICY)
+    assert is_offloaded(of_part)
+    assert of_part.param_groups[0]["params"][0] is next(part.parameters())
     model, optimizer = prepare(accelerator, model, optimizer, policy=POLICY)
     with pytest.raises(RuntimeError, match=r"offloaded already, .*say in one place .*fsdp_offload\.integrations"):
         prepare(accelerator, model, optimizer, policy=OVERLAPPED)

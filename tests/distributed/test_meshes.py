@@ -40,6 +40,8 @@ def refusal(action: Callable[[], Any], folder: Path) -> str:
         action()
     except CheckpointException as error:
         found = {str(cause) for cause, _ in error.failures.values()}
+    except ValueError as error:  # of ours: that of all ranks, or it would name them
+        found = {str(error).partition(f"save: {folder}: ")[2]}
     else:
         return ""
     assert len(found) == 1, found
