@@ -54,7 +54,6 @@ def prepare(
             "model, optimizer = prepare(accelerator, model, optimizer); for others there is accelerator.prepare()."
         )
     _check_together(accelerator, objects)
-    _check_together(accelerator, objects)
     policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
     prepared = accelerator.prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else [prepared]
