@@ -413,7 +413,8 @@ class Core:
         self.reductions.end()
         self._ready, self._undone, self.held, self.done, self.begun, self.is_seen = [], set(), set(), {}, False, False
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
-        self.curve.end(repeats=self.timeline.repeats)
+        if self.curve.read is not None:
+            self.curve.end(repeats=self.timeline.repeats)
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
         self.cache.last_peak_bytes, self.cache.peak_bytes = self.cache.peak_bytes, self.cache.nbytes
         self._used_by.clear()
