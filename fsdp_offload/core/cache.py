@@ -5,6 +5,7 @@ where there is nothing to do; ``put`` always stores.
 """
 
 import bisect
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from .room import Stopwatch
 
 NEVER = 1 << 30
 _NOTHING = nullcontext()
+_NUMBER = operator.attrgetter("number")
 
 
 class Timeline:
@@ -300,6 +302,10 @@ class Cache:
         with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
             while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
                 self._give_back(pool)
+        # Each iteration begins with the same ones, so that each item comes to a place to which it is bound already.
+        pool.apart.sort(key=_NUMBER, reverse=True)
+        if len(pool.free) == pool.made:
+            pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
         # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
@@ -341,7 +347,8 @@ class Cache:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
             else:
-                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device))
+                memory = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
+                block = Block(memory, number=pool.made)
         self.lanes.made([block.memory])
         block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
         pool.free.append(block)

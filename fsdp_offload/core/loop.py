@@ -125,7 +125,7 @@ class Core:
         frees_all: also in the first backward: there is no room for all of them.
         done: buckets that this step has updated, in order.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
-        begun: updates of this step have begun.
+        updates: of the step under way; ``None``: none has begun.
         is_seen: a forward has used parameters that this step has updated before ``step()``.
         stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update in each lane, by its name.
@@ -144,14 +144,15 @@ class Core:
         stream: the lane in which it does.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
-        self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
+    def __init__(self, lanes: Lanes, device: torch.device, overlap: str) -> None:
+        self.lanes, self.mode = lanes, MODES[overlap]
+        self.updates: Updates | None = None
         self.timeline, self.reductions = Timeline(), Reductions()
         self.cache, self.curve = Cache(device, lanes, self.timeline), Curve()
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
         self.done: dict[Bucket, None] = {}
-        self.begun = self.is_seen = self.is_visited = False
+        self.is_seen = self.is_visited = False
         self.stepping: Mark | None = None
         self.updated: dict[str, Mark] = {}
         self.last_moved: Moved | None = None
@@ -213,7 +214,7 @@ class Core:
         """
         give_up = time.monotonic() + STEP_SECONDS
         with self.lock:
-            while (self.begun or self.is_visited) and self.is_foreign:
+            while (self.updates is not None or self.is_visited) and self.is_foreign:
                 if time.monotonic() > give_up:
                     raise RuntimeError(_NO_END)
                 self.lock.wait(POLL_SECONDS)
@@ -313,29 +314,33 @@ class Core:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
     def reduced(
-        self, number: int, event: object, begin: Callable[[], bool] | None, may_guess: Callable[[Bucket], bool]
+        self,
+        number: int,
+        event: object,
+        begin: Callable[[], Updates | None] | None,
+        may_guess: Callable[[Bucket], bool],
     ) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's.
 
         Args:
             number: of the group.
             event: marks the end of the reduction.
-            begin: begins the updates of a step and returns whether they may; ``None``: not in this backward.
+            begin: begins a step, if it may begin here; ``None``: not in this backward.
             may_guess: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
         """
         self.reductions.count(number)
         is_early = self.mode.begin == "final" and number in self.weights
         if is_early:
             self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
-        if not (is_early and (self.begun or begin is not None)):
+        if not (is_early and (self.updates is not None or begin is not None)):
             self.prefetch()
             return
         self._ready += self._final(number, may_guess)
         before = len(self.done)
-        if self._ready and not self.begun:
-            self.begun = begin is not None and begin()
+        if self._ready and self.updates is None:
+            self.updates = None if begin is None else begin()
             self._began_at = self.lanes.compute.mark()
-            self._ready = self._ready if self.begun else []  # step() will find them
+            self._ready = [] if self.updates is None else self._ready  # step() will find them
         self.pump()
         if self.frees_gradients:
             self._let_go([bucket.number for bucket in list(self.done)[before:]])
@@ -411,7 +416,8 @@ class Core:
         first = not self.timeline.cycle
         self.cache.moved.held_updates = len(self.held)
         self.reductions.end()
-        self._ready, self._undone, self.held, self.done, self.begun, self.is_seen = [], set(), set(), {}, False, False
+        self.updates, self._ready, self._undone, self.held, self.done = None, [], set(), set(), {}
+        self.is_seen = False
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
         if self.curve.read is not None:
             self.curve.end(repeats=self.timeline.repeats)
@@ -443,6 +449,7 @@ class Core:
         These are buckets of the same groups that are on the device already. One block in transit is left to the next
         load, so that the link is busy both ways while those of an update are stored.
         """
+        assert self.updates is not None
         first, *others = self._ready
         taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
         for one in () if first.on_host else others:
@@ -481,6 +488,7 @@ class Core:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
+        assert self.updates is not None
         gradients, job = self.updates.job(buckets)
         self.torn = tuple(buckets)
         try:
@@ -506,7 +514,12 @@ class Core:
         """
         if not buckets[0].state.exists:
             return self.lanes.compute  # an optimizer allocates what it creates on the stream that it runs on
-        if self.updates.joined_bytes and all(one.state.kept for one in buckets) and self.mode.lane == "update":
+        if (
+            self.updates is not None
+            and self.updates.joined_bytes
+            and all(one.state.kept for one in buckets)
+            and self.mode.lane == "update"
+        ):
             return self.lanes.update_kept
         lane: Lane = getattr(self.lanes, self.mode.lane)
         return lane
@@ -548,6 +561,7 @@ class Core:
 
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
+        assert self.updates is not None
         bucket.state.exists = True
         if self.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
             bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
@@ -643,7 +657,8 @@ class Core:
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned, self.torn = (), ()
-        self.updates.abandon(self.buckets, self.done)
+        if self.updates is not None:
+            self.updates.abandon(self.buckets, self.done)
         try:
             self.cache.flush()
         finally:
@@ -654,7 +669,7 @@ class Core:
         self._undone |= self.done.keys()
         self.cache.pinned, self.torn = (), ()
         self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
+        self.updates, self.is_seen = None, False
         self._used_by.clear()
 
     def _updated_items(self) -> set[Item]:
@@ -663,7 +678,7 @@ class Core:
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""
         self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
+        self.updates, self.is_seen = None, False
         self._used_by.clear()  # else R1 would be waited for at the end of an update that has been abandoned
         self._undone = set()
         self.held.clear()

@@ -83,7 +83,7 @@ class Trial:
         self.updates = Counting(self.weights, self.grads)
         others = random.Random(self.seed + 1)  # the rest is drawn as ever
         self.updates.joined_bytes = others.choice([0, 32, 1 << 20])
-        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap, self.updates)
+        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap)
         self.clips = rng.choice([None, 0.0, 0.4, 1.0]) if self.overlap == "iteration" else None  # how often it binds
         self.core.frees_gradients = rng.random() < 0.5 and self.clips is None
         if self.elsewhere:
@@ -251,7 +251,7 @@ class Trial:
         before = set(self.core.done)
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
-            self.core.reduced(g, event, lambda: True, self.takes)
+            self.core.reduced(g, event, lambda: self.updates, self.takes)
             self.note(before)
         except IssuedError:
             self.note(before)
@@ -318,6 +318,7 @@ class Trial:
         wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
         before = set(core.done)
         self.come()
+        core.updates = self.updates
         core.step(wanted)
         self.note(before)
         core.end()
