@@ -5,7 +5,6 @@ Each step writes into a folder beside the destination, which is removed when the
 
 import contextlib
 import io
-import json
 import re
 import shutil
 import tempfile
@@ -28,6 +27,7 @@ from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
+_TORCH_DIST = resources.files(__package__) / "torch_dist.json"
 
 _MOST_PARTS = 65_536  # of one tensor, such as experts
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
@@ -199,21 +199,13 @@ def translate(
             beside: dict[str, bytes | None] = dict.fromkeys(old.beside)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
-                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}
+                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **beside}
             new = new._replace(beside=beside)
             with progress(f"rename, {number + 1} of {len(work)}", new.nbytes) as advance:
                 rewrite.write(new, destination if is_last else f"{room}/{number}", threads, max_memory_bytes, advance)
             shutil.rmtree(room / f"{number - 1}", ignore_errors=True)
             keys = new.keys
     return keys, notes
-
-
-_TORCH_DIST = {
-    "sharded_backend": "torch_dist",
-    "common_backend": "torch",
-    "sharded_backend_version": 1,
-    "common_backend_version": 1,
-}
 
 
 @contextlib.contextmanager
