@@ -369,9 +369,11 @@ def _rename(
     source: Source,
     destination: Destination,
     family: Annotated[
-        str, typer.Option(metavar="NAME", help="Of models: llama, qwen3, qwen3-moe, or a file like theirs.")
+        str, typer.Option(metavar="NAME", help="llama, mixtral, qwen3, qwen3-moe, or a file like theirs.")
     ],
-    from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
+    from_framework: Annotated[
+        str, typer.Option("--from", metavar="NAME", help="hf, torchtitan, megatron, or transformers5 (mixtral).")
+    ],
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,
     excluded: LeftOut = None,

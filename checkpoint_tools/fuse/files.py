@@ -144,6 +144,7 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
         if given.setdefault(name, value) != value and name not in request.values:
             raise CheckpointError(f"{RECORD_FILE} has several values of {name}; give the one with --value")
     values, notes = with_told(checkpoint, known, given)
+    rules = [rule.expanded(values) for rule in rules]
     notes += [f"{n} = {given[n]} as given; {RECORD_FILE} has {v}" for n, v in recorded if given[n] != v]
     idle = [name for name in values if name not in known]
     if idle:  # typing errors

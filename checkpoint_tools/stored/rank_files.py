@@ -38,7 +38,6 @@ from .storage import Folder, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, allowed, unpickle
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_LAYER = re.compile(r"^(?:[^.\d][^.]*\.)+\d+\.")
 _SHARDED = {name: names | TENSOR_NAMES.get(name, frozenset()) for name, names in allowed("sharded").items()}
 
 
@@ -255,9 +254,7 @@ def _counts(values: Any) -> Shape:
 # Param groups have some of model.named_parameters(), in that order. So names are known if they can be dealt out to the
 # groups in order, each where its shape fits, in one way only. Those that are left over are frozen or tied.
 
-Need = frozenset[Shape] | int | None
-"""What is known of a parameter: that it has one of these shapes, so many elements, or nothing, as it has no state."""
-
+Need = frozenset[Shape] | int | None  # of a parameter's state: the shapes, the number of elements, or none
 _MOST_WAYS = 20_000  # that are followed at the same time
 
 _HOW = "give --names FILE, a JSON list of the names that model.named_parameters() has, or such a list for each group"
@@ -298,10 +295,6 @@ def _dealt_out(
     return found
 
 
-def _fits(need: Need, shape: Shape) -> bool:
-    return need is None or (need == math.prod(shape) if isinstance(need, int) else shape in need)
-
-
 def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tuple[int, list[list[str]]]:
     """Count the ways to deal the names out in order, up to two, and return one of them."""
     spare, ends = len(shapes) - sum(map(len, groups)), tuple(map(len, groups))
@@ -311,7 +304,8 @@ def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tupl
         for at, (count, chosen) in live.items():
             steps: list[tuple[Shape, Any]] = [(at, chosen)] if done - sum(at) < spare else []
             for number, needs in enumerate(groups):
-                if at[number] < ends[number] and _fits(needs[at[number]], shape):
+                need = needs[at[number]] if at[number] < ends[number] else -1
+                if need is None or (need == math.prod(shape) if isinstance(need, int) else shape in need):
                     steps.append((replaced(at, number, at[number] + 1), (chosen, number, name)))
             for now, how in steps:
                 following[now] = (min(following.get(now, (0, None))[0] + count, 2), how)
@@ -347,8 +341,6 @@ class _Optimizer:
 
     def by_fqn(self, names: Sequence[Any] | None) -> list[Any]:
         """Return each rank's state dict, by the FQN of each parameter."""
-        if all(isinstance(number, str) for number in self.numbers):
-            return [*self.states]
         shapes = {n: frozenset(tuple(v.shape) for own in held for v in own) or None for n, held in self.held.items()}
         units = self._flat_units(names) if self.is_flat else self._units(names, shapes)
         renamed = []
@@ -390,7 +382,7 @@ class _Optimizer:
         """Divide names: those of each layer, after those of none. Lists of names stay."""
         modules: dict[str, list[str]] = {"": []}
         for name in order if isinstance(order[0], str) else ():
-            modules.setdefault((*_LAYER.findall(name), "")[0], []).append(name)
+            modules.setdefault((*re.findall(r"^(?:[^.\d][^.]*\.)+\d+\.", name), "")[0], []).append(name)
         return [each for each in modules.values() if each] or [*order]
 
     def _without_tied(self) -> list[str]:

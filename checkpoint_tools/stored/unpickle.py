@@ -93,8 +93,8 @@ class _Unpickler(pickle._Unpickler):
 
     def call(self) -> None:
         arguments, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, PickledObject) and made.name == "getattr" and len(made.arguments) == 2:
-            made = _stand_in(PickledObject, str(made.arguments[1]))  # a class inside of another
+        if isinstance(made, PickledObject) and made.name == "getattr" and made.arguments[1] == "ProcessGroupState":
+            made = _stand_in(PickledObject, "ProcessGroupState")  # a class inside of another one
         if not isinstance(made, type) or not issubclass(made, PickledObject) or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a {type(made).__name__} is called, and is not callable")
         if made.name == "Size" and len(arguments) == 1 and type(arguments[0]) is tuple:
