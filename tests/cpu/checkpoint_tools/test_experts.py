@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from checkpoint_tools import Rule, merge_state_dict, split_state_dict
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.saves import same_bits, save
-from tests.checkpoint_tools.tool import assert_one_line, assert_same, made, run, values_of
+from tests.checkpoint_tools.tool import assert_one_line, assert_same, made, metadata_of, run, values_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,
@@ -104,6 +104,7 @@ def test_mixtral_by_its_old_names(tmp_path: Path) -> None:
     found = values_of(there)
     model.save_pretrained(tmp_path / "hub")
     expected = load_file(tmp_path / "hub" / "model.safetensors")
+    assert metadata_of(there).planner_data["model.lm_head.weight"] == ("model", "lm_head.weight")
     assert any("block_sparse_moe.experts.2.w2.weight" in name for name in expected)
     assert all(same_bits(value, found[f"model.{name}"]) for name, value in expected.items())
     before, own = values_of(source), "optim.state.model.layers.1."
