@@ -65,9 +65,7 @@ def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4
     if wanted.names and not of_ranks:
         files = [file for file in state_beside(opened.folder.files()) if file.endswith(TORCH_SUFFIXES)]
         if len(files) != 1 or expected != "dcp" or opened.own_files is None:
-            raise CheckpointError(
-                "--names is for files of ranks, and for safetensors beside one optimizer.pt; leave it out"
-            )
+            raise CheckpointError("--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")
         opened = with_optimizer(opened, files[0], wanted.names)
     checkpoint = rewrite.whole(opened, threads)
     new, prefix = (_to_safetensors if expected == "safetensors" else _to_dcp)(checkpoint, wanted)
@@ -90,6 +88,8 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
     beside: dict[str, bytes | None] = dict.fromkeys(checkpoint.beside)
+    for file in checkpoint.beside if checkpoint.archives else ():  # verl's, where from_pretrained looks for them
+        beside[file.removeprefix("huggingface/")] = rewrite.read_sidecar(checkpoint.folder, file)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():

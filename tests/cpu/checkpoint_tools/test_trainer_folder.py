@@ -143,4 +143,4 @@ def test_without_names_it_says_what_to_give(trained: Run, tmp_path: Path) -> Non
     assert_one_line(run("convert", trained.folder, tmp_path / "new"), *told)
     weights = made("convert", trained.folder, tmp_path / "weights", "--exclude", "optimizer.pt")
     idle = run("convert", weights, tmp_path / "new", "--names", tmp_path / "names.json")
-    assert_one_line(idle, "--names is for files of ranks, and for safetensors beside one optimizer.pt; leave it out")
+    assert_one_line(idle, "--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")

@@ -110,6 +110,8 @@ def write(
     full = StateDictOptions(full_state_dict=True)
     state, optim = get_state_dict(model, optimizer, options=full)
     if rank == 0:
+        (folder / "huggingface").mkdir()
+        (folder / "huggingface" / "config.json").write_text("{}")
         torch.save({"model": state, "optimizer": optim}, folder.with_suffix(".expected"))
     dist.barrier()
 
@@ -159,6 +161,7 @@ def test_plain_dcp_reads_what_torch_gathers(kind: str, written: Written, tmp_pat
     assert (tmp_path / "dcp" / f"extra_state_world_size_{KINDS[kind][0]}_rank_1.pt").exists()
     # Safetensors at once, and back: what it was.
     made("convert", folder, tmp_path / "safetensors", "--to", "safetensors")
+    assert (tmp_path / "safetensors" / "config.json").read_text() == "{}"
     made("convert", tmp_path / "safetensors", tmp_path / "back")
     assert_is(tmp_path / "back", expected)
     assert shown("verify", folder, "--data").startswith(f"{folder}: whole")
