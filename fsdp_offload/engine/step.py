@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import LARGEST_BYTES, Bucket
+from ..core.loop import Updates
 from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
@@ -53,7 +54,7 @@ class Contents:
     writes_gradients: bool = False
 
 
-class Step:
+class Step(Updates):
     """One logical step: opened by its first update, in the backward or in ``step()``, and dropped with its end.
 
     Attributes:
@@ -62,7 +63,6 @@ class Step:
         own: these copies; ``None``: the step is certain.
         without_state: parameters that had none when the step began.
         used: by bucket, shards whose gradients this step has used.
-        joined_bytes: as :class:`Updates`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Step:
         # What foreach allocates grows with what a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         most_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
-        self.joined_bytes = most_bytes if layouts.capabilities.joins else 0
+        super().__init__(most_bytes if layouts.capabilities.joins else 0)
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
@@ -106,10 +106,9 @@ class Step:
         """The step is complete: what it has moved lives in its other home from now on."""
         self._contents.lending.commit(self.states)
 
-    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
-        """The step has ended when these of all ``buckets`` were ``done``."""
+    def abandon(self, buckets: Sequence[Bucket]) -> None:
         if self._contents.lending.moving:
-            self._contents.lending.commit(self.states, {bucket.number for bucket in done})
+            self._contents.lending.commit(self.states, {bucket.number for bucket in self.done})
             for bucket in buckets:
                 home_of(bucket).follow()
 
