@@ -69,6 +69,10 @@ class Timeline:
         self.there = max(0, self.there - len(self.cycle)) if self.repeats else 0
         self._noted, self.at = [], 0
 
+    def abandon(self) -> None:
+        """Begin the iteration anew: it did not come to its end."""
+        self._noted, self.at, self.there = [], 0, 0
+
     def forget(self) -> None:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]

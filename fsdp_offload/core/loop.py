@@ -687,6 +687,9 @@ class Core:
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""
         self.updates = None
+        self.timeline.abandon()
+        if self.curve.read is not None:
+            self.curve.end(repeats=False)
         self._undone = set()
         self.held.clear()
         self.reductions.end(stepped=False)
