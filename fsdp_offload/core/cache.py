@@ -7,7 +7,7 @@ where there is nothing to do; ``put`` always stores.
 import bisect
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -77,15 +77,14 @@ class Timeline:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]
 
-    def upcoming(self, most: int) -> Iterator[tuple[int, Use]]:
-        """Yield what comes next, nearest first, with its number in this iteration, which goes on into the next one.
+    def upcoming(self, most: int) -> range:
+        """Return the numbers of what comes next in this iteration, which goes on into the next one.
 
         Among gathers, ``most`` are looked at; where there are none, those whose items are on the device are left out.
         """
-        cycle = self.cycle
-        first, count = (self.at, most) if self.gathers else (max(self.at, self.there), len(cycle))
-        for number in range(first, self.at + min(len(cycle), count)):
-            yield number, cycle[number % len(cycle)]
+        count = len(self.cycle)
+        first, most = (self.at, min(count, most)) if self.gathers else (max(self.at, self.there), count)
+        return range(first, self.at + most)
 
     def distances(self, items: Iterable[Item]) -> list[int]:
         """Count uses until the next one of each of ``items``."""
@@ -148,12 +147,12 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Device memory that is taken now."""
-        return sum(pool.made * pool.nbytes for pool in self.pools)
+        return sum([pool.made * pool.nbytes for pool in self.pools])
 
     @property
     def lasting_bytes(self) -> int:
         """Device memory that is taken now, and is not given back at some point of an iteration."""
-        return sum(min(pool.made, pool.count) * pool.nbytes for pool in self.pools)
+        return sum([min(pool.made, pool.count) * pool.nbytes for pool in self.pools])
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
         """Have ``item`` on the device, and return whether it is. Evicts only what is used after ``distance`` uses.

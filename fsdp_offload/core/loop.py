@@ -314,12 +314,13 @@ class Core:
         return self._of_group.get(number, ())
 
     def has_updated(self, number: int) -> bool:
-        return self.updates is not None and not self.updates.done.keys().isdisjoint(self.buckets_of(number))
+        return self.updates is not None and not self.updates.done.keys().isdisjoint(self._of_group.get(number, ()))
 
     def uses(self, number: int) -> None:
         """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
+        done = self.updates.done if self.updates is not None else {}
         for bucket in self._of_group.get(number, ()):
-            if bucket.number in self._gradients and bucket not in self.done:
+            if bucket.number in self._gradients and bucket not in done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
                     with self._timed_wait(self.lanes.compute):
@@ -401,9 +402,9 @@ class Core:
     def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
         """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
         self.stepping = self.lanes.compute.mark()
-        left = [one for one in wanted if one not in self.done or one in again]
-        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         assert self.updates is not None
+        left = [one for one in wanted if one not in self.updates.done or one in again]
+        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"
         try:
@@ -514,14 +515,14 @@ class Core:
             self.updated[lane.name] = mark = lane.mark()
         for item in items:
             cache.changed(item, mark)
-        self._hold(gradients, buckets)
+        self._hold(updates, gradients, buckets)
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt in between leaves no bucket that counts for neither
         cache.moved.updates += len(buckets)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)
-        self._send_home(buckets, guess)
+        self._send_home(updates, buckets, guess)
 
     def _lane_of(self, updates: Updates, buckets: Sequence[Bucket]) -> Lane:
         """Choose where ``buckets`` are updated. Those that are kept never stand behind one that waits for its load.
@@ -542,24 +543,24 @@ class Core:
         # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
         return [self._began_at, *(self._reduced_at[group] for group in bucket.groups)]
 
-    def _hold(self, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
+    def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
         """Keep gradients until compute has waited for the update that reads them, in the next gather.
 
         Those of a group share one buffer of the reduce-scatter stream, freed with its last reference, and reductions
         wait for compute.
         """
         for one in buckets if self.mode.lane == "update" else ():
-            before = self._gradients.get(one.number, []) if one in self.done else []  # others have come late
+            before = self._gradients.get(one.number, []) if one in updates.done else []  # others have come late
             self._gradients[one.number] = [*before, *gradients]
 
-    def _send_home(self, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
+    def _send_home(self, updates: Updates, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
         """Store what an update has changed; after a guess also what is kept: the next guess needs it at home.
 
         State that passes gives its place up: the next load waits for the first of these stores, and not for the last.
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
-            if (is_state or self._is_updated(item)) and (guess is not None or not item.stays):
+            if (is_state or self._is_updated(updates, item)) and (guess is not None or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)
@@ -584,42 +585,46 @@ class Core:
         updates.done[bucket] = None
         self.cache.moved.updates += 1
 
-    def _is_updated(self, weights: Item) -> bool:
-        return all(one in self.done for one in self._of_weights[weights])
+    def _is_updated(self, updates: Updates, weights: Item) -> bool:
+        return updates.done.keys() >= set(self._of_weights[weights])
 
     def prefetch(self) -> None:
         """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""
         if self.away:
             return
-        timeline, gathers, loads = self.timeline, 0, 0
+        timeline, cycle, gathers, loads = self.timeline, self.timeline.cycle, 0, 0
         full: list[Pool | None] = []
-        for at, use in timeline.upcoming(AHEAD):
+        for at in timeline.upcoming(AHEAD):
+            use = cycle[at % len(cycle)]
             gathers += use.gathers
             if gathers > GATHERS_AHEAD or len(full) == len(self.cache.pools):
                 return
+            is_there = True
             for item in use.items:
-                if item.block is None and item.exists and item.pool not in full and not self._may_be_written(item):
+                is_wanted = item.block is None and item.exists and item.pool not in full
+                if is_wanted and not (item.home.exposed_at is not None and self._may_be_written(item)):
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
-                    distance = at - timeline.at
-                    if self._is_too_early(item.pool, at) or not self.cache.fetch(item, must=False, distance=distance):
+                    is_early, distance = bool(self._leads) and self._is_too_early(item.pool, at), at - timeline.at
+                    if is_early or not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
-            if max(timeline.at, timeline.there) == at and None not in [item.block for item in use.items]:
+                is_there = is_there and item.block is not None
+            if is_there and max(timeline.at, timeline.there) == at:
                 timeline.there = at + 1
 
     def _is_too_early(self, pool: Pool | None, at: int) -> bool:
         """Return whether what is used ``at`` would have to leave before, if it was loaded into ``pool`` now."""
-        lead = next((its.get(at % len(self.timeline.cycle)) for one, its in self._leads if one is pool), None)
+        iterations, own = divmod(at, len(self.timeline.cycle))
+        lead = next((its.get(own) for one, its in self._leads if one is pool), None)
         if lead is None or not self.curve.room_bytes:
             return False
-        iterations, own = divmod(at, len(self.timeline.cycle))
         ahead = iterations * len(self._beyond) + point_of(self.curve.positions, own) - self.curve.at
         return ahead > lead
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item in self._of_weights or item.home.exposed_at is None or not item.home.is_held():
+        if item in self._of_weights or not item.home.is_held():
             return False
         ready = [] if self.updates is None else self.updates.ready
         return self.stepping is None or not any(bucket.state is item for bucket in ready)
