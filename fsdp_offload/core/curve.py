@@ -63,12 +63,13 @@ class Curve:
     def __init__(self) -> None:
         self.read: Callable[[], Reading] | None = None
         self.history: History | None = None
-        self.is_new = False
+        self.is_new = self._is_recorded = False
         self._missed = 0
         self.forget()
 
     def forget(self) -> None:
         """Know nothing: what an iteration uses is something else now."""
+        self._end_history()
         self.room_bytes: list[int] = []
         self.positions: list[int] = []
         self.at, self.is_expected = -1, False
@@ -106,8 +107,6 @@ class Curve:
         """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
         self._missed += not self.room_bytes
         is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
-        if self._noted is not None and not repeats:
-            self._end_history()
         if not repeats or (self.room_bytes and not is_known):
             self.forget()  # what comes and goes would count where it is read
         if repeats and self._noted is None:

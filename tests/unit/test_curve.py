@@ -20,7 +20,7 @@ class Model:
         self.used = self.ever = self.allocations = 0
         self.optimizers = 1
         self.reads = 0
-        self.records = records
+        self.records, self.recording = records, 0
         self.events: list[int] = []
 
     def read(self) -> Reading:
@@ -29,9 +29,11 @@ class Model:
 
     def begin(self) -> bool:
         self.events = []
+        self.recording += self.records
         return self.records
 
     def end(self) -> list[int]:
+        self.recording -= 1
         return self.events
 
     def iteration(self, curve: Curve, steps: Sequence[tuple[str, int, int]], *, repeats: bool = True) -> list[int]:
@@ -163,6 +165,16 @@ def test_statistics_that_are_reset_make_no_curve() -> None:
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
     model.iteration(curve, FORWARD_AND_BACKWARD)
     assert model.iteration(curve, FORWARD_AND_BACKWARD)[0] == 8
+
+
+def test_the_history_ends_where_the_items_are_others() -> None:
+    model, curve = started(records=True)
+    model.iteration(curve, FORWARD_AND_BACKWARD)
+    curve.come("f0", 0)
+    assert model.recording == 1
+    curve.forget()
+    curve.forget()
+    assert model.recording == 0
 
 
 def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
