@@ -25,13 +25,13 @@ class Reading(NamedTuple):
     Attributes:
         used_bytes: in use.
         ever_bytes: all that has ever been allocated; it only grows.
-        allocations: how many these were.
+        operations: how many times some was allocated, or freed.
         optimizers: how many have blocks on the device, and share the room.
     """
 
     used_bytes: int
     ever_bytes: int
-    allocations: int = 0
+    operations: int = 0
     optimizers: int = 1
 
 
@@ -155,20 +155,10 @@ def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] 
         events: bytes that were allocated and, below zero, freed since the first reading; if these are not all of them,
             the result is ``None``.
     """
-    first, last = readings[0].allocations, readings[-1].allocations
-    if last - first != sum(nbytes >= 0 for nbytes in events):
+    counts = [one.operations - readings[0].operations for one in readings]
+    if counts[-1] != len(events):
         return None
-    ends = [one.allocations - first for one in readings[1:]]
-    most, found, count, used_bytes = 0, list[int](), 0, 0
-    for nbytes in events:
-        if nbytes >= 0:
-            while count == ends[len(found)]:
-                found.append(most)
-                most = used_bytes = 0
-            count += 1
-        used_bytes += nbytes
-        most = max(most, used_bytes)
-    return [*found, most, *[0] * (len(ends) - len(found) - 1)]
+    return [max(itertools.accumulate(events[begin:end], initial=0)) for begin, end in itertools.pairwise(counts)]
 
 
 def leads(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int]) -> dict[int, int]:

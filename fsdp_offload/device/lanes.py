@@ -379,10 +379,11 @@ class DeviceLink:
         self.caches = weakref.WeakSet[HasBlocks]()
 
     def allocated(self) -> tuple[int, int, int]:
-        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; in how many allocations."""
+        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; allocations and frees."""
         stats = torch.accelerator.memory_stats(self.device)
         used_bytes = int(stats["allocated_bytes.all.current"]) - sum(one.nbytes for one in list(self.caches))
-        return used_bytes, int(stats["allocated_bytes.all.allocated"]), int(stats["allocation.all.allocated"])
+        operations = int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
+        return used_bytes, int(stats["allocated_bytes.all.allocated"]), operations
 
     def lanes(self, *, serial: bool) -> Lanes:
         """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""

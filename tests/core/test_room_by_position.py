@@ -28,7 +28,7 @@ class Activations:
     """What a model takes, and what lies on the device beside it at each point and between points."""
 
     def __init__(self, loop: Loop, optimizers: int = 1) -> None:
-        self.used = self.ever = self.allocations = 0
+        self.used = self.ever = self.operations = 0
         self.nbytes, self.optimizers = ACTIVATIONS, optimizers
         self.events: list[int] = []
         self.core: Core = engine_of(loop.optimizer).core
@@ -44,16 +44,16 @@ class Activations:
             result.register_hook(lambda _: self.count(-nbytes))
 
     def count(self, nbytes: int) -> None:
-        self.used, self.ever, self.allocations = (
+        self.used, self.ever, self.operations = (
             *(self.used + nbytes, self.ever + max(0, nbytes)),
-            self.allocations + (nbytes > 0),
+            self.operations + 1,
         )
         self.events.append(nbytes)
         if nbytes > 0:
             self.beside.append((self.used, self.core.cache.nbytes))
 
     def read(self) -> Reading:
-        return Reading(self.used, self.ever, self.allocations, self.optimizers)
+        return Reading(self.used, self.ever, self.operations, self.optimizers)
 
     def begin(self) -> bool:
         self.events = []
