@@ -378,6 +378,12 @@ class DeviceLink:
         self.device = device
         self.caches = weakref.WeakSet[HasBlocks]()
 
+    @property
+    def counts(self) -> bool:
+        """Return whether the allocator counts as torch's own does: not cudaMallocAsync's, nor those of others."""
+        backend = getattr(torch.get_device_module(self.device), "get_allocator_backend", lambda: "native")
+        return bool(backend() == "native")
+
     def allocated(self) -> tuple[int, int, int]:
         """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; allocations and frees."""
         stats = torch.accelerator.memory_stats(self.device)

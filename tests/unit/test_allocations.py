@@ -1,10 +1,11 @@
-"""The allocator's history is on for no longer than somebody wants it."""
+"""Which allocators are counted on; and their history is on for no longer than somebody wants it."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.fsdp.allocations import History
 
 
@@ -43,3 +44,10 @@ def test_a_history_of_others_goes_on(enabled: list[str | None]) -> None:
     assert not history.begin()
     del history
     assert enabled == [None, "all"]
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync", "pluggable"])
+def test_other_allocators_do_not_count(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """One has no statistics, and one does not say what it ever allocated: each point would seem to take nothing."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    assert DeviceLink(torch.device("cuda", 0)).counts == (backend == "native")

@@ -99,7 +99,8 @@ def test_what_is_freed_right_behind_a_point_is_not_in_use_with_what_comes_then()
         readings = [Reading(10, 0, 7 + cut) for cut in cuts]
         found = transients(readings, events)
         assert found == [
-            max(sum(events[begin:end]) for end in range(begin, behind + 1)) for begin, behind in itertools.pairwise(cuts)
+            max(sum(events[begin:end]) for end in range(begin, behind + 1))
+            for begin, behind in itertools.pairwise(cuts)
         ]
         assert transients(readings, [*events, 1]) is None
 
