@@ -302,10 +302,11 @@ class Cache:
                 self._give_back(pool)
 
     def _give_back(self, pool: Pool) -> None:
-        # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
+        # The next kernel of the stream on which it was allocated may get this memory: so that one waits (R1). An
+        # evaluation, for which it leaves, may run on another.
         block = pool.free.pop(0)
-        self.lanes.compute.wait(*block.free)
-        self.lanes.freed(block.memory)
+        block.lane.wait(*block.free)
+        self.lanes.freed(block.memory, block.lane)
         if self.keeps_bound:
             self.lanes.resize(block.memory, 0)
             pool.apart.append(block)
@@ -336,14 +337,15 @@ class Cache:
         return not self.is_full
 
     def _take(self, pool: Pool) -> None:
+        lane = self.lanes.here()
         with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write
             if pool.apart:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
             else:
-                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device))
-        self.lanes.made([block.memory])
-        block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
+                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device), lane)
+        self.lanes.made([block.memory], lane)
+        block.lane, block.free = lane, [lane.mark()]  # it may have been an activation that a kernel there still reads
         pool.free.append(block)
         pool.made += 1
         self.peak_bytes = max(self.peak_bytes, self.nbytes)

@@ -212,8 +212,10 @@ class Trial:
         """A point of the iteration, with other room than the one before."""
         if self.comes and self.positions.random() < 0.6:
             beyond = [self.positions.randint(-1, self.groups) for _ in self.pools]
+            self.lanes.current = self.positions.choice([self.lanes.compute, self.lanes.compute, self.lanes.aside])
             self.core.cache.allow(beyond, [self.positions.randint(min(0, one), max(0, one)) for one in beyond])
             self.core.prefetch()
+            self.lanes.current = self.lanes.compute
 
     def gather(self, g: int, *, counts: bool = True) -> None:
         self.come()
