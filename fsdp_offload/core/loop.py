@@ -488,6 +488,8 @@ class Core:
                 lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
         finally:  # an update that fails has issued a part
             self.updated[lane.name] = mark = lane.mark()
+            for item in items:
+                item.used[lane.name] = mark  # R1: whoever gets the place waits for that part
         for item in items:
             cache.changed(item, mark)
         self._hold(gradients, buckets)

@@ -431,6 +431,10 @@ def test_random_programs_have_no_race_and_every_number_is_right(first):
         Trial(seed).run()
 
 
+def test_the_place_of_an_update_that_failed_is_given_back_behind_the_part_that_runs():
+    Trial(5007).run()
+
+
 MUTANTS = [
     mutant
     for mutant in tomllib.loads(Path(__file__).with_name("waits.toml").read_text(encoding="utf-8"))["mutant"]
