@@ -346,8 +346,8 @@ class Cache:
                 block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device), lane)
         self.lanes.made([block.memory], lane)
         block.lane, block.free = lane, [lane.mark()]  # it may have been an activation that a kernel there still reads
-        pool.free.append(block)
         pool.made += 1
+        pool.free.append(block)  # last: an interrupt may lose a block, but has none come that does not count
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:

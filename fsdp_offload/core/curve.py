@@ -83,13 +83,12 @@ class Curve:
         """Return whether an iteration is about to be read, unless some have gone by and none repeats another."""
         return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
-    def come(self, name: object, position: int) -> bool:
-        """Come to a point, behind as many uses as ``position``; returns whether the curve is another one now."""
+    def come(self, name: object, position: int) -> None:
+        """Come to a point, behind as many uses as ``position``."""
         assert self.read is not None
-        is_learnt = False
         if self._has_ended:
             if self._noted is not None:
-                is_learnt = self._learn(self._noted, self.read())
+                self._learn(self._noted, self.read())
             self.at, self._has_ended = -1, False
             self._noted = [] if self._is_wanted else None
             self._is_recorded = self._noted is not None and self.history is not None and self.history.begin()
@@ -101,7 +100,6 @@ class Curve:
         self.at += expected.index(name) + 1 if self.is_expected else 0
         if self.is_expected and self.at == self._peak_at and self._noted is None:
             self._look_again(self.read())
-        return is_learnt
 
     def end(self, *, repeats: bool) -> None:
         """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
@@ -119,7 +117,7 @@ class Curve:
         self._is_recorded = False
         return self.history.end()
 
-    def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> bool:
+    def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> None:
         """Make a curve of an iteration, and of what is read at the first point of the next."""
         events = self._end_history()
         self._is_wanted = False
@@ -129,15 +127,15 @@ class Curve:
         if more_bytes is None:  # all that is allocated up to the next point is no less than what is in use at once
             more_bytes = [later.ever_bytes - one.ever_bytes for one, later in itertools.pairwise(readings)]
             if min(more_bytes) < 0:  # the statistics have been reset
-                return False
+                return
         self._peak = max(readings[:-1])
         self._peak_at, self._last_bytes = readings.index(self._peak), self._peak.used_bytes
         needed_bytes = [one.used_bytes + more for one, more in zip(readings[:-1], more_bytes, strict=True)]
         peak_bytes = max(needed_bytes) if is_exact else self._peak.used_bytes
-        self.room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
-        self._names, self.positions = [name for name, *_ in noted], [position for _, position, _ in noted]
+        room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
+        names, positions = [name for name, *_ in noted], [position for _, position, _ in noted]
+        self._names, self.positions, self.room_bytes = names, positions, room_bytes  # at once: there are interrupts
         self.is_new, self._missed = True, 0
-        return True
 
     def _look_again(self, now: Reading) -> None:
         """Have an iteration read if two in turn take as much as each other, and not what the curve says."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.cache import Cache
@@ -207,6 +208,27 @@ def test_a_loop_that_is_never_the_same_has_none(mesh: DeviceMesh) -> None:
     assert not model.core.curve.room_bytes
     (pool,) = model.core.cache.pools
     assert pool.made <= pool.count
+
+
+def test_an_interrupt_while_room_is_divided_has_it_divided_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, loop, model = made(mesh, WAYS["a number"])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("fsdp_offload.core.loop.shares", interrupt)
+        loop.train(8)
+    for module in loop.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    steps = loop.scheduler.last_epoch
+    assert model.core.curve.room_bytes
+    assert same(plain.train(steps), loop)
+    assert same(plain.train(4, first=steps), loop.train(4, first=steps))
+    assert max(model.blocks_bytes) > sum(pool.count * pool.nbytes for pool in model.core.cache.pools)
 
 
 @contextmanager
