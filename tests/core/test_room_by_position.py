@@ -218,9 +218,10 @@ def test_an_interrupt_while_room_is_divided_has_it_divided_again(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("fsdp_offload.core.loop.shares", interrupt)
+    monkeypatch.setattr("fsdp_offload.core.loop.shares", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         loop.train(8)
+    monkeypatch.undo()
     for module in loop.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
