@@ -16,7 +16,7 @@ ALIKE = 0.02
 """Part of the peak by which two iterations may differ and count as one."""
 
 PATIENCE = 12
-"""Iterations until the curve is not waited for: a loop that never repeats itself has none."""
+"""Iterations without a curve that fits until it is not waited for, and read ever more seldom: some loops have none."""
 
 
 class Reading(NamedTuple):
@@ -103,12 +103,12 @@ class Curve:
 
     def end(self, *, repeats: bool) -> None:
         """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
-        self._missed += not self.room_bytes
         is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
         if not repeats or (self.room_bytes and not is_known):
             self.forget()  # what comes and goes would count where it is read
-        if repeats and self._noted is None:
-            self._is_wanted = not is_known
+        self._missed = 0 if is_known else self._missed + 1
+        if repeats and self._noted is None:  # in the end seldom: each reading costs the host
+            self._is_wanted = not is_known and (self._missed <= PATIENCE or self._missed.bit_count() == 1)
         self.at, self._has_ended = -1, True
 
     def _end_history(self) -> list[int]:
@@ -135,7 +135,7 @@ class Curve:
         room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
         names, positions = [name for name, *_ in noted], [position for _, position, _ in noted]
         self._names, self.positions, self.room_bytes = names, positions, room_bytes  # at once: there are interrupts
-        self.is_new, self._missed = True, 0
+        self.is_new = True
 
     def _look_again(self, now: Reading) -> None:
         """Have an iteration read if two in turn take as much as each other, and not what the curve says."""

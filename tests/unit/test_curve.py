@@ -191,6 +191,21 @@ def test_the_history_ends_where_the_items_are_others() -> None:
     assert model.recording == 0
 
 
+def test_a_loop_whose_points_are_always_others_is_seldom_read() -> None:
+    """Each reading keeps the allocator's history, and each curve has its cache emptied, which waits for the device."""
+    model, curve = started()
+    learnt = 0
+    for at in range(200):
+        model.iteration(curve, [*FORWARD_AND_BACKWARD[:-1] * (at % 2), *FORWARD_AND_BACKWARD])
+        learnt += curve.is_new
+        curve.is_new = False
+    assert learnt < 12
+    assert not curve.is_awaited
+    for _ in range(60):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]
+
+
 def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
     model, curve = started()
     assert curve.is_awaited
