@@ -5,6 +5,7 @@ where there is nothing to do; ``put`` always stores.
 """
 
 import bisect
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from .room import Stopwatch
 
 NEVER = 1 << 30
 _NOTHING = nullcontext()
+_NUMBER = operator.attrgetter("number")
 
 
 class Timeline:
@@ -66,6 +68,10 @@ class Timeline:
             self.gathers = any(use.gathers for use in self.cycle)
         self.there = max(0, self.there - len(self.cycle)) if self.repeats else 0
         self._noted, self.at = [], 0
+
+    def abandon(self) -> None:
+        """Begin the iteration anew: it did not come to its end."""
+        self._noted, self.at, self.there = [], 0, 0
 
     def forget(self) -> None:
         """Expect nothing: the items are others now."""
@@ -300,6 +306,10 @@ class Cache:
         with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
             while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
                 self._give_back(pool)
+        # Each iteration begins with the same ones, so that each item comes to a place to which it is bound already.
+        pool.apart.sort(key=_NUMBER, reverse=True)
+        if len(pool.free) == pool.made:
+            pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
         # The next kernel of the stream on which it was allocated may get this memory: so that one waits (R1). An
@@ -343,7 +353,8 @@ class Cache:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
             else:
-                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device), lane)
+                memory = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
+                block = Block(memory, lane, number=pool.made)
         self.lanes.made([block.memory], lane)
         block.lane, block.free = lane, [lane.mark()]  # it may have been an activation that a kernel there still reads
         pool.made += 1
