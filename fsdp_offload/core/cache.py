@@ -311,10 +311,11 @@ class Cache:
             pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
-        # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
+        # The next kernel of the stream on which it was allocated may get this memory: so that one waits (R1). An
+        # evaluation, for which it leaves, may run on another.
         block = pool.free.pop(0)
-        self.lanes.compute.wait(*block.free)
-        self.lanes.freed(block.memory)
+        block.lane.wait(*block.free)
+        self.lanes.freed(block.memory, block.lane)
         if self.keeps_bound:
             self.lanes.resize(block.memory, 0)
             pool.apart.append(block)
@@ -345,17 +346,18 @@ class Cache:
         return not self.is_full
 
     def _take(self, pool: Pool) -> None:
+        lane = self.lanes.here()
         with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write
             if pool.apart:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
             else:
                 memory = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
-                block = Block(memory, number=pool.made)
-        self.lanes.made([block.memory])
-        block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
-        pool.free.append(block)
+                block = Block(memory, lane, number=pool.made)
+        self.lanes.made([block.memory], lane)
+        block.lane, block.free = lane, [lane.mark()]  # it may have been an activation that a kernel there still reads
         pool.made += 1
+        pool.free.append(block)  # last: an interrupt may lose a block, but has none come that does not count
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:

@@ -16,7 +16,7 @@ ALIKE = 0.02
 """Part of the peak by which two iterations may differ and count as one."""
 
 PATIENCE = 12
-"""Iterations until the curve is not waited for: a loop that never repeats itself has none."""
+"""Iterations without a curve that fits until it is not waited for, and read ever more seldom: some loops have none."""
 
 
 class Reading(NamedTuple):
@@ -25,13 +25,13 @@ class Reading(NamedTuple):
     Attributes:
         used_bytes: in use.
         ever_bytes: all that has ever been allocated; it only grows.
-        allocations: how many these were.
+        operations: how many times some was allocated, or freed.
         optimizers: how many have blocks on the device, and share the room.
     """
 
     used_bytes: int
     ever_bytes: int
-    allocations: int = 0
+    operations: int = 0
     optimizers: int = 1
 
 
@@ -63,12 +63,13 @@ class Curve:
     def __init__(self) -> None:
         self.read: Callable[[], Reading] | None = None
         self.history: History | None = None
-        self.is_new = False
+        self.is_new = self._is_recorded = False
         self._missed = 0
         self.forget()
 
     def forget(self) -> None:
         """Know nothing: what an iteration uses is something else now."""
+        self._end_history()
         self.room_bytes: list[int] = []
         self.positions: list[int] = []
         self.at, self.is_expected = -1, False
@@ -82,13 +83,12 @@ class Curve:
         """Return whether an iteration is about to be read, unless some have gone by and none repeats another."""
         return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
-    def come(self, name: object, position: int) -> bool:
-        """Come to a point, behind as many uses as ``position``; returns whether the curve is another one now."""
+    def come(self, name: object, position: int) -> None:
+        """Come to a point, behind as many uses as ``position``."""
         assert self.read is not None
-        is_learnt = False
         if self._has_ended:
             if self._noted is not None:
-                is_learnt = self._learn(self._noted, self.read())
+                self._learn(self._noted, self.read())
             self.at, self._has_ended = -1, False
             self._noted = [] if self._is_wanted else None
             self._is_recorded = self._noted is not None and self.history is not None and self.history.begin()
@@ -100,18 +100,15 @@ class Curve:
         self.at += expected.index(name) + 1 if self.is_expected else 0
         if self.is_expected and self.at == self._peak_at and self._noted is None:
             self._look_again(self.read())
-        return is_learnt
 
     def end(self, *, repeats: bool) -> None:
         """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
-        self._missed += not self.room_bytes
         is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
-        if self._noted is not None and not repeats:
-            self._end_history()
         if not repeats or (self.room_bytes and not is_known):
             self.forget()  # what comes and goes would count where it is read
-        if repeats and self._noted is None:
-            self._is_wanted = not is_known
+        self._missed = 0 if is_known else self._missed + 1
+        if repeats and self._noted is None:  # in the end seldom: each reading costs the host
+            self._is_wanted = not is_known and (self._missed <= PATIENCE or self._missed.bit_count() == 1)
         self.at, self._has_ended = -1, True
 
     def _end_history(self) -> list[int]:
@@ -120,7 +117,7 @@ class Curve:
         self._is_recorded = False
         return self.history.end()
 
-    def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> bool:
+    def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> None:
         """Make a curve of an iteration, and of what is read at the first point of the next."""
         events = self._end_history()
         self._is_wanted = False
@@ -130,15 +127,15 @@ class Curve:
         if more_bytes is None:  # all that is allocated up to the next point is no less than what is in use at once
             more_bytes = [later.ever_bytes - one.ever_bytes for one, later in itertools.pairwise(readings)]
             if min(more_bytes) < 0:  # the statistics have been reset
-                return False
+                return
         self._peak = max(readings[:-1])
         self._peak_at, self._last_bytes = readings.index(self._peak), self._peak.used_bytes
         needed_bytes = [one.used_bytes + more for one, more in zip(readings[:-1], more_bytes, strict=True)]
         peak_bytes = max(needed_bytes) if is_exact else self._peak.used_bytes
-        self.room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
-        self._names, self.positions = [name for name, *_ in noted], [position for _, position, _ in noted]
-        self.is_new, self._missed = True, 0
-        return True
+        room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
+        names, positions = [name for name, *_ in noted], [position for _, position, _ in noted]
+        self._names, self.positions, self.room_bytes = names, positions, room_bytes  # at once: there are interrupts
+        self.is_new = True
 
     def _look_again(self, now: Reading) -> None:
         """Have an iteration read if two in turn take as much as each other, and not what the curve says."""
@@ -156,20 +153,10 @@ def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] 
         events: bytes that were allocated and, below zero, freed since the first reading; if these are not all of them,
             the result is ``None``.
     """
-    first, last = readings[0].allocations, readings[-1].allocations
-    if last - first != sum(nbytes >= 0 for nbytes in events):
+    counts = [one.operations - readings[0].operations for one in readings]
+    if counts[-1] != len(events):
         return None
-    ends = [one.allocations - first for one in readings[1:]]
-    most, found, count, used_bytes = 0, list[int](), 0, 0
-    for nbytes in events:
-        if nbytes >= 0:
-            while count == ends[len(found)]:
-                found.append(most)
-                most = used_bytes = 0
-            count += 1
-        used_bytes += nbytes
-        most = max(most, used_bytes)
-    return [*found, most, *[0] * (len(ends) - len(found) - 1)]
+    return [max(itertools.accumulate(events[begin:end], initial=0)) for begin, end in itertools.pairwise(counts)]
 
 
 def leads(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int]) -> dict[int, int]:

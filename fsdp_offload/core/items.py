@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..device.lanes import Mark
+from ..device.lanes import Lane, Mark
 
 BytesAtHome = Sequence[tuple[Tensor, int]]
 """Host bytes, and the offset in the place to which they belong."""
@@ -28,12 +28,14 @@ class Block:
 
     Attributes:
         memory: flat bytes.
+        lane: in whose order it was allocated; what is allocated there next may get it once it is given back.
         free: R1: marks of the last users; the next owner waits for them before it writes.
         views: of groups whose parameters have lain there, by their number: what a gather reads.
         number: in the order in which they were made.
     """
 
     memory: Tensor
+    lane: Lane
     free: list[Mark] = field(default_factory=list)
     views: dict[int, list[Tensor]] = field(default_factory=dict)
     number: int = 0

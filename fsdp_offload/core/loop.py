@@ -184,6 +184,7 @@ class Core:
         # At each point of the curve, blocks that each pool may have more there, and some points on as well.
         self._beyond: list[list[int]] = []
         self._lasting: list[list[int]] = []
+        self._divided: list[int] | None = None  # the room of the curve that these are of
         self._leads: list[tuple[Pool, dict[int, int]]] = []  # of pools, how far ahead of a use its items may come
 
     def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
@@ -242,7 +243,8 @@ class Core:
         """The model comes to a point, on the compute stream, behind which it takes more memory than before, or less."""
         if self.curve.read is None:
             return
-        if self.curve.come(name, self.timeline.noted):
+        self.curve.come(name, self.timeline.noted)
+        if self._divided is not self.curve.room_bytes:
             self._divide_room()
         if self.curve.is_expected and not self.away:
             self.cache.allow(self._beyond[self.curve.at], self._lasting[self.curve.at])
@@ -268,6 +270,7 @@ class Core:
         for pool, beyond in zip(pools, zip(*self._beyond, strict=True), strict=False):  # before it is known, none
             most = [pool.passing + more for more in beyond]
             self._leads.append((pool, leads(cycle, curve.positions, pool, most)))
+        self._divided = curve.room_bytes  # last: behind an interrupt, it is done again
 
     def gather(self, number: int, stream: torch.Stream | None) -> None:
         """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
@@ -513,6 +516,8 @@ class Core:
                 lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
         finally:  # an update that fails has issued a part
             self.updated[lane.name] = mark = lane.mark()
+            for item in items:
+                item.used[lane.name] = mark  # R1: whoever gets the place waits for that part
         for item in items:
             cache.changed(item, mark)
         self._hold(updates, gradients, buckets)

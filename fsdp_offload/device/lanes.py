@@ -345,15 +345,19 @@ class Lanes:
             self._others[stream.stream_id] = lane
         return lane
 
+    def here(self) -> Lane:
+        """Return the lane of the stream that is current now, whichever is later; on the CPU, compute."""
+        return self.on(None if self._device.type == "cpu" else current_stream(self._device))
+
     def event(self, event: object) -> Mark:
         """Return a mark for an event of torch's; without one, the point that compute has reached."""
         return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
 
-    def made(self, tensors: Sequence[Tensor]) -> None:
-        """Note, for whoever looks for races, that these were made in the order of the compute lane."""
+    def made(self, tensors: Sequence[Tensor], lane: Lane | None = None) -> None:
+        """Note, for whoever looks for races, that these were made in the order of ``lane``; ``None``: of compute."""
 
-    def freed(self, tensor: Tensor) -> None:
-        """Note that memory is given back: the next kernel of the compute lane may write it."""
+    def freed(self, tensor: Tensor, lane: Lane) -> None:
+        """Note that memory is given back: the next kernel of ``lane`` may write it."""
 
     def resize(self, tensor: Tensor, nbytes: int) -> None:
         """Give the memory of ``tensor``, flat bytes, back, or take other memory; views of it find that, too."""
@@ -378,11 +382,18 @@ class DeviceLink:
         self.device = device
         self.caches = weakref.WeakSet[HasBlocks]()
 
+    @property
+    def counts(self) -> bool:
+        """Return whether the allocator counts as torch's own does: not cudaMallocAsync's, nor those of others."""
+        backend = getattr(torch.get_device_module(self.device), "get_allocator_backend", lambda: "native")
+        return bool(backend() == "native")
+
     def allocated(self) -> tuple[int, int, int]:
-        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; in how many allocations."""
+        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; allocations and frees."""
         stats = torch.accelerator.memory_stats(self.device)
         used_bytes = int(stats["allocated_bytes.all.current"]) - sum(one.nbytes for one in list(self.caches))
-        return used_bytes, int(stats["allocated_bytes.all.allocated"]), int(stats["allocation.all.allocated"])
+        operations = int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
+        return used_bytes, int(stats["allocated_bytes.all.allocated"]), operations
 
     def lanes(self, *, serial: bool) -> Lanes:
         """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""

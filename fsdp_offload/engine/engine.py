@@ -112,7 +112,7 @@ class Engine:
         self.guesses = Guesses(self.core, self._contents, capabilities, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
-            if policy.moves_beside_model and not capabilities.moves_whole:
+            if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
                 self._link.caches.add(self.core.cache)
                 self.core.curve.read = partial(_read_memory, self._link)
                 self.core.curve.history, self.core.gives_way = History(device), policy.device_bytes == "auto"

@@ -4,6 +4,8 @@ Seen in torch 2.11, 2.13 and 2.14.1: ``torch.cuda.memory._record_memory_history`
 ``torch._C._cuda_isHistoryEnabled``. Where one of them is missing, or somebody records already, there is no history.
 """
 
+import weakref
+
 import torch
 
 _MOST_EVENTS = 1 << 18
@@ -25,6 +27,8 @@ class History:
             )
         except (AttributeError, TypeError, RuntimeError):  # another torch, another allocator
             return False
+        self._stop = weakref.finalize(self, torch.cuda.memory._record_memory_history, None)  # also if nobody calls end
+        self._stop.atexit = False
         return True
 
     def end(self) -> list[int]:
@@ -32,6 +36,6 @@ class History:
         try:
             events = torch.cuda.memory._snapshot()["device_traces"][self._device.index]
         finally:
-            torch.cuda.memory._record_memory_history(None)
+            self._stop()
         signs = {"alloc": 1, "free_requested": -1}
         return [signs[one["action"]] * one["size"] for one in events if one["action"] in signs]

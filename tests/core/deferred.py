@@ -174,7 +174,8 @@ class DeferredLanes(Lanes):
         lanes = [DeferredLane(self.world, name) for name in names]
         self.load, self.store, self.update, self.update_kept, *others = lanes
         self.reduce, self.copy_in, self.reader, self.down, self.up = others
-        self.compute = DeferredLane(self.world, "compute", at_once=True)
+        self.compute = self.current = DeferredLane(self.world, "compute", at_once=True)
+        self.aside = DeferredLane(self.world, "aside", at_once=True)  # another stream of the user's
 
     def on(self, stream: object) -> DeferredLane:
         return self.compute if stream is None else self.copy_in
@@ -182,13 +183,16 @@ class DeferredLanes(Lanes):
     def event(self, event: object) -> object:
         return self.compute.mark() if event is None else event
 
-    def made(self, tensors: Sequence[Tensor]) -> None:
+    def here(self) -> DeferredLane:
+        return self.current
+
+    def made(self, tensors: Sequence[Tensor], lane: DeferredLane | None = None) -> None:
         for tensor in tensors:
             self.world.forget(tensor)
-        self.compute.touch(writes=tensors)
+        (lane or self.compute).touch(writes=tensors)
 
-    def freed(self, tensor: Tensor) -> None:
-        self.compute.touch(writes=[tensor])
+    def freed(self, tensor: Tensor, lane: DeferredLane) -> None:
+        lane.touch(writes=[tensor])
         self.world.forget(tensor)
 
     def resize(self, tensor: Tensor, nbytes: int) -> None:

@@ -219,8 +219,10 @@ class Trial:
         """A point of the iteration, with other room than the one before."""
         if self.comes and self.positions.random() < 0.6:
             beyond = [self.positions.randint(-1, self.groups) for _ in self.pools]
+            self.lanes.current = self.positions.choice([self.lanes.compute, self.lanes.compute, self.lanes.aside])
             self.core.cache.allow(beyond, [self.positions.randint(min(0, one), max(0, one)) for one in beyond])
             self.core.prefetch()
+            self.lanes.current = self.lanes.compute
 
     def gather(self, g: int, *, counts: bool = True) -> None:
         self.come()
@@ -435,6 +437,10 @@ class Trial:
 def test_random_programs_have_no_race_and_every_number_is_right(first):
     for seed in range(first, first + 150):
         Trial(seed).run()
+
+
+def test_the_place_of_an_update_that_failed_is_given_back_behind_the_part_that_runs():
+    Trial(5007).run()
 
 
 MUTANTS = [

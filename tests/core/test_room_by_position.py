@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.cache import Cache
@@ -32,7 +33,7 @@ class Activations:
     """What a model takes, and what lies on the device beside it at each point and between points."""
 
     def __init__(self, loop: Loop, optimizers: int = 1) -> None:
-        self.used = self.ever = self.allocations = 0
+        self.used = self.ever = self.operations = 0
         self.nbytes, self.optimizers = ACTIVATIONS, optimizers
         self.events: list[int] = []
         self.core: Core = engine_of(loop.optimizer).core
@@ -48,16 +49,16 @@ class Activations:
             result.register_hook(lambda _: self.count(-nbytes))
 
     def count(self, nbytes: int) -> None:
-        self.used, self.ever, self.allocations = (
+        self.used, self.ever, self.operations = (
             *(self.used + nbytes, self.ever + max(0, nbytes)),
-            self.allocations + (nbytes > 0),
+            self.operations + 1,
         )
         self.events.append(nbytes)
         if nbytes > 0:
             self.beside.append((self.used, self.core.cache.nbytes))
 
     def read(self) -> Reading:
-        return Reading(self.used, self.ever, self.allocations, self.optimizers)
+        return Reading(self.used, self.ever, self.operations, self.optimizers)
 
     def begin(self) -> bool:
         self.events = []
@@ -211,6 +212,28 @@ def test_a_loop_that_is_never_the_same_has_none(mesh: DeviceMesh) -> None:
     assert not model.core.curve.room_bytes
     (pool,) = model.core.cache.pools
     assert pool.made <= pool.count
+
+
+def test_an_interrupt_while_room_is_divided_has_it_divided_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, loop, model = made(mesh, WAYS["a number"])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdp_offload.core.loop.shares", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(8)
+    monkeypatch.undo()
+    for module in loop.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    steps = loop.scheduler.last_epoch
+    assert model.core.curve.room_bytes
+    assert same(plain.train(steps), loop)
+    assert same(plain.train(4, first=steps), loop.train(4, first=steps))
+    assert max(model.blocks_bytes) > sum(pool.count * pool.nbytes for pool in model.core.cache.pools)
 
 
 FEW = {"few": {**WAYS["parameters"], "device_bytes": 70_000}}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fsdp_offload.core.curve import Curve, Reading, leads, point_of, shares
+from fsdp_offload.core.curve import Curve, Reading, leads, point_of, shares, transients
 from fsdp_offload.core.items import Item, Pool, Use
 
 
@@ -17,21 +17,23 @@ class Model:
     """
 
     def __init__(self, *, records: bool = False) -> None:
-        self.used = self.ever = self.allocations = 0
+        self.used = self.ever = self.operations = 0
         self.optimizers = 1
         self.reads = 0
-        self.records = records
+        self.records, self.recording = records, 0
         self.events: list[int] = []
 
     def read(self) -> Reading:
         self.reads += 1
-        return Reading(self.used, self.ever, self.allocations, self.optimizers)
+        return Reading(self.used, self.ever, self.operations, self.optimizers)
 
     def begin(self) -> bool:
         self.events = []
+        self.recording += self.records
         return self.records
 
     def end(self) -> list[int]:
+        self.recording -= 1
         return self.events
 
     def iteration(self, curve: Curve, steps: Sequence[tuple[str, int, int]], *, repeats: bool = True) -> list[int]:
@@ -43,7 +45,7 @@ class Model:
             self.events += [allocated] * (allocated > 0) + [-freed] * (freed > 0)
             self.used += allocated - freed
             self.ever += allocated
-            self.allocations += allocated > 0
+            self.operations += (allocated > 0) + (freed > 0)
         curve.end(repeats=repeats)
         return found
 
@@ -85,8 +87,22 @@ def test_what_is_in_use_at_once_is_known_where_the_allocator_tells() -> None:
         found = model.iteration(curve, FORWARD_AND_BACKWARD)
         model.events.append(2)  # and gone again, at the end of the iteration
         model.events.append(-2)
-        model.allocations += 1
+        model.operations += 2
     assert found == [15 - 4, 15 - 8, 15 - 13, 0, 15 - 9, 15 - 4, 15 - 2]
+
+
+def test_what_is_freed_right_behind_a_point_is_not_in_use_with_what_comes_then() -> None:
+    random_events = random.Random(0)
+    for _ in range(200):
+        events = [random_events.choice([-3, -2, -1, 1, 2, 3]) for _ in range(random_events.randint(0, 12))]
+        cuts = [0, *sorted(random_events.randint(0, len(events)) for _ in range(3)), len(events)]
+        readings = [Reading(10, 0, 7 + cut) for cut in cuts]
+        found = transients(readings, events)
+        assert found == [
+            max(sum(events[begin:end]) for end in range(begin, behind + 1))
+            for begin, behind in itertools.pairwise(cuts)
+        ]
+        assert transients(readings, [*events, 1]) is None
 
 
 def test_a_steady_iteration_reads_once() -> None:
@@ -163,6 +179,31 @@ def test_statistics_that_are_reset_make_no_curve() -> None:
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
     model.iteration(curve, FORWARD_AND_BACKWARD)
     assert model.iteration(curve, FORWARD_AND_BACKWARD)[0] == 8
+
+
+def test_the_history_ends_where_the_items_are_others() -> None:
+    model, curve = started(records=True)
+    model.iteration(curve, FORWARD_AND_BACKWARD)
+    curve.come("f0", 0)
+    assert model.recording == 1
+    curve.forget()
+    curve.forget()
+    assert model.recording == 0
+
+
+def test_a_loop_whose_points_are_always_others_is_seldom_read() -> None:
+    """Each reading keeps the allocator's history, and each curve has its cache emptied, which waits for the device."""
+    model, curve = started()
+    learnt = 0
+    for at in range(200):
+        model.iteration(curve, [*FORWARD_AND_BACKWARD[:-1] * (at % 2), *FORWARD_AND_BACKWARD])
+        learnt += curve.is_new
+        curve.is_new = False
+    assert learnt < 12
+    assert not curve.is_awaited
+    for _ in range(60):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
+    assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]
 
 
 def test_a_loop_that_never_repeats_itself_is_not_waited_for() -> None:
