@@ -7,10 +7,14 @@ at each reduction of one iteration is a curve, which the next iteration repeats.
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 from .items import Pool, Use
+
+LASTING_POINTS = 8
+"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store.
+Less where there are few: an eighth of them."""
 
 ALIKE = 0.02
 """Part of the peak by which two iterations may differ and count as one."""
@@ -143,6 +147,51 @@ class Curve:
         alike_bytes = ALIKE * peak_bytes
         is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
         self._is_wanted = is_other or now.optimizers != self._peak.optimizers
+
+
+class RoomHere:
+    """What the room means for blocks. It is exchanged as a whole: behind an interrupt, nothing of it is half done.
+
+    Attributes:
+        curve_bytes: the room of the curve that it was made of.
+        is_known: there is any.
+    """
+
+    def __init__(self, curve: Curve, cycle: Sequence[Use], pools: Sequence[Pool], leaving: Container[Pool]) -> None:
+        """Divide the room.
+
+        Args:
+            curve: of this iteration.
+            cycle: its uses.
+            pools: those that profit most in front.
+            leaving: of these, those whose blocks in transit are to lie in the room, too, where no item needs them.
+        """
+        self._curve, self._count, self.curve_bytes = curve, len(cycle), curve.room_bytes
+        self.is_known, self._positions = bool(curve.room_bytes), curve.positions
+        transit = [pool.passing if pool in leaving else 0 for pool in pools]
+        beyond = [shares(nbytes, pools, transit) for nbytes in curve.room_bytes]
+        ahead = min(LASTING_POINTS, len(beyond) // 8)
+        for number, pool in enumerate(pools if beyond else ()):
+            for point in points_of(cycle, self._positions, pool, ahead):
+                beyond[point][number] = max(0, beyond[point][number])  # updates need them, or stores do
+        soon = [*beyond, *beyond]
+        lasting = [[min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(beyond))]
+        self._blocks = list(zip(beyond, lasting, strict=True))
+        self._leads = {
+            id(pool): leads(cycle, self._positions, pool, [pool.passing + more[number] for more in beyond])
+            for number, pool in enumerate(pools if beyond else ())
+        }
+
+    def at(self, point: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return how many blocks each pool may have there beyond its count, and of these, how many may come."""
+        return self._blocks[point]
+
+    def is_too_early(self, pool: Pool | None, at: int) -> bool:
+        """Return whether what the iteration uses at ``at`` would have to leave before, if it came into ``pool`` now."""
+        iterations, own = divmod(at, self._count)
+        lead = self._leads[id(pool)].get(own) if id(pool) in self._leads else None
+        ahead = iterations * len(self._blocks) + point_of(self._positions, own) - self._curve.at
+        return lead is not None and ahead > lead
 
 
 def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] | None:

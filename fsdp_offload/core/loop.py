@@ -15,7 +15,7 @@ from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
-from .curve import Curve, leads, point_of, points_of, shares
+from .curve import Curve, RoomHere
 from .items import BytesAtHome, Item, Pool, Use
 
 
@@ -35,10 +35,6 @@ MODES = {
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
 """How far prefetches look ahead where parameters stream: in uses, gathers, loads for gathers.
 More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
-
-LASTING_POINTS = 8
-"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store.
-Less where there are few: an eighth of them."""
 
 REDUCTIONS_BEHIND = 4
 """How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
@@ -181,11 +177,7 @@ class Core:
         self._reduced_at: dict[int, Mark] = {}
         self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
-        # At each point of the curve, blocks that each pool may have more there, and some points on as well.
-        self._beyond: list[list[int]] = []
-        self._lasting: list[list[int]] = []
-        self._divided: list[int] | None = None  # the room of the curve that these are of
-        self._leads: list[tuple[Pool, dict[int, int]]] = []  # of pools, how far ahead of a use its items may come
+        self._room = RoomHere(self.curve, (), (), ())
 
     def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
         """Be about these from now on. Nothing is under way."""
@@ -244,33 +236,17 @@ class Core:
         if self.curve.read is None:
             return
         self.curve.come(name, self.timeline.noted)
-        if self._divided is not self.curve.room_bytes:
+        if self._room.curve_bytes is not self.curve.room_bytes:
             self._divide_room()
-        if self.curve.is_expected and not self.away:
-            self.cache.allow(self._beyond[self.curve.at], self._lasting[self.curve.at])
+        here = self._room.at(self.curve.at) if self.curve.is_expected and not self.away else None
+        self.cache.allow(*(here or [[0] * len(self.cache.pools)] * 2))
+        if here is not None:
             self.prefetch()
-        else:
-            self.cache.allow(*[[0] * len(self.cache.pools)] * 2)
 
     def _divide_room(self) -> None:
-        """Choose how many blocks there may be at each point of the curve, and when what they hold may come."""
-        curve, cycle, pools = self.curve, self.timeline.cycle, self.cache.pools
-        gives_way = self.gives_way and self.mode.begin == "final"
         moving = {bucket.state.pool for bucket in self.buckets if not bucket.state.kept}
-        leaving = [pool.passing if gives_way and pool in moving else 0 for pool in pools]
-        self._beyond, self._leads = [shares(nbytes, pools, leaving) for nbytes in curve.room_bytes], []
-        ahead = min(LASTING_POINTS, len(curve.room_bytes) // 8)
-        for number, pool in enumerate(pools if curve.room_bytes else ()):
-            for point in points_of(cycle, curve.positions, pool, ahead):
-                self._beyond[point][number] = max(0, self._beyond[point][number])  # updates need them, or stores do
-        soon = [*self._beyond, *self._beyond]
-        self._lasting = [
-            [min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(self._beyond))
-        ]
-        for pool, beyond in zip(pools, zip(*self._beyond, strict=True), strict=False):  # before it is known, none
-            most = [pool.passing + more for more in beyond]
-            self._leads.append((pool, leads(cycle, curve.positions, pool, most)))
-        self._divided = curve.room_bytes  # last: behind an interrupt, it is done again
+        leaving = [pool for pool in self.cache.pools if self.gives_way and pool in moving]
+        self._room = RoomHere(self.curve, self.timeline.cycle, self.cache.pools, leaving)
 
     def gather(self, number: int, stream: torch.Stream | None) -> None:
         """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
@@ -611,21 +587,15 @@ class Core:
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
-                    is_early, distance = bool(self._leads) and self._is_too_early(item.pool, at), at - timeline.at
+                    distance, is_early = (
+                        at - timeline.at,
+                        self._room.is_known and self._room.is_too_early(item.pool, at),
+                    )
                     if is_early or not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
                 is_there = is_there and item.block is not None
             if is_there and max(timeline.at, timeline.there) == at:
                 timeline.there = at + 1
-
-    def _is_too_early(self, pool: Pool | None, at: int) -> bool:
-        """Return whether what is used ``at`` would have to leave before, if it was loaded into ``pool`` now."""
-        iterations, own = divmod(at, len(self.timeline.cycle))
-        lead = next((its.get(own) for one, its in self._leads if one is pool), None)
-        if lead is None or not self.curve.room_bytes:
-            return False
-        ahead = iterations * len(self._beyond) + point_of(self.curve.positions, own) - self.curve.at
-        return ahead > lead
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""

@@ -115,7 +115,8 @@ class Engine:
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
                 self._link.caches.add(self.core.cache)
                 self.core.curve.read = partial(_read_memory, self._link)
-                self.core.curve.history, self.core.gives_way = History(device), policy.device_bytes == "auto"
+                self.core.curve.history = History(device)
+                self.core.gives_way = policy.device_bytes == "auto" and policy.updates_in_backward
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""

@@ -222,7 +222,7 @@ def test_an_interrupt_while_room_is_divided_has_it_divided_again(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fsdp_offload.core.loop.shares", interrupt)
+    monkeypatch.setattr("fsdp_offload.core.curve.shares", interrupt)
     with pytest.raises(KeyboardInterrupt):
         loop.train(8)
     monkeypatch.undo()
