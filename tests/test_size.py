@@ -41,6 +41,7 @@ FIELDS = {"Engine": 24, "Core": 32, "Guesses": 27, "Cache": 15, "Lending": 7, "I
 
 METHODS = 64
 """Of the largest class, Engine."""
+
 FEWER = 0.9
 """A limit that is this far above what it limits is lowered."""
 
