@@ -47,6 +47,11 @@ _KINDS = (
         "has the optimizer's state as torchtune writes it",
         "checkpoint-tools convert {}/recipe_state.pt DST makes a checkpoint of it",
     ),
+    _Kind(
+        r"^(model|optim|optimizer)_\d+\.pt$",
+        "has a file for each item and rank, as torch_checkpointing writes them",
+        "its CheckpointManager alone loads it; torch.distributed.checkpoint.save then writes what this command reads",
+    ),
     _Kind(r"\.safetensors$", "has safetensors", "checkpoint-tools convert {} DST makes a checkpoint of DCP of it"),
 )
 
