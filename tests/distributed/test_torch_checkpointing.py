@@ -1,4 +1,4 @@
-"""torch_checkpointing: what its manager saves of an offloaded run, synchronously, a plain run loads, and the reverse."""
+"""torch_checkpointing, saved synchronously: plain training loads what an offloaded run saved, and the reverse."""
 
 import functools
 from collections.abc import Iterator
