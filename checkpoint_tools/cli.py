@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -22,6 +24,7 @@ from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_
 from .fuse.files import Request
 from .fuse.rules import Way, load_rules, preset, preset_lines
 from .look import diff, inspect, verify
+from .stored.rank_files import read_names
 from .stored.safetensors_folder import open_checkpoint
 from .stored.storage import TORCH_SUFFIXES, is_file_of
 
@@ -40,9 +43,7 @@ Presets = Annotated[
     list[str] | None,
     typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
 ]
-RuleFiles = Annotated[
-    list[Path] | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, as TOML or JSON.")
-]
+RuleFiles = Annotated[list[Path] | None, typer.Option("--rules", metavar="FILE", help="Your own rules: TOML or JSON.")]
 Values = Annotated[
     list[str] | None,
     typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
@@ -147,7 +148,6 @@ def _inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List keys, shapes, dtypes, chunks and sizes. Only the metadata are read."""
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
         if tiling_key not in checkpoint.tensors:
@@ -177,13 +177,6 @@ def _verify(
     threads: Threads = 4,
     as_json: Json = False,
 ) -> None:
-    """List everything that is wrong with a checkpoint.
-
-    It is whole if every element of every tensor is in exactly one chunk, all files are there and long enough, and every
-    item in them is of the right shape and dtype, with all that is around the data as it was written. Whether the data
-    are as written takes --data, which reads all of them. Exit code: 0 whole, 1 something is wrong, 2 it could not be
-    checked.
-    """
     checkpoint = open_checkpoint(path)
     found = verify.check_structure(checkpoint, threads)
     problems, notes = [*found.problems], [*found.notes]
@@ -219,11 +212,6 @@ def _diff(
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
 ) -> None:
-    """Compare keys, shapes, dtypes and values of two checkpoints.
-
-    Values are compared bit by bit unless a tolerance is given. How tensors are divided into chunks is no difference.
-    Exit code: 0 the same, 1 different, 2 it could not be found out.
-    """
     memory_bytes = parse_bytes(max_memory)
     first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     if key_prefix:
@@ -244,11 +232,6 @@ def _diff(
 
 
 def _seal(path: Checkpoint, threads: Threads = 4) -> None:
-    """Write the checksums of a finished checkpoint of DCP beside it, into the file .checksums.
-
-    verify --data then finds every bit that has changed. Only what is around the data is read, whose checksums the save
-    has taken from memory. Exit code: 0 sealed, 2 it is not whole, or sealed already.
-    """
     begin_s = time.monotonic()
     _say_notes(verify.seal(path, threads=threads))
     _say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")
@@ -324,28 +307,13 @@ def _exchange(way: Way) -> Callable[..., None]:
         planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
         to_write.finish(way, planned, rewrite.as_table, is_dry=dry_run)
 
+    run.__name__ = way
     return run
-
-
-_SPLIT = """Exchange fused weights (SwiGLU, QKV and others) for their parts, with all of the optimizer's state.
-
-SRC is only read. DST is there when it is complete, and not before: run the same command again after a kill, and it
-begins anew. (Behind a URL, files are made in a temporary folder and sent at the end, the metadata last.)
-DST says in split_record.json what was taken apart, so that merge can undo it.
-Exit code: 0 done, 2 not done, 130 interrupted.
-"""
-_MERGE = """Exchange the parts of fused weights for these: the inverse of split, with the same rules.
-
-Without rules, the last split is undone as split_record.json has it; with rules, only what is written there. Where
-there is no such file, nobody knows which parts were ever fused: then --yes or --only is needed.
-How each part is divided over files does not matter. Counters have to be the same for all parts. For all else, see
-split. Exit code: 0 done, 2 not done, 130 interrupted.
-"""
 
 
 def _convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint of DCP, or safetensors: a folder, a file or a URL.")
+        str, typer.Argument(metavar="SRC", help="DCP, safetensors, files of ranks (verl, SkyRL), or of torch.save.")
     ],
     destination: Destination,
     to: Annotated[
@@ -355,12 +323,14 @@ def _convert(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What the model's keys begin with in DCP, and not in safetensors. Without it, 'model.' where the "
-            "model was nested in the state dict; the other way round, what was taken away, or 'model.'.",
+            help="What the model's keys begin with in DCP alone. Else 'model.' if nested, or what was taken away.",
         ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64.")
+    ] = None,
+    names: Annotated[
+        Path | None, typer.Option("--names", metavar="FILE", help="JSON: names for an optimizer's numbers, in order.")
     ] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
     excluded: LeftOut = None,
@@ -368,17 +338,9 @@ def _convert(
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
-    """Make safetensors of a checkpoint of DCP, or a checkpoint of safetensors, bit by bit.
-
-    The model's tensors get their own names, in model-*.safetensors with an index, as Hugging Face has them. All other
-    tensors are in optimizer-*.safetensors under the keys of the checkpoint, and what is no tensor is in optimizer.json.
-    The way back gives the same checkpoint. A file of torch.save becomes a checkpoint of DCP, and --to torch makes one,
-    in memory. SRC is only read. DST is there when it is complete, and not before: run the same command again after a
-    kill, and it begins anew. Exit code: 0 done, 2 not done, 130 interrupted.
-    """
     shard_bytes = parse_bytes(shard_size)
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
-    takes_all = dtype is None and key_prefix is None and not dry_run and to != "safetensors"
+    takes_all = dtype is None and key_prefix is None and names is None and not dry_run and to != "safetensors"
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (
@@ -387,10 +349,7 @@ def _convert(
         ),
         (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),
-        (
-            of_torch and excluded and to != "torch",
-            "--exclude is not for files of torch.save; leave keys out afterwards",
-        ),
+        (of_torch and excluded and to != "torch", "--exclude is not for files of torch.save; use it on the result"),
     ):
         if is_wrong:
             raise CheckpointError(text)
@@ -401,7 +360,7 @@ def _convert(
         run.say_written(*torch_files.to_dcp(source, destination, run.memory_bytes))
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
-        wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to)
+        wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to, read_names(names))
         new = convert.plan(source, wanted, to=to, threads=threads)
         run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
@@ -410,23 +369,17 @@ def _rename(
     source: Source,
     destination: Destination,
     family: Annotated[
-        str, typer.Option(metavar="NAME", help="Of models: llama, qwen3, qwen3-moe, or a file like theirs.")
+        str, typer.Option(metavar="NAME", help="llama, mixtral, qwen3, qwen3-moe, or a file like theirs.")
     ],
-    from_framework: Annotated[str, typer.Option("--from", metavar="NAME", help="hf, torchtitan or megatron.")],
+    from_framework: Annotated[
+        str, typer.Option("--from", metavar="NAME", help="hf, torchtitan, megatron, or transformers5 (mixtral).")
+    ],
     to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
     values: Values = None,
     excluded: LeftOut = None,
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
-    """Give the weights of a model, and their state by FQN, the names that another framework has for them.
-
-    Weights that one of the two has fused, stacked or in another order of rows are split, merged and put in order on the
-    way. SRC and DST are checkpoints of DCP; convert makes these of safetensors, and the other way round. What is in
-    between takes as much disk as DST, in DST.steps, until DST is there: run the same command again after a kill, and it
-    begins anew.
-    Exit code: 0 done, 2 not done, 130 interrupted.
-    """
     numbers, run = _numbers_of(values), _Run(source, destination, threads, max_memory)
     frameworks = from_framework, to_framework
     keys, notes = translate.translate(
@@ -462,14 +415,9 @@ def _of_all_commands(
 
 
 _PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in preset_lines().items())
-for _name, _command, _help, _epilog in (
-    ("inspect", _inspect, None, None),
-    ("verify", _verify, None, None),
-    ("seal", _seal, None, None),
-    ("diff", _diff, None, None),
-    ("split", _exchange("split"), _SPLIT, _PRESETS),
-    ("merge", _exchange("merge"), _MERGE, _PRESETS),
-    ("rename", _rename, None, None),
-    ("convert", _convert, None, None),
-):
-    app.command(_name, help=_help, epilog=_epilog)(_with_error_lines(_command))
+_HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_text())
+for _command in (_inspect, _verify, _seal, _diff, _exchange("split"), _exchange("merge"), _rename, _convert):
+    _name = _command.__name__.strip("_")
+    app.command(_name, help=_HELP[_name], epilog=_PRESETS if _name in ("split", "merge") else None)(
+        _with_error_lines(_command)
+    )

@@ -56,6 +56,7 @@ from .fuse.rules import Way
 from .look.verify import Advance, check_whole, notes_on_checksums, seal
 from .stored import checkpoint as stored
 from .stored.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
+from .stored.foreign import DATA
 from .stored.items import Archive, DamagedError, ItemReader, is_zip_end, typed
 from .stored.metadata import METADATA_FILE, open_dcp
 from .stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_file, write_file
@@ -365,18 +366,6 @@ _NAMES_IN_NOTES = 8
 _MAX_BYTES = 256 << 20  # up to which files are copied, in all
 _MAX_FILES = 1000
 
-# Data, and what only fits them: of this checkpoint, or of another one.
-_DATA = re.compile(
-    r"""
-    \..*                                                    # hidden, .metadata too
-    | .*\.(distcp|safetensors|safetensors\.index\.json|bin\.index\.json|gguf|onnx|h5|msgpack|npz|partial|lock|tmp)
-    | (pytorch_model|tf_model|flax_model|model|optimizer|consolidated)[^/]*\.(bin|pth?|ckpt)
-    | (mp_rank|zero_pp_rank|bf16_zero)_.*
-    | optimizer\.json                                       # what convert itself writes
-    """,
-    re.VERBOSE,
-)
-
 
 def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
     """Check that nothing is missing of a checkpoint; return it with the files beside its data, and notes on both."""
@@ -392,7 +381,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
         with contextlib.suppress(OSError):  # links that lead nowhere, or in a circle
             found = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
             inside, nbytes = found, sum(map(folder.size_bytes, found))
-        has_data = any(_DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
+        has_data = any(DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
         # A folder goes as a whole, or not at all.
         if inside and not has_data and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
             files += inside

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
-from fsdp_offload.engine import updates
+from fsdp_offload.engine import step as steps
 from fsdp_offload.fsdp.dtensor import local_shard
 
 SMALL = OffloadPolicy(bucket_bytes=2048)
@@ -318,7 +318,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
     """Updates of buckets fail before they begin, from the one of that number on, counted from 0."""
-    update, calls = updates.update_bucket, [0]
+    update, calls = steps.update_bucket, [0]
 
     def failing(*args: Any) -> None:
         calls[0] += 1
@@ -326,7 +326,7 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ArithmeticError("a bit has flipped")
         update(*args)
 
-    patch.setattr(updates, "update_bucket", failing)
+    patch.setattr(steps, "update_bucket", failing)
 
 
 def adamw(params: Any, **options: Any) -> Optimizer:

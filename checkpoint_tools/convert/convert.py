@@ -4,13 +4,14 @@
 
     checkpoint of DCP ──_Parts──▶ model, other tensors, objects ──▶ model-*.safetensors, optimizer-*, optimizer.json
     safetensors ──open_safetensors──▶ the same keys and paths ──▶ __0_0.distcp, __1_0.distcp, ..., .metadata
+    files of ranks ──open_rank_files──▶ either of these
 """
 
 import base64
 import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ from ..stored import safetensors_folder as folder
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.foreign import state_beside, works_for_state
 from ..stored.items import ItemReader
+from ..stored.metadata import open_dcp
+from ..stored.rank_files import is_rank_files, open_rank_files, with_optimizer
 from ..stored.safetensors_folder import MODEL, OPTIMIZER, open_safetensors, path_of
+from ..stored.storage import TORCH_SUFFIXES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Dtypes that a model can be cast to, by the names of the command line."""
@@ -41,17 +45,30 @@ class Wanted(NamedTuple):
     excluded: Sequence[str] = ()
     shard_bytes: int = 5_000_000_000
     dtype: torch.dtype | None = None
+    names: Sequence[Any] | None = None  # of parameters that an optimizer has by number
 
 
 def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Rewrite:
     """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors, dcp or torch, not {to}")
-    expected = "dcp" if folder.is_safetensors(source) else "safetensors"
+    of_ranks = is_rank_files(source)
+    expected = "dcp" if (of_ranks and to != "safetensors") or folder.is_safetensors(source) else "safetensors"
     if to not in (None, expected):
         other = "safetensors" if expected == "dcp" else "a checkpoint of DCP"
         raise CheckpointError(f"{source} is {other} already; give --to {expected}, or nothing")
-    new, prefix = (_to_safetensors if expected == "safetensors" else _to_dcp)(source, wanted, threads)
+    if of_ranks and expected == "dcp" and wanted.key_prefix is not None:
+        raise CheckpointError("--key-prefix is not for files of ranks: the model's keys begin with 'model.' in DCP")
+    opened = open_rank_files(source, wanted.names) if of_ranks else None
+    if opened is None:
+        opened = open_dcp(source) if expected == "safetensors" else open_safetensors(source, wanted.key_prefix)
+    if wanted.names and not of_ranks:
+        files = [file for file in state_beside(opened.folder.files()) if file.endswith(TORCH_SUFFIXES)]
+        if len(files) != 1 or expected != "dcp" or opened.own_files is None:
+            raise CheckpointError("--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")
+        opened = with_optimizer(opened, files[0], wanted.names)
+    checkpoint = rewrite.whole(opened, threads)
+    new, prefix = (_to_safetensors if expected == "safetensors" else _to_dcp)(checkpoint, wanted)
     size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
     begins = f"; keys of the model begin with {prefix!r} in DCP" if prefix else ""
     return new._replace(headline=f"{counted(len(new.tensors), 'tensor')} as {expected}, {size}{begins}")
@@ -65,13 +82,14 @@ def as_table(new: Rewrite) -> list[str]:
     return table(("file", "first"), ("tensors", "size"), rows)
 
 
-def _to_safetensors(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    checkpoint = rewrite.open_whole(source, threads)
+def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, str]:
     parts = _Parts(checkpoint, wanted)
     new = _new_tensors(checkpoint, [*parts.model, *parts.others], frozenset(parts.model), wanted.dtype)
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
     beside: dict[str, bytes | None] = dict.fromkeys(checkpoint.beside)
+    for file in checkpoint.beside if checkpoint.archives else ():  # verl's, where from_pretrained looks for them
+        beside[file.removeprefix("huggingface/")] = rewrite.read_sidecar(checkpoint.folder, file)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
@@ -160,8 +178,7 @@ def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
     return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _to_dcp(source: str, wanted: Wanted, threads: int) -> tuple[Rewrite, str]:
-    checkpoint = rewrite.whole(open_safetensors(source, wanted.key_prefix), threads)
+def _to_dcp(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, str]:
     keys = wanted_keys(checkpoint, wanted.excluded)
     if not keys:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")

@@ -5,7 +5,6 @@ Each step writes into a folder beside the destination, which is removed when the
 
 import contextlib
 import io
-import json
 import re
 import shutil
 import tempfile
@@ -22,14 +21,14 @@ from ..core.text import CheckpointError, is_excluded, some_of
 from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, read_groups, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
-from ..fuse.rules import MAX_KEY, Rule, Way, evaluated, rules_of, tables_in, template_filled, template_pattern
+from ..fuse.rules import MAX_KEY, Rule, Way, rules_of, tables_in, template_filled, template_pattern
 from ..look.verify import Progress
 from ..stored.checkpoint import Checkpoint
 
 HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
+_TORCH_DIST = resources.files(__package__) / "torch_dist.json"
 
-_MOST_PARTS = 65_536  # of one tensor, such as experts
 _LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
 
 
@@ -67,7 +66,7 @@ def _family(name: str) -> Mapping[str, Any]:
     return {"rule": [], **tables_in(name)}
 
 
-def steps(family: str, source: str, target: str, values: Mapping[str, float]) -> list[Rename | Fuse]:
+def steps(family: str, source: str, target: str) -> list[Rename | Fuse]:
     """List the steps from one framework's names to the other's."""
     found = _family(family)
     for name in (source, target):
@@ -77,13 +76,13 @@ def steps(family: str, source: str, target: str, values: Mapping[str, float]) ->
     if source == target:
         raise CheckpointError(f"--from and --to are both {source}")
     if HUB not in (source, target):
-        return [*steps(family, source, HUB, values), *steps(family, HUB, target, values)]
+        return [*steps(family, source, HUB), *steps(family, HUB, target)]
     other = target if source == HUB else source
 
     def fusions(of: str, toward: str | None) -> list[tuple[Rule, ...]]:
         tables = [table for table in found["rule"] if table["of"] == of and table.get("toward") == toward]
         stages = sorted({table.get("stage", 1) for table in tables})
-        return [_rules([table for table in tables if table.get("stage", 1) == stage], values) for stage in stages]
+        return [_rules([table for table in tables if table.get("stage", 1) == stage]) for stage in stages]
 
     # Of either framework's own tensors, the first to be merged first.
     split, merged = fusions(other, None), fusions(HUB, other)
@@ -96,19 +95,14 @@ def steps(family: str, source: str, target: str, values: Mapping[str, float]) ->
     return [*(Fuse("split", rules) for rules in split[::-1]), middle, *(Fuse("merge", rules) for rules in merged)]
 
 
-def _rules(tables: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> tuple[Rule, ...]:
+def _rules(tables: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
     made = []
     for table in tables:
-        fields = {name: value for name, value in table.items() if name not in ("of", "toward", "stage", "each")}
-        if "each" in table:
-            count = evaluated(table["each"], values, "how many parts there are")
-            if count > _MOST_PARTS:  # a config.json can say anything
-                raise CheckpointError(f"{table['each']} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
-            fields["parts"] = [part.replace("{each}", str(at)) for part in fields["parts"] for at in range(count)]
+        fields = {name: value for name, value in table.items() if name not in ("of", "toward", "stage")}
         fields["fused"] = _LEAD + fields["fused"]
         fields["parts"] = [_LEAD + part for part in fields["parts"]]
         made.append(fields)
-    return rules_of({"rule": made}, "frameworks")
+    return rules_of({"rule": made}, "frameworks") if made else ()
 
 
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
@@ -129,7 +123,7 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
         is_left_out = is_excluded(key, excluded) or is_excluded(key.removeprefix(prefix), rename.ignored)
         if key in checkpoint.tensors or is_left_out:
             found.copies[key] = () if is_left_out else tuple(new_names(key))
-            found.paths.update((new, (new,)) for new in found.copies[key])
+            found.paths.update((new, (new,)) for new in found.copies[key] if new != key)
     for state in names.states:
         found.copy(state, [] if is_excluded(state.key, excluded) else new_names(state.fqn))
     for name, content in read_groups(checkpoint, names.groups).items():
@@ -165,12 +159,9 @@ def translate(
     old = rewrite.open_whole(source, threads)
     try:
         tables = _family(family)["rule"]
-        names = {table["each"] for table in tables if "each" in table}
-        names |= {
-            name for table in tables for rule in _rules([table], dict.fromkeys(names, 2)) for name in rule.value_names
-        }
+        names = {name for rule in _rules(tables) for name in rule.value_names}
         values, notes = with_told(old, names, given)
-        work = steps(family, *frameworks, values)
+        work = steps(family, *frameworks)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{family} is not as docs/checkpoints.md describes it ({type(error).__name__}: {error})"
@@ -182,6 +173,8 @@ def translate(
     if missing:
         options = " ".join(f"--value {name}=NUMBER" for name in missing)
         raise CheckpointError(f"the config of the model is needed for weights that are fused; give {options}")
+    for rule in rules:
+        rule.expanded(values)
     first_rename = next(number for number, step in enumerate(work) if isinstance(step, Rename))
     keys = 0
     with _room_for(destination) as room:
@@ -199,21 +192,13 @@ def translate(
             beside: dict[str, bytes | None] = dict.fromkeys(old.beside)  # without the record of a split
             if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
                 torch.save({}, buffer := io.BytesIO())
-                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: json.dumps(_TORCH_DIST).encode(), **beside}
+                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **beside}
             new = new._replace(beside=beside)
             with progress(f"rename, {number + 1} of {len(work)}", new.nbytes) as advance:
                 rewrite.write(new, destination if is_last else f"{room}/{number}", threads, max_memory_bytes, advance)
             shutil.rmtree(room / f"{number - 1}", ignore_errors=True)
             keys = new.keys
     return keys, notes
-
-
-_TORCH_DIST = {
-    "sharded_backend": "torch_dist",
-    "common_backend": "torch",
-    "sharded_backend_version": 1,
-    "common_backend_version": 1,
-}
 
 
 @contextlib.contextmanager

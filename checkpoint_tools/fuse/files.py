@@ -17,8 +17,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import tomllib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +144,7 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
         if given.setdefault(name, value) != value and name not in request.values:
             raise CheckpointError(f"{RECORD_FILE} has several values of {name}; give the one with --value")
     values, notes = with_told(checkpoint, known, given)
+    rules = [rule.expanded(values) for rule in rules]
     notes += [f"{n} = {given[n]} as given; {RECORD_FILE} has {v}" for n, v in recorded if given[n] != v]
     idle = [name for name in values if name not in known]
     if idle:  # typing errors
@@ -244,16 +247,7 @@ _CONFIG_FILE = "config.json"
 _ARGS = "args"
 _MAX_CONFIG_BYTES = 64 << 20  # of a file with such values
 
-_MEGATRON = {
-    DENSE_RANKS: ("tensor_model_parallel_size",),
-    EXPERT_RANKS: ("expert_tensor_parallel_size",),
-    "num_attention_heads": ("num_attention_heads",),
-    "num_query_groups": ("num_query_groups",),
-    "kv_channels": ("kv_channels",),
-    "qk_dim": ("linear_num_key_heads", "linear_key_head_dim"),
-    "v_dim": ("linear_num_value_heads", "linear_value_head_dim"),
-    "num_value_heads": ("linear_num_value_heads",),
-}
+_MEGATRON: Mapping[str, list[str]] = tomllib.loads(resources.files(__package__).joinpath("megatron.toml").read_text())
 """The presets' names of values → the arguments of Megatron whose product they are."""
 
 

@@ -130,7 +130,7 @@ def _exchanged(
     check_is(values, Mapping, "expected config values by name", f"{line[:-1]}, values={{'tp_size': 2}})")
     is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state
     source = _StateDicts(model_state, None if is_empty else optim_state, values)
-    found = plan_exchange(way, source, rules)
+    found = plan_exchange(way, source, [rule.expanded(values) for rule in rules])
     for note in found.notes:
         _log.info(note)
     for fqn in found.listed if way == "split" else ():

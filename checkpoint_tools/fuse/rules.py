@@ -28,6 +28,7 @@ from ..core.regions import Comb, Layout, Shape, combs_of
 from ..core.text import CheckpointError, is_excluded, shortened
 
 Size = int | str
+_MOST_PARTS = 65_536  # of one tensor, such as experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Rule:
         groups: for ``grouped``, a number or an expression: how many ranks or groups.
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
             Where ``linear_fc1`` has that size itself, the MLP has no gate, and stays as it is.
+        each: how many indices a stack has, an expression; ``{each}`` in the parts stands for every one.
         optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
         only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
         exclude: patterns of keys that the rule is not about.
@@ -62,6 +64,7 @@ class Rule:
     layout: Layout = "concatenated"
     groups: Size = 1
     same_size_as: tuple[str, int] | None = None
+    each: str = ""
     optional: bool = False
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -72,12 +75,12 @@ class Rule:
             for name in fields_of.split():
                 if not is_right(getattr(self, name)):
                     raise CheckpointError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
-        names = set(template_pattern(self.fused).groupindex)
+        names = {*template_pattern(self.fused).groupindex, *["each"] * bool(self.each)}
         others = [part for part in self.parts if set(template_pattern(part).groupindex) != names]
         has_sizes = self.sizes != "equal"
         is_alike = not isinstance(self.sizes, str) and len(self.sizes) == len(self.parts)
         for is_wrong, text in (
-            (len(self.parts) < 2, f"expected at least two parts, got {list(self.parts)}"),
+            (len(self.parts) < 2 and not self.each, f"expected at least two parts, got {list(self.parts)}"),
             (self.layout not in get_args(Layout), f"layout must be one of {get_args(Layout)}, got {self.layout!r}"),
             (
                 self.groups != 1 and self.layout != "grouped",
@@ -92,6 +95,14 @@ class Rule:
         ):
             if is_wrong:
                 raise CheckpointError(f"rule for {self.fused}: {text}")
+
+    def expanded(self, values: Mapping[str, float]) -> "Rule":
+        """Return the rule with a part for each index, by the config value that says how many there are."""
+        count = evaluated(self.each, values, f"{self.fused}, and how many parts it has") if self.each else 0
+        if count > _MOST_PARTS:  # a config.json can say anything
+            raise CheckpointError(f"{self.each} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
+        parts = (part.replace("{each}", str(at)) for part in self.parts for at in range(count))
+        return dataclasses.replace(self, parts=tuple(parts), each="") if self.each else self
 
     @property
     def is_bounded(self) -> bool:
@@ -108,7 +119,7 @@ class Rule:
     def value_names(self) -> frozenset[str]:
         """Name the config values in its sizes and groups, whether or not they can be evaluated."""
         own = () if self.sizes == "equal" else self.sizes
-        expressions = [size for size in (*own, self.groups) if isinstance(size, str) and size != "rest"]
+        expressions = [size for size in (*own, self.groups, self.each) if isinstance(size, str) and size != "rest"]
         return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
 
     def dim_of(self, shape: Sequence[int], where: str) -> int:
@@ -346,7 +357,7 @@ def presets_for(way: Way, keys: Iterable[str]) -> str:
     known = frozenset(keys)
 
     def is_match(rule: Rule, key: str) -> bool:
-        match = match_of(way, rule, key)
+        match = match_of(way, rule.expanded({rule.each: 2}), key)
         return match is not None and (way == "split" or known.issuperset(match.parts))
 
     found = [name for name in preset_names() if any(is_match(rule, key) for rule in preset(name) for key in known)]
@@ -382,7 +393,7 @@ def _are(value: object, *types: type) -> bool:
 
 
 _FIELD_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fused layout source", lambda value: type(value) is str, "a string"),
+    ("fused layout source each", lambda value: type(value) is str, "a string"),
     ("parts only exclude", lambda value: _are(value, str), "a list of strings"),
     ("sizes", lambda v: type(v) is str or _are(v, str, int), '"equal", or a list of numbers and expressions'),
     ("groups", lambda value: type(value) in (str, int), "a number or an expression"),

@@ -107,7 +107,7 @@ def check_structure(checkpoint: Checkpoint, threads: int = 4) -> Findings:
             problems.append(CheckpointProblem(file, f"{what}; it has {_of_whom(entries)}"))
             continue
         nbytes += found
-        texts, is_long_enough = _check_length(entries, found)
+        texts, is_long_enough = ([], True) if file in checkpoint.archives else _check_length(entries, found)
         problems += [CheckpointProblem(file, text) for text in texts]
         sound += [file] * is_long_enough
     spare = [name for name in checkpoint.folder.files() if name.endswith(".distcp") and name not in by_file]
@@ -236,7 +236,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
     """Note what has no checksum to be compared with; the items have been checked before."""
-    items = [item for _, item in checkpoint.items()]
+    items = [item for _, item in checkpoint.items() if item.file not in checkpoint.archives]
     bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
     opened = [checkpoint.opened[item.place] for item in items if item.place in checkpoint.opened]
     found = (bare, "safetensors have no checksums"), (sum(not each.has_crcs for each in opened), WITHOUT_CHECKSUMS)

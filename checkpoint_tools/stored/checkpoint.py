@@ -119,6 +119,7 @@ class Checkpoint:
     model_keys: frozenset[str] = frozenset()  # those of the tensors in safetensors of a model
     notes: tuple[str, ...] = ()  # what nobody can find out about it, and people should know
     manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed (perhaps with other metadata)
+    archives: frozenset[str] = frozenset()  # files of torch.save that were compared with their checksums, as a whole
     refusal: str = ""  # why it cannot be rewritten, if so
     # By file, offset and length: the items that somebody has looked into already.
     opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)

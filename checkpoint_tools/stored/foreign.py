@@ -2,8 +2,9 @@
 
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from importlib import resources
 
 from ..core.text import natural_order, some_of
 from .storage import TORCH_SUFFIXES, Folder, open_folder
@@ -11,49 +12,11 @@ from .storage import TORCH_SUFFIXES, Folder, open_folder
 _MOST_FOLDERS = 200  # that are looked into: behind a URL, each takes a request
 
 
-class _Kind(NamedTuple):
-    names: str  # a regular expression that finds them, in lines
-    what: str
-    works: str  # in which {} is the folder
+_TABLES = tomllib.loads(resources.files(__package__).joinpath("kinds.toml").read_text())
+_KINDS: list[dict[str, str]] = _TABLES["kind"]
 
-
-_KINDS = (
-    _Kind(
-        r"^(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt$",
-        "has a file for each rank, as verl writes them",
-        "python -m verl.model_merger merge --backend fsdp --local_dir {} --target_dir DST writes the weights as "
-        "safetensors, and not the optimizer's state, which verl alone loads",
-    ),
-    _Kind(
-        r"^mp_rank_\d+_model_states\.pt$[\s\S]*^zero/$",
-        "is DeepSpeed's universal checkpoint",
-        "DeepSpeed alone loads it (load_universal in its config); zero_to_fp32.py, where it was made from, writes the "
-        "weights as safetensors",
-    ),
-    _Kind(
-        r"^zero_to_fp32\.py$",
-        "is DeepSpeed's",
-        "python {}/zero_to_fp32.py {} DST --safe_serialization writes the weights as safetensors, and not the "
-        "optimizer's state, which DeepSpeed alone loads",
-    ),
-    _Kind(
-        r"(^|_)(optim|model)_states\.pt$",
-        "is DeepSpeed's",
-        "zero_to_fp32.py, in the folder above it, writes the weights as safetensors, and not the optimizer's state, "
-        "which DeepSpeed alone loads",
-    ),
-    _Kind(
-        r"^recipe_state\.pt$",
-        "has the optimizer's state as torchtune writes it",
-        "checkpoint-tools convert {}/recipe_state.pt DST makes a checkpoint of it",
-    ),
-    _Kind(
-        r"^(model|optim|optimizer)_\d+\.pt$",
-        "has a file for each item and rank, as torch_checkpointing writes them",
-        "its CheckpointManager alone loads it; torch.distributed.checkpoint.save then writes what this command reads",
-    ),
-    _Kind(r"\.safetensors$", "has safetensors", "checkpoint-tools convert {} DST makes a checkpoint of DCP of it"),
-)
+DATA = re.compile(_TABLES["data"], re.VERBOSE)
+"""Names of data, and of what only fits them: of this checkpoint, or of another one."""
 
 _STATE = re.compile(r"optimizer\.(pt|bin)|optimizer(_\d+)?/|recipe_state/|global_step\d+/")
 """Names, beside weights, of the optimizer's state that Trainer, accelerate, torchtune and DeepSpeed write."""
@@ -69,7 +32,8 @@ def works_for_state(folder: Folder, name: str) -> str:
     path = f"{folder.path.rstrip('/')}/{name.rstrip('/')}"
     if name.endswith("/"):
         return described(open_folder(path)) or f"{path} is a checkpoint of its own"
-    return f"checkpoint-tools convert {path} DST makes a checkpoint of it"
+    works = f"checkpoint-tools convert {path} DST makes a checkpoint of it"
+    return f"{works}, and --names FILE one of both, with the state by name"
 
 
 def described(folder: Folder) -> str | None:
@@ -81,7 +45,7 @@ def described(folder: Folder) -> str | None:
         parent, name = os.path.split(path)
         if not name.endswith(TORCH_SUFFIXES) or not os.path.isfile(path):
             return None
-        if re.search(_KINDS[0].names, name):
+        if re.search(_KINDS[0]["names"], name):
             return _told(parent or ".", _KINDS[0])
         return f"{path} is one file of torch.save: checkpoint-tools convert {path} DST makes a checkpoint of it"
     if own := _kind_of(names):
@@ -97,15 +61,15 @@ def described(folder: Folder) -> str | None:
     return ". ".join(told) or None
 
 
-def _kind_of(names: Sequence[str]) -> _Kind | None:
-    return next((kind for kind in _KINDS if re.search(kind.names, "\n".join(names), re.MULTILINE)), None)
+def _kind_of(names: Sequence[str]) -> dict[str, str] | None:
+    return next((kind for kind in _KINDS if re.search(kind["names"], "\n".join(names), re.MULTILINE)), None)
 
 
-def _told(path: str, kind: _Kind) -> str:
-    return f"{path} {kind.what}: {kind.works.replace('{}', path)}"
+def _told(path: str, kind: dict[str, str]) -> str:
+    return f"{path} {kind['what']}: {kind['works'].replace('{}', path)}"
 
 
-def _inside(folder: Folder) -> Iterator[tuple[str, _Kind | None]]:
+def _inside(folder: Folder) -> Iterator[tuple[str, dict[str, str] | None]]:
     """Find subfolders, up to two levels below, that are checkpoints, and those of others."""
     level, room = [("", folder.files())], _MOST_FOLDERS
     for _ in range(2):

@@ -27,7 +27,7 @@ from ..core.regions import TensorRegion, common
 from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, human_bytes, shortened
 from ..core.values import MAX_VALUES, has_more_values, values_in
 from .checkpoint import Checkpoint, Layout, Opened, Stored, StoredChunk, StoredObject, StoredTensor
-from .unpickle import ForbiddenNameError, PickledObject, unpickle
+from .unpickle import ForbiddenNameError, PickledObject, allowed, unpickle
 
 try:
     from isal.isal_zlib import crc32 as _crc32  # ten times as fast as most builds of zlib
@@ -182,11 +182,7 @@ _STORAGE_DTYPES = {  # of quantized ones, only torch.load knows
 }
 """By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
 
-_NAMES = {
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"},
-    "torch.storage": {"UntypedStorage"},
-    "torch": {"Size", *_STORAGE_DTYPES},
-}
+TENSOR_NAMES = {**allowed("tensor"), "torch": {*allowed("tensor")["torch"], *_STORAGE_DTYPES}}
 """Names in the pickles of ``torch.save`` that stand for tensors."""
 
 
@@ -199,30 +195,21 @@ class _Tensor(NamedTuple):
     is_row_major: bool
 
 
-@functools.lru_cache(256)
-def _tensor_in(content: bytes) -> _Tensor | None:
-    """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
-    try:
-        pickled: Any = unpickle(content, _NAMES)
-        if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
-            pickled = pickled.arguments[0]
-        if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
-            return None
-        (kind, storage_class, name, _, numel), offset, shape, strides, _, _, *rest = pickled.arguments
-        storage_dtype = _STORAGE_DTYPES.get(storage_class.name)
-        dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
-        if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
-            return None
-        if kind != "storage" or not isinstance(name, str) or len(shape) > MAX_DIMS:
-            raise DamagedError("it refers to something that is no storage, or its shape is none")
-        if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
-            raise DamagedError("a size in it is not one")
-    except ForbiddenNameError:
+def tensor_of(pickled: Any) -> _Tensor | None:
+    """Return what a tensor in an unpickled ``data.pkl`` refers to; None of anything else."""
+    if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
+        pickled = pickled.arguments[0]
+    if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
         return None
-    except DamagedError:
-        raise
-    except Exception as error:  # bytes that are no pickle can raise anything
-        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
+    (kind, storage_class, name, _, numel), offset, shape, strides, _, _, *rest = pickled.arguments
+    storage_dtype = _STORAGE_DTYPES.get(storage_class.name)
+    dtype = storage_dtype if pickled.name == "_rebuild_tensor_v2" else rest.pop(0)
+    if not isinstance(dtype, torch.dtype) or len(shape) != len(strides):
+        return None
+    if kind != "storage" or not isinstance(name, str) or len(shape) > MAX_DIMS:
+        raise DamagedError("it refers to something that is no storage, or its shape is none")
+    if not all(type(each) is int and 0 <= each <= MAX_INT64 for each in (numel, offset, *shape, *strides)):
+        raise DamagedError("a size in it is not one")
     nbytes = numel * (storage_dtype.itemsize if storage_dtype else 1)
     is_view_of_bits = bool(rest and rest[0])  # conjugated or negated lazily
     steps = zip(shape, strides, contiguous_strides(tuple(shape)), strict=True)
@@ -230,10 +217,21 @@ def _tensor_in(content: bytes) -> _Tensor | None:
     return _Tensor(f"data/{name}", nbytes, dtype, offset, tuple(shape), is_row_major and not is_view_of_bits)
 
 
-def _layout_in(archive: Archive) -> Layout | None:
-    tensor = _tensor_in(archive.pickled())
-    if tensor is None:
+@functools.lru_cache(256)
+def _tensor_in(content: bytes) -> _Tensor | None:
+    """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
+    try:
+        return tensor_of(unpickle(content, TENSOR_NAMES))
+    except ForbiddenNameError:
         return None
+    except DamagedError:
+        raise
+    except Exception as error:  # bytes that are no pickle can raise anything
+        raise DamagedError(f"its {_PICKLE} is no pickle: {shortened(str(error) or type(error).__name__)}") from error
+
+
+def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
+    """Find a tensor in its record."""
     record = archive.records.get(tensor.record)
     if record is None:
         raise DamagedError(f"it has no {tensor.record}")
@@ -260,7 +258,8 @@ def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
         else:
             archive.read(record)
     is_small = archive.records[_PICKLE].info.file_size <= _SMALL_BYTES
-    layout = _layout_in(archive) if is_tensor and is_small else None
+    tensor = _tensor_in(archive.pickled()) if is_tensor and is_small else None
+    layout = None if tensor is None else layout_of(archive, tensor)
     return Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
 
 

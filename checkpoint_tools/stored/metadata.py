@@ -19,7 +19,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..core.text import MAX_DIMS, MAX_INT64, CheckpointError, is_count, natural_
 from .checkpoint import Checkpoint, CheckpointProblem, Item, Path, StoredChunk, StoredObject, StoredTensor
 from .foreign import described
 from .storage import Folder, open_folder, read_file
-from .unpickle import ForbiddenNameError, PickledObject, unpickle
+from .unpickle import ForbiddenNameError, PickledObject, allowed, unpickle
 
 METADATA_FILE = ".metadata"
 MANIFEST_FILE = ".checksums"
@@ -78,30 +78,6 @@ def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | Non
 
 # The metadata --------------------------------------------------------------------------------------------------------
 
-_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
-
-# Names that DCP of torch 2.1 to 2.13, and torch_dist of Megatron-Core 0.13 to 0.16, write into .metadata.
-_NAMES: Mapping[str, Set[str]] = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    # Megatron-Core keeps the plans of all ranks beside the metadata, and up to 0.15 its own classes of both.
-    "torch.distributed.checkpoint.planner": {
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    # TensorProperties was here before torch 2.3.
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    # Enums of Python up to 3.11.3 are pickled as getattr(class, name). Here it is a PickledObject, as all others.
-    "builtins": {"getattr"},
-    "__builtin__": {"getattr"},
-}
 _FLATTENED = (
     "its optimizer state is flattened in the way of Megatron-Core before 0.16; save it there with "
     "distrib_optim_sharding_type='fully_reshardable'"
@@ -139,7 +115,7 @@ def read_content(folder: Folder) -> bytes:
 def _unpickled(folder: Folder) -> dict[str, Any]:
     content = read_content(folder)
     try:
-        metadata = unpickle(content, _NAMES)
+        metadata = unpickle(content, allowed("metadata"))
     except ForbiddenNameError as error:
         raise CheckpointError(
             f"{folder.path}/{METADATA_FILE} asks for {error}, which the metadata of a checkpoint do not need; it was "

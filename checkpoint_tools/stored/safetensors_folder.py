@@ -26,6 +26,7 @@ from ..core.text import MAX_DIMS, CheckpointError, human_bytes, is_count, natura
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
 from .foreign import state_beside
 from .metadata import misnamed, open_dcp
+from .rank_files import is_rank_files, open_rank_files
 from .storage import Folder, is_file_of, open_folder, read_file
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -137,7 +138,9 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the metadata of DCP, or the headers of safetensors (under their own keys), in a folder or at a URL."""
+    """Read the metadata of DCP, the headers of safetensors (under their own keys), or a file for each rank."""
+    if is_rank_files(path):
+        return open_rank_files(path)
     return open_safetensors(path, default_prefix="") if is_safetensors(path) else open_dcp(path)
 
 

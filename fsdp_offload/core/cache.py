@@ -5,8 +5,9 @@ where there is nothing to do; ``put`` always stores.
 """
 
 import bisect
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from .room import Stopwatch
 
 NEVER = 1 << 30
 _NOTHING = nullcontext()
+_NUMBER = operator.attrgetter("number")
 
 
 class Timeline:
@@ -67,19 +69,22 @@ class Timeline:
         self.there = max(0, self.there - len(self.cycle)) if self.repeats else 0
         self._noted, self.at = [], 0
 
+    def abandon(self) -> None:
+        """Begin the iteration anew: it did not come to its end."""
+        self._noted, self.at, self.there = [], 0, 0
+
     def forget(self) -> None:
         """Expect nothing: the items are others now."""
         self.__init__()  # type: ignore[misc]
 
-    def upcoming(self, most: int) -> Iterator[tuple[int, Use]]:
-        """Yield what comes next, nearest first, with its number in this iteration, which goes on into the next one.
+    def upcoming(self, most: int) -> range:
+        """Return the numbers of what comes next in this iteration, which goes on into the next one.
 
         Among gathers, ``most`` are looked at; where there are none, those whose items are on the device are left out.
         """
-        cycle = self.cycle
-        first, count = (self.at, most) if self.gathers else (max(self.at, self.there), len(cycle))
-        for number in range(first, self.at + min(len(cycle), count)):
-            yield number, cycle[number % len(cycle)]
+        count = len(self.cycle)
+        first, most = (self.at, min(count, most)) if self.gathers else (max(self.at, self.there), count)
+        return range(first, self.at + most)
 
     def distances(self, items: Iterable[Item]) -> list[int]:
         """Count uses until the next one of each of ``items``."""
@@ -142,12 +147,12 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Device memory that is taken now."""
-        return sum(pool.made * pool.nbytes for pool in self.pools)
+        return sum([pool.made * pool.nbytes for pool in self.pools])
 
     @property
     def lasting_bytes(self) -> int:
         """Device memory that is taken now, and is not given back at some point of an iteration."""
-        return sum(min(pool.made, pool.count) * pool.nbytes for pool in self.pools)
+        return sum([min(pool.made, pool.count) * pool.nbytes for pool in self.pools])
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
         """Have ``item`` on the device, and return whether it is. Evicts only what is used after ``distance`` uses.
@@ -300,6 +305,10 @@ class Cache:
         with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
             while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
                 self._give_back(pool)
+        # Each iteration begins with the same ones, so that each item comes to a place to which it is bound already.
+        pool.apart.sort(key=_NUMBER, reverse=True)
+        if len(pool.free) == pool.made:
+            pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
         # Blocks are allocated on the compute stream, whose next kernel may get this memory: so compute waits (R1).
@@ -341,7 +350,8 @@ class Cache:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
             else:
-                block = Block(torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device))
+                memory = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
+                block = Block(memory, number=pool.made)
         self.lanes.made([block.memory])
         block.free = [self.lanes.compute.mark()]  # it may have been an activation that a kernel there still reads
         pool.free.append(block)

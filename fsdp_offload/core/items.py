@@ -30,11 +30,13 @@ class Block:
         memory: flat bytes.
         free: R1: marks of the last users; the next owner waits for them before it writes.
         views: of groups whose parameters have lain there, by their number: what a gather reads.
+        number: in the order in which they were made.
     """
 
     memory: Tensor
     free: list[Mark] = field(default_factory=list)
     views: dict[int, list[Tensor]] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class Pool:
         lasting: of these, those that may come now, as they need not leave soon.
         made: how many there are, used or not.
         free: those that no item has, the one that was freed first in front.
-        apart: those whose memory has been given back; they get other memory when they come again.
+        apart: those whose memory has been given back, the first one behind; they get other memory when they come again.
         least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
         transit: blocks for items that pass through: one is loaded, some are updated, one is stored.
         passing: those of ``count`` that no kept item takes.

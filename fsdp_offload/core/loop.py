@@ -4,8 +4,8 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,23 +54,36 @@ _NO_END = (
 )
 
 
-class Updates(Protocol):
-    """Runs the user's optimizer.
+class Updates:
+    """One step under way: which buckets it has updated, and how. It is dropped with its end.
 
     Attributes:
         joined_bytes: of state, for which one update is better than one for each bucket; 0: an update has one bucket.
+        done: buckets that it has updated, in order.
+        torn: the buckets whose update runs; after an exception, they may be half updated.
+        ready: buckets that may be updated now.
+        used_by: the updates of each of the last reductions.
+        is_seen: a forward has used parameters that it has updated before ``step()``.
     """
 
-    joined_bytes: int
+    def __init__(self, joined_bytes: int) -> None:
+        self.joined_bytes, self.is_seen = joined_bytes, False
+        self.done: dict[Bucket, None] = {}
+        self.torn: tuple[Bucket, ...] = ()
+        self.ready: list[Bucket] = []
+        self.used_by: deque[tuple[list[Mark], list[int]]] = deque()
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what one update of ``buckets`` needs now; returns gradients and all else it reads, and the update."""
+        raise NotImplementedError
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
+        raise NotImplementedError
 
-    def abandon(self, buckets: Sequence[Bucket], done: Iterable[Bucket]) -> None:
-        """The step has ended when these of all ``buckets`` were ``done``."""
+    def abandon(self, buckets: Sequence[Bucket]) -> None:
+        """Some of all ``buckets`` are not ``done``, and will not be."""
+        raise NotImplementedError
 
 
 class Reductions:
@@ -123,13 +136,10 @@ class Core:
         weights: by group number, the item of its parameters; without bytes where they stay on the device.
         frees_gradients: gradients are freed in the backward that uses them.
         frees_all: also in the first backward: there is no room for all of them.
-        done: buckets that this step has updated, in order.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
-        begun: updates of this step have begun.
-        is_seen: a forward has used parameters that this step has updated before ``step()``.
+        updates: of the step under way; ``None``: none has begun.
         stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update in each lane, by its name.
-        torn: the buckets whose update runs; after an exception, they may be half updated.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
@@ -144,18 +154,17 @@ class Core:
         stream: the lane in which it does.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device, overlap: str, updates: Updates) -> None:
-        self.lanes, self.mode, self.updates = lanes, MODES[overlap], updates
+    def __init__(self, lanes: Lanes, device: torch.device, overlap: str) -> None:
+        self.lanes, self.mode = lanes, MODES[overlap]
+        self.updates: Updates | None = None
         self.timeline, self.reductions = Timeline(), Reductions()
         self.cache, self.curve = Cache(device, lanes, self.timeline), Curve()
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
-        self.done: dict[Bucket, None] = {}
-        self.begun = self.is_seen = self.is_visited = False
+        self.is_visited = False
         self.stepping: Mark | None = None
         self.updated: dict[str, Mark] = {}
         self.last_moved: Moved | None = None
-        self.torn: tuple[Bucket, ...] = ()
         self.away = False
         self.frees_gradients = self.frees_all = False
         self.guess: WayBack | None = None
@@ -166,8 +175,6 @@ class Core:
         self.gives_way = False
         self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
-        self._used_by: deque[tuple[list[Mark], list[int]]] = deque()  # the updates of each of the last reductions
-        self._ready: list[Bucket] = []
         self._of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
@@ -193,6 +200,16 @@ class Core:
         self.timeline.forget()
         self.curve.forget()
 
+    @property
+    def done(self) -> Mapping[Bucket, None]:
+        """Buckets that the step under way has updated."""
+        return self.updates.done if self.updates is not None else {}
+
+    @property
+    def torn(self) -> tuple[Bucket, ...]:
+        """Buckets that it may have half updated."""
+        return self.updates.torn if self.updates is not None else ()
+
     # Threads ----------------------------------------------------------------------------------------------------------
 
     def trained_by(self, stream: torch.Stream | None) -> None:
@@ -213,7 +230,7 @@ class Core:
         """
         give_up = time.monotonic() + STEP_SECONDS
         with self.lock:
-            while (self.begun or self.is_visited) and self.is_foreign:
+            while (self.updates is not None or self.is_visited) and self.is_foreign:
                 if time.monotonic() > give_up:
                     raise RuntimeError(_NO_END)
                 self.lock.wait(POLL_SECONDS)
@@ -297,12 +314,13 @@ class Core:
         return self._of_group.get(number, ())
 
     def has_updated(self, number: int) -> bool:
-        return not self.done.keys().isdisjoint(self.buckets_of(number))
+        return self.updates is not None and not self.updates.done.keys().isdisjoint(self._of_group.get(number, ()))
 
     def uses(self, number: int) -> None:
         """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
+        done = self.updates.done if self.updates is not None else {}
         for bucket in self._of_group.get(number, ()):
-            if bucket.number in self._gradients and bucket not in self.done:
+            if bucket.number in self._gradients and bucket not in done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
                     with self._timed_wait(self.lanes.compute):
@@ -313,32 +331,39 @@ class Core:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
     def reduced(
-        self, number: int, event: object, begin: Callable[[], bool] | None, may_guess: Callable[[Bucket], bool]
+        self,
+        number: int,
+        event: object,
+        begin: Callable[[], Updates | None] | None,
+        may_guess: Callable[[Bucket], bool],
     ) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's.
 
         Args:
             number: of the group.
             event: marks the end of the reduction.
-            begin: begins the updates of a step and returns whether they may; ``None``: not in this backward.
+            begin: begins a step, if it may begin here; ``None``: not in this backward.
             may_guess: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
         """
         self.reductions.count(number)
         is_early = self.mode.begin == "final" and number in self.weights
         if is_early:
             self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
-        if not (is_early and (self.begun or begin is not None)):
+        if not (is_early and (self.updates is not None or begin is not None)):
             self.prefetch()
             return
-        self._ready += self._final(number, may_guess)
-        before = len(self.done)
-        if self._ready and not self.begun:
-            self.begun = begin is not None and begin()
+        ready = self._final(number, may_guess)
+        if ready and self.updates is None:
+            self.updates = None if begin is None else begin()
             self._began_at = self.lanes.compute.mark()
-            self._ready = self._ready if self.begun else []  # step() will find them
-        self.pump()
+        if self.updates is None:
+            self.prefetch()  # step() will find them
+            return
+        before = len(self.updates.done)
+        self.updates.ready += ready
+        self.pump(self.updates)
         if self.frees_gradients:
-            self._let_go([bucket.number for bucket in list(self.done)[before:]])
+            self._let_go(self.updates, [bucket.number for bucket in list(self.updates.done)[before:]])
 
     def _final(self, number: int, may_guess: Callable[[Bucket], bool]) -> list[Bucket]:
         """Buckets of a group whose gradients are final, each followed by those with later ranges of its parameters."""
@@ -360,14 +385,14 @@ class Core:
                 looked_at += self._followers.get(bucket.number, ())
         return found
 
-    def _let_go(self, updated: list[int]) -> None:
+    def _let_go(self, updates: Updates, updated: list[int]) -> None:
         """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
 
         Reductions allocate in this memory, on a stream that waits for compute.
         """
-        self._used_by.append(([*self.updated.values()], updated))
-        while len(self._used_by) > REDUCTIONS_BEHIND:
-            marks, numbers = self._used_by.popleft()
+        updates.used_by.append(([*self.updated.values()], updated))
+        while len(updates.used_by) > REDUCTIONS_BEHIND:
+            marks, numbers = updates.used_by.popleft()
             if numbers:
                 with self._timed_wait(self.lanes.compute):
                     self.lanes.compute.wait(*marks)
@@ -377,14 +402,15 @@ class Core:
     def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
         """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
         self.stepping = self.lanes.compute.mark()
-        left = [one for one in wanted if one not in self.done or one in again]
+        assert self.updates is not None
+        left = [one for one in wanted if one not in self.updates.done or one in again]
         # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
-        self._ready = sorted(left, key=lambda bucket: not bucket.on_host)
+        self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"
         try:
             # Compute waits here where copies fill the driver's queue: then the host waits, and the forward begins late.
             with self._timed_wait(self.lanes.compute, with_host=True) if aside else contextlib.nullcontext():
-                self.pump()
+                self.pump(self.updates)
                 for item in list(self.cache.held):
                     if item.dirty and not item.stays:
                         self.cache.put(item)
@@ -411,13 +437,12 @@ class Core:
         first = not self.timeline.cycle
         self.cache.moved.held_updates = len(self.held)
         self.reductions.end()
-        self._ready, self._undone, self.held, self.done, self.begun, self.is_seen = [], set(), set(), {}, False, False
+        self.updates, self._undone, self.held = None, set(), set()
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
         if self.curve.read is not None:
             self.curve.end(repeats=self.timeline.repeats)
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
         self.cache.last_peak_bytes, self.cache.peak_bytes = self.cache.peak_bytes, self.cache.nbytes
-        self._used_by.clear()
         self.steps += 1
         if first:
             self.choose_kept()
@@ -429,21 +454,21 @@ class Core:
         choose_kept([item for item in self.weights.values() if item.nbytes])
         self._divide_room()
 
-    def pump(self) -> None:
+    def pump(self, updates: Updates) -> None:
         """Update what may be updated now; load what is used next."""
-        if not self._ready:
+        if not updates.ready:
             self.prefetch()
-        while self._ready:
-            self.update(self._take_ready())
+        while updates.ready:
+            self.update(updates, self._take_ready(updates))
             self.prefetch()
 
-    def _take_ready(self) -> tuple[Bucket, ...]:
+    def _take_ready(self, updates: Updates) -> tuple[Bucket, ...]:
         """Take the next bucket, and what one update can join to it: each update costs the host 0.3 ms.
 
         These are buckets of the same groups that are on the device already. One block in transit is left to the next
         load, so that the link is busy both ways while those of an update are stored.
         """
-        first, *others = self._ready
+        first, *others = updates.ready
         taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
         for one in () if first.on_host else others:
             nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
@@ -451,20 +476,20 @@ class Core:
             is_there = None not in [item.block for item in one.streamed]
             pool = one.state.pool
             leaves_room = one.state.kept or pool is None or passing < pool.passing + pool.beyond
-            if not (is_like and is_there and leaves_room) or nbytes > self.updates.joined_bytes:
+            if not (is_like and is_there and leaves_room) or nbytes > updates.joined_bytes:
                 break
             taken.append(one)
-        del self._ready[: len(taken)]
+        del updates.ready[: len(taken)]
         return tuple(taken)
 
-    def update(self, buckets: Sequence[Bucket]) -> None:
+    def update(self, updates: Updates, buckets: Sequence[Bucket]) -> None:
         """Run the user's optimizer on ``buckets``, and send home what changed."""
         first, cache = buckets[0], self.cache
         if first.on_host:
-            self._update_on_host(first)
+            self._update_on_host(updates, first)
             return
         creates = not first.state.exists
-        lane = self._lane_of(buckets)
+        lane = self._lane_of(updates, buckets)
         cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
@@ -481,8 +506,8 @@ class Core:
                 lane.wait(item.ready)  # R3: loads, or the update before, may still be writing the place
         for item in items:
             lane.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
-        gradients, job = self.updates.job(buckets)
-        self.torn = tuple(buckets)
+        gradients, job = updates.job(buckets)
+        updates.torn = tuple(buckets)
         try:
             with recorded(f"fsdp_offload U {first.state.name}"):
                 lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
@@ -490,23 +515,23 @@ class Core:
             self.updated[lane.name] = mark = lane.mark()
         for item in items:
             cache.changed(item, mark)
-        self._hold(gradients, buckets)
-        self.done.update(dict.fromkeys(buckets))
-        cache.pinned, self.torn = (), ()  # last: an interrupt in between leaves no bucket that counts for neither
+        self._hold(updates, gradients, buckets)
+        updates.done.update(dict.fromkeys(buckets))
+        cache.pinned, updates.torn = (), ()  # last: an interrupt in between leaves no bucket that counts for neither
         cache.moved.updates += len(buckets)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)
-        self._send_home(buckets, guess)
+        self._send_home(updates, buckets, guess)
 
-    def _lane_of(self, buckets: Sequence[Bucket]) -> Lane:
+    def _lane_of(self, updates: Updates, buckets: Sequence[Bucket]) -> Lane:
         """Choose where ``buckets`` are updated. Those that are kept never stand behind one that waits for its load.
 
         The next forward needs those first. Each update waits for the one before of the same parameters: ``Item.ready``.
         """
         if not buckets[0].state.exists:
             return self.lanes.compute  # an optimizer allocates what it creates on the stream that it runs on
-        if self.updates.joined_bytes and all(one.state.kept for one in buckets) and self.mode.lane == "update":
+        if updates.joined_bytes and all(one.state.kept for one in buckets) and self.mode.lane == "update":
             return self.lanes.update_kept
         lane: Lane = getattr(self.lanes, self.mode.lane)
         return lane
@@ -518,24 +543,24 @@ class Core:
         # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
         return [self._began_at, *(self._reduced_at[group] for group in bucket.groups)]
 
-    def _hold(self, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
+    def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
         """Keep gradients until compute has waited for the update that reads them, in the next gather.
 
         Those of a group share one buffer of the reduce-scatter stream, freed with its last reference, and reductions
         wait for compute.
         """
         for one in buckets if self.mode.lane == "update" else ():
-            before = self._gradients.get(one.number, []) if one in self.done else []  # others have come late
+            before = self._gradients.get(one.number, []) if one in updates.done else []  # others have come late
             self._gradients[one.number] = [*before, *gradients]
 
-    def _send_home(self, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
+    def _send_home(self, updates: Updates, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
         """Store what an update has changed; after a guess also what is kept: the next guess needs it at home.
 
         State that passes gives its place up: the next load waits for the first of these stores, and not for the last.
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
-            if (is_state or self._is_updated(item)) and (guess is not None or not item.stays):
+            if (is_state or self._is_updated(updates, item)) and (guess is not None or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)
@@ -543,7 +568,7 @@ class Core:
             if one.streamed and one not in self._undone:
                 self.timeline.note(one.use)
 
-    def _update_on_host(self, bucket: Bucket) -> None:
+    def _update_on_host(self, updates: Updates, bucket: Bucket) -> None:
         """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
 
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
@@ -551,53 +576,58 @@ class Core:
         bucket.state.exists = True
         if self.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
             bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
-        bucket.state.home.stored = mark = self.updates.on_host(
+        bucket.state.home.stored = mark = updates.on_host(
             bucket, self._with_gradients(bucket)
         )  # R2: the update is the store
         for item in bucket.weights:
             item.beside[bucket.number] = mark
             item.known_to.clear()
-        self.done[bucket] = None
+        updates.done[bucket] = None
         self.cache.moved.updates += 1
 
-    def _is_updated(self, weights: Item) -> bool:
-        return all(one in self.done for one in self._of_weights[weights])
+    def _is_updated(self, updates: Updates, weights: Item) -> bool:
+        return updates.done.keys() >= set(self._of_weights[weights])
 
     def prefetch(self) -> None:
         """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""
         if self.away:
             return
-        timeline, gathers, loads = self.timeline, 0, 0
+        timeline, cycle, gathers, loads = self.timeline, self.timeline.cycle, 0, 0
         full: list[Pool | None] = []
-        for at, use in timeline.upcoming(AHEAD):
+        for at in timeline.upcoming(AHEAD):
+            use = cycle[at % len(cycle)]
             gathers += use.gathers
             if gathers > GATHERS_AHEAD or len(full) == len(self.cache.pools):
                 return
+            is_there = True
             for item in use.items:
-                if item.block is None and item.exists and item.pool not in full and not self._may_be_written(item):
+                is_wanted = item.block is None and item.exists and item.pool not in full
+                if is_wanted and not (item.home.exposed_at is not None and self._may_be_written(item)):
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
-                    distance = at - timeline.at
-                    if self._is_too_early(item.pool, at) or not self.cache.fetch(item, must=False, distance=distance):
+                    is_early, distance = bool(self._leads) and self._is_too_early(item.pool, at), at - timeline.at
+                    if is_early or not self.cache.fetch(item, must=False, distance=distance):
                         full.append(item.pool)
-            if max(timeline.at, timeline.there) == at and None not in [item.block for item in use.items]:
+                is_there = is_there and item.block is not None
+            if is_there and max(timeline.at, timeline.there) == at:
                 timeline.there = at + 1
 
     def _is_too_early(self, pool: Pool | None, at: int) -> bool:
         """Return whether what is used ``at`` would have to leave before, if it was loaded into ``pool`` now."""
-        lead = next((its.get(at % len(self.timeline.cycle)) for one, its in self._leads if one is pool), None)
+        iterations, own = divmod(at, len(self.timeline.cycle))
+        lead = next((its.get(own) for one, its in self._leads if one is pool), None)
         if lead is None or not self.curve.room_bytes:
             return False
-        iterations, own = divmod(at, len(self.timeline.cycle))
         ahead = iterations * len(self._beyond) + point_of(self.curve.positions, own) - self.curve.at
         return ahead > lead
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
-        if item in self._of_weights or item.home.exposed_at is None or not item.home.is_held():
+        if item in self._of_weights or not item.home.is_held():
             return False
-        return self.stepping is None or not any(bucket.state is item for bucket in self._ready)
+        ready = [] if self.updates is None else self.updates.ready
+        return self.stepping is None or not any(bucket.state is item for bucket in ready)
 
     # Those who look ---------------------------------------------------------------------------------------------------
 
@@ -642,8 +672,10 @@ class Core:
             mark.synchronize()
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
-        self.cache.pinned, self.torn = (), ()
-        self.updates.abandon(self.buckets, self.done)
+        self.cache.pinned = ()
+        if self.updates is not None:
+            self.updates.torn = ()
+            self.updates.abandon(self.buckets)
         try:
             self.cache.flush()
         finally:
@@ -652,19 +684,17 @@ class Core:
     def forget_updates(self) -> None:
         """All updates of this step have been undone: ``step()`` runs them again."""
         self._undone |= self.done.keys()
-        self.cache.pinned, self.torn = (), ()
-        self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
-        self._used_by.clear()
+        self.cache.pinned, self.updates = (), None
 
     def _updated_items(self) -> set[Item]:
         return {item for bucket in self.done for item in bucket.streamed}
 
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""
-        self.done, self._ready = {}, []
-        self.begun = self.is_seen = False
-        self._used_by.clear()  # else R1 would be waited for at the end of an update that has been abandoned
+        self.updates = None
+        self.timeline.abandon()
+        if self.curve.read is not None:
+            self.curve.end(repeats=False)
         self._undone = set()
         self.held.clear()
         self.reductions.end(stepped=False)

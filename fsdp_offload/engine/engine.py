@@ -37,7 +37,7 @@ from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
-from .updates import BucketUpdates
+from .step import Contents, Step
 from .weights import FixedHome, Weights
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,9 @@ class Engine:
         self._link = device_link(device)
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
-        self._updates = BucketUpdates(cls, self.layouts, self.plan, self.lending, self.weights, host)
-        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap, self._updates)
-        self.guesses = Guesses(self.core, self.plan, self._updates, capabilities, names)
+        self._contents = Contents(cls, self.layouts, self.plan, self.lending, self.weights, host)
+        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap)
+        self.guesses = Guesses(self.core, self._contents, capabilities, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole:
@@ -226,7 +226,7 @@ class Engine:
 
     def _step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
         """Return whether there was any gradient, and whether this iteration was as the one before."""
-        core, guesses, updates = self.core, self.guesses, self._updates
+        core, guesses = self.core, self.guesses
         self.check_usable("step()", mid_step=True)
         if lost := self.lending.lost_writes():
             warnings.warn(
@@ -239,24 +239,22 @@ class Engine:
         guesses.look()
         core.away = False
         core.come("step")
-        problem = self._problem_of_early(optimizer, states, kwargs) if core.begun else ""
+        problem = self._problem_of_early(optimizer, states, kwargs)
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
         if problem or (guesses.made and guesses.way_back.is_written()):
             guesses.take_back()
         try:
-            if not core.begun:
+            if core.updates is None:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
                 guesses.freed,
-                "Nothing has been changed." if not core.begun else "Put this right, and call step() again.",
+                "Nothing has been changed." if core.updates is None else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
             self._note_made(states)
         except BaseException:
             guesses.take_back()
-            if not core.begun:
-                updates.finish()
             raise
         try:
             guesses.settle()  # last, since it waits for the norm
@@ -266,27 +264,28 @@ class Engine:
         ended, guesses.ended = guesses.ended, set()
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         self._see_who_holds()
-        if not core.begun:
+        if guesses.step is None:
             guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
-            updates.start(optimizer, states, kwargs)
-            core.begun = True
-        updates.leave_out(ended)
+            core.updates = Step(self._contents, optimizer, states, kwargs)
+        step = guesses.step
+        assert step is not None
+        step.leave_out(ended)
         wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
-        late = set(filter(updates.is_late, core.done))
-        without, made = updates.without_state, core.cache.lasting_bytes
+        late = set(filter(step.is_late, core.done))
+        without, made = step.without_state, core.cache.lasting_bytes
         try:
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
             core.step(wanted, late)
             if self.host is not None:
                 self.host.wait_created()
             new = [param for param in without if states.get(param)]
-            self._take_results(optimizer, new, states)
+            self._take_results(step, optimizer, new, states)
             if core.cache.restore_room() or new:
                 self._take_blocks()
         except BaseException as error:
             self._note_failure(error, wanted)
             raise
-        updates.finish()
+        step.commit()
         try:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
@@ -295,7 +294,7 @@ class Engine:
 
     def _see_who_holds(self) -> None:
         """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
-        if self.host is None or self.core.begun:
+        if self.host is None or self.core.updates is not None:
             return
         homes = [bucket.state.home for bucket in self.core.buckets if bucket.on_host]
         if any(home.exposed_at is not None for home in homes):
@@ -311,20 +310,18 @@ class Engine:
                 self.core.cache.leave_room(pool)
                 return
 
-    def _take_results(self, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
-        updates = self._updates
-        assert updates.shared is not None
+    def _take_results(self, step: Step, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
         if created:
             new = set(created)
             states.move_last([param for param in params_of(optimizer) if param in new])
-        rest = updates.shared.unvisited
+        rest = step.divided.unvisited
         if rest:  # groups of which no bucket was updated: a plain step sees them as well
             groups = optimizer.param_groups
-            updates.shared.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
-        if updates.shared.changes_tensors:
+            step.divided.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
+        if step.divided.changes_tensors:
             self.core.lanes.compute.wait(*self.core.updated.values())  # R3: other lanes may still be writing them
-        updates.shared.commit(optimizer)
-        changed = updates.shared.changed_entries.keys()
+        step.divided.commit(optimizer)
+        changed = step.divided.changed_entries.keys()
         if not changed <= self.layouts.counters:
             self.layouts.count(changed)
             self._layout_keys = self._keys(optimizer)
@@ -393,7 +390,7 @@ class Engine:
         core.away = False
         self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
         begin = None
-        if core.mode.begin == "final" and not core.begun and not self.failure:
+        if core.mode.begin == "final" and core.updates is None and not self.failure:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
@@ -420,7 +417,7 @@ class Engine:
                 stacklevel=2,
             )
         new = dict.fromkeys([param for bucket in core.done.keys() - before for param in bucket.params])
-        if new and self.guesses.made and self._updates.writes_gradients:
+        if new and self.guesses.made and self._contents.writes_gradients:
             self.refuse("written gradients")
         if core.frees_gradients:
             self.guesses.spend(new)
@@ -453,26 +450,24 @@ class Engine:
         room_bytes = self._link.room_beside(self._link.taken_bytes("current"))
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
-    def _begin(self, optimizer: Optimizer, states: StateStore) -> bool:
+    def _begin(self, optimizer: Optimizer, states: StateStore) -> Step | None:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
-            return False  # this backward, or step(), will refuse these: nothing may have been updated by then
+            return None  # this backward, or step(), will refuse these: nothing may have been updated by then
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states)
-        self._updates.start(optimizer, states, {})
-        if self.core.guess is not None:
-            self.guesses.begin(states)
-        return True
+        return Step(self._contents, optimizer, states, {}, is_guess=self.core.guess is not None)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         """Say what differs between this step and the one that the backward has begun; empty: nothing."""
-        problem = self.guesses.problem(states)
+        step = self.guesses.step
+        if step is None:
+            return ""
+        problem = self.guesses.problem(step, states)
         if not problem and scaler_decides(optimizer, kwargs):
             problem = "a GradScaler decides only now whether there is a step"
-        shared = self._updates.shared
-        assert shared is not None
-        if not problem and not (shared.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
+        if not problem and not (step.divided.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
             problem = "hyperparameters have changed since then"
         return problem
 

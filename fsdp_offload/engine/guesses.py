@@ -31,9 +31,9 @@ from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_
 from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
 from ..optimizers import Capabilities
 from ..state.shard import StateShard
-from ..state.store import OwnCounters, StateStore, is_exchanged
+from ..state.store import StateStore, is_exchanged
 from .homes import Plan, home_of
-from .updates import BucketUpdates
+from .step import Contents, Step
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,9 @@ class Guesses:
         ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
-    def __init__(
-        self, core: Core, plan: Plan, updates: BucketUpdates, capabilities: Capabilities, names: Mapping[Tensor, str]
-    ) -> None:
-        self._core, self._plan, self._updates, self._names = core, plan, updates, names
-        self.old = OldParameters(plan)
+    def __init__(self, core: Core, contents: Contents, capabilities: Capabilities, names: Mapping[Tensor, str]) -> None:
+        self._core, self._contents, self._plan, self._names = core, contents, contents.plan, names
+        self.old = OldParameters(contents.plan)
         self.announced = self.blocked = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
@@ -89,7 +87,6 @@ class Guesses:
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
         self.way_back = WayBack(core, self.old.pairs_of)
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
-        self._own: OwnCounters | None = None
         self._without_state: set[Tensor] = set()
         self._is_on = True
         self._history: deque[bool] = deque(maxlen=REMEMBERED)
@@ -108,7 +105,12 @@ class Guesses:
     @property
     def made(self) -> bool:
         """Return whether this step has guesses that are neither committed nor taken back."""
-        return self._core.guess is not None and self._core.begun
+        return self._core.guess is not None and self._core.updates is not None
+
+    @property
+    def step(self) -> Step | None:
+        """The step under way."""
+        return cast(Step | None, self._core.updates)
 
     @property
     def is_ready(self) -> bool:
@@ -144,7 +146,7 @@ class Guesses:
 
     def may_begin(self) -> bool:
         """Return whether the updates of the backward that runs are guesses."""
-        if not self.is_ready or self.blocked or self._updates.writes_gradients:
+        if not self.is_ready or self.blocked or self._contents.writes_gradients:
             return False
         # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
         return not [one for one in self._plan.housed() if (spare := one.spare) is not None and spare.is_read()]
@@ -156,11 +158,6 @@ class Guesses:
         self._core.guess = self.way_back if is_guess else None
         shards = self._plan.shards.items() if is_guess else ()
         self._without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
-
-    def begin(self, states: StateStore) -> None:
-        """A step begins with guesses: updates see copies of what they may write in ``states``."""
-        self._own = OwnCounters(states, self._plan.shards)
-        self._updates.lending.guessing = self._updates.states = self._own
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
@@ -176,7 +173,7 @@ class Guesses:
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
         core = self._core
-        if core.begun or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
+        if core.updates is not None or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
             return
         for bucket in core.buckets_of(number):
             if bucket in self.old.buckets:
@@ -190,19 +187,18 @@ class Guesses:
         if self._all_one is not None and not self._flags[0].get():
             self.take_back()
             return
-        core, own = self._core, self._own
-        assert own is not None
+        core, step = self._core, self.step
+        assert step is not None and step.own is not None
         self.way_back.end()  # first: what an interrupt leaves of the rest can be taken back no more
         lane = core.lanes.update
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing their copies
-        lane.run(own.commit)
+        lane.run(step.own.commit)
         core.updated = {lane.name: (mark := lane.mark())}
         core.lanes.update_kept.wait(mark)  # R3: updates that step() runs there count on from these
-        self._updates.states = own.states
-        self._updates.lending.commit_guesses()
+        step.certain()
         self.committed += 1
-        self._put_off, self._own = [], None
+        self._put_off = []
 
     def take_back(self) -> None:
         """Undo what this step has updated: parameters, state and counters are those from before the backward."""
@@ -211,9 +207,7 @@ class Guesses:
         self.blocked = self._changed = True
         self.taken_back += 1
         self.way_back.roll_back()
-        self._updates.lending.drop_guesses()
-        self._updates.finish()
-        self._own = None
+        self._contents.lending.drop_guesses()
         self.used = {}  # they are still watched: a view of a gradient is noticed
         self._unwatch_parameters()
         self._scale_now()
@@ -351,7 +345,7 @@ class Guesses:
         now = versions_of(seen)
         return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
-    def problem(self, states: StateStore) -> str:
+    def problem(self, step: Step, states: StateStore) -> str:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
         if self._touched and (written := self.written()):
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
@@ -361,7 +355,7 @@ class Guesses:
         if self._touched:
             return "gradients have been changed since then"
         done = self._core.done
-        used = set[StateShard]().union(*self._updates.used.values())
+        used = set[StateShard]().union(*step.used.values())
         if self.made:  # all bytes of a bucket move to the spare home
             used = {shard for bucket in done for shard in home_of(bucket).shards}
         exposed = [home for bucket in done if (home := bucket.state.home).exposed_at is not None]

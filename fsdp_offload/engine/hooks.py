@@ -90,10 +90,11 @@ class ModelHooks:
         engine = self._engine
         if engine.core.guess is not None:
             engine.before_gather(number)
-        if engine.core.done and engine.core.has_updated(number):
+        step = engine.core.updates
+        if step is not None and engine.core.has_updated(number):
             if runs_in_backward():
                 engine.refuse("second backward" if in_backward else "recomputation")
-            engine.core.is_seen = True
+            step.is_seen = True
         engine.core.come((number, in_backward, torch.is_grad_enabled()))  # an evaluation comes to points of its own
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
@@ -134,7 +135,8 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine
         if optimizer is not None and not engine.core.reductions.have_begun:
             engine.expect_gradients(optimizer, self._get_states(optimizer))
-        if engine.core.is_seen or engine.core.has_updated(number):
+        step = engine.core.updates
+        if step is not None and (step.is_seen or engine.core.has_updated(number)):
             if engine.guesses.made:
                 engine.guesses.take_back()
             else:

@@ -8,7 +8,7 @@ commits it.
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -45,6 +45,20 @@ class BoundRange:
     def has_moved(self) -> bool:
         """Return whether the local shard is other memory than that it was bound to."""
         return local_shard(self.shard.param).data_ptr() != self.address
+
+    def move_to(self, memory: Tensor, weights_at: Callable[[Tensor, int, int], Tensor | None]) -> bool:
+        """Move to another place, flat bytes laid out alike; returns whether it could. State has no memory of its own.
+
+        ``weights_at``: the range of a parameter on the device, if its home is on the host.
+        """
+        if self.has_moved() or not self.shard.on_locals:
+            return False
+        for value in self.values.values():
+            value.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        weights = weights_at(self.shard.param, self.start, self.stop)
+        if weights is not None:
+            self.param.set_(weights.untyped_storage(), weights.storage_offset(), weights.shape, weights.stride())
+        return True
 
     def part_of(self, grad: Tensor | None) -> Tensor | None:
         if grad is None or not self.shard.on_locals:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp_offload import clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.core.cache import Cache, Timeline
 from fsdp_offload.core.loop import Core
-from fsdp_offload.engine import updates
+from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.homes import Lending, Plan
 from fsdp_offload.fsdp.homed import ShardedParameter
@@ -162,7 +162,7 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
     loop.optimizer.param_groups[0]["weight_decay"] = 0.0
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
-    real, left = updates.update_bucket, [None] * 5
+    real, left = steps.update_bucket, [None] * 5
 
     def update_bucket(*args: Any) -> None:
         if not left:
@@ -170,7 +170,7 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
         left.pop()
         real(*args)
 
-    monkeypatch.setattr(updates, "update_bucket", update_bucket)
+    monkeypatch.setattr(steps, "update_bucket", update_bucket)
     with pytest.raises(torch.OutOfMemoryError):
         loop.optimizer.step()
     monkeypatch.undo()

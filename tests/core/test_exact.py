@@ -16,7 +16,7 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
-from fsdp_offload.engine.updates import BucketUpdates
+from fsdp_offload.engine.step import Step
 from fsdp_offload.optimizers import divided_step
 from tests.core.deferred import DeferredLanes
 from tests.overlapping import Loop, adamw, linear_blocks, pair, same
@@ -37,7 +37,7 @@ def test_a_step_that_fails_before_its_first_update_loses_nothing_that_is_kept(
         one.train(3).backward(3)
     assert any(bucket.state.dirty for bucket in engine_of(loop.optimizer).core.buckets), "nothing is kept"
     with monkeypatch.context() as patch:
-        patch.setattr(BucketUpdates, "job", no_room)
+        patch.setattr(Step, "job", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             loop.optimizer.step()
     for one in (plain, loop):
@@ -83,13 +83,13 @@ def alive(refs: list[Any]) -> int:
 def test_copies_of_hyperparameters_and_of_a_scale(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make(mesh, "forward", torch.tensor(1e-2))
     refs: list[Any] = []
-    plain_start = BucketUpdates.start
+    made = Step.__init__
 
-    def start(updates: BucketUpdates, *args: Any) -> None:
-        plain_start(updates, *args)
-        refs[:] = map(weakref.ref, updates.shared.copies)
+    def make_noted(opened: Step, *args: Any, **options: Any) -> None:
+        made(opened, *args, **options)
+        refs[:] = map(weakref.ref, opened.divided.copies)
 
-    monkeypatch.setattr(BucketUpdates, "start", start)
+    monkeypatch.setattr(Step, "__init__", make_noted)
     for _ in range(3):
         backward(model)
         assert alive(refs) == 0, "kept longer than needed"

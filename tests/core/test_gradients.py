@@ -146,9 +146,9 @@ def test_a_load_forgets_which_updates_have_used_gradients(loops: tuple[Loop, Loo
     saved = loop.optimizer.state_dict()
     for step in range(2):
         backward(loop, step)
-        assert engine_of(loop.optimizer).core._used_by
+        assert engine_of(loop.optimizer).core.updates.used_by
         loop.optimizer.load_state_dict(saved)
-        assert not engine_of(loop.optimizer).core._used_by
+        assert engine_of(loop.optimizer).core.updates is None
         loop.optimizer.zero_grad()
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_offload import clip_grad_norm_, offload_report
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
-from fsdp_offload.engine import updates
+from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.guesses import Guesses
 from fsdp_offload.fsdp.dtensor import local_shard
@@ -172,7 +172,7 @@ def test_an_optimizer_that_begins_to_write_its_gradients(
     for each in (plain, loop):
         train(each, [NEVER] * 4)
     saved = copy.deepcopy((plain.model.state_dict(), plain.optimizer.state_dict()))
-    update = updates.update_bucket
+    update = steps.update_bucket
 
     def writing(step: Any, ranges: Any, states: Any) -> None:
         update(step, ranges, states)
@@ -181,7 +181,7 @@ def test_an_optimizer_that_begins_to_write_its_gradients(
                 one.gradient.mul_(1.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(updates, "update_bucket", writing)
+        patch.setattr(steps, "update_bucket", writing)
         with pytest.raises(RuntimeError, match="has begun to write the gradients that it is given"):
             loop.backward(4)
     plain.backward(4)
@@ -400,7 +400,7 @@ def test_an_update_that_fails_in_the_backward(
     """Parameters, state and counters are those from before it; fully_shard itself does not go on after that."""
     plain, loop = pair(mesh, clipping(parameters=parameters))
     compare((plain, loop), [NEVER] * 5)
-    update, calls = updates.update_bucket, []
+    update, calls = steps.update_bucket, []
 
     def failing(*args: Any) -> None:
         update(*args)
@@ -409,7 +409,7 @@ def test_an_update_that_fails_in_the_backward(
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(updates, "update_bucket", failing)
+        patch.setattr(steps, "update_bucket", failing)
         with pytest.raises(ZeroDivisionError):
             loop.backward(5)
     assert len(calls) == nth

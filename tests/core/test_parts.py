@@ -1,6 +1,5 @@
 """The timeline, victims of the cache, sizes of buckets and the rule of the room, each by itself."""
 
-import itertools
 import re
 from collections import defaultdict
 from types import SimpleNamespace
@@ -49,7 +48,8 @@ def after(timeline: Timeline, items: dict[str, Item], text: str) -> str:
     uses = {use.name: use for use in timeline.cycle}
     for name in text:
         timeline.note(uses[name])
-    upcoming = "".join(str(use.name) for _, use in itertools.islice(timeline.upcoming(4), 4))
+    cycle = timeline.cycle
+    upcoming = "".join(str(cycle[at % len(cycle)].name) for at in timeline.upcoming(4)[:4])
     ahead = timeline.distances(items.values())
     return upcoming + " " + " ".join(f"{name}{number}" for name, number in zip(items, ahead, strict=True))
 

@@ -22,19 +22,26 @@ from fsdp_offload.core import cache as cache_module
 from fsdp_offload.core import loop as loop_module
 from fsdp_offload.core.buckets import ELSEWHERE, Bucket, make_pools, need
 from fsdp_offload.core.items import BytesAtHome, Home, Item
+from fsdp_offload.core.loop import Updates
 
 from .deferred import DeferredLanes, IssuedError
 
 MODES = ("step", "forward", "iteration")
 
 
-class Counting:
+class Counting(Updates):
     """Updates that add a gradient of ones to parameters and state."""
 
     def __init__(self, weights: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
+        super().__init__(0)
         self.weights, self.grads = weights, grads
         self.marks: dict[int, Item] = {}
-        self.joined_bytes = 0
+
+    def again(self) -> "Counting":
+        """For another step."""
+        other = Counting(self.weights, self.grads)
+        other.marks, other.joined_bytes = self.marks, self.joined_bytes
+        return other
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Any]:
         grads = [self.grads[group] for bucket in buckets for group in bucket.groups]
@@ -83,7 +90,7 @@ class Trial:
         self.updates = Counting(self.weights, self.grads)
         others = random.Random(self.seed + 1)  # the rest is drawn as ever
         self.updates.joined_bytes = others.choice([0, 32, 1 << 20])
-        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap, self.updates)
+        self.core = self.core_class(self.lanes, torch.device("cpu"), self.overlap)
         self.clips = rng.choice([None, 0.0, 0.4, 1.0]) if self.overlap == "iteration" else None  # how often it binds
         self.core.frees_gradients = rng.random() < 0.5 and self.clips is None
         if self.elsewhere:
@@ -251,7 +258,7 @@ class Trial:
         before = set(self.core.done)
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
-            self.core.reduced(g, event, lambda: True, self.takes)
+            self.core.reduced(g, event, self.updates.again, self.takes)
             self.note(before)
         except IssuedError:
             self.note(before)
@@ -318,6 +325,7 @@ class Trial:
         wanted = [bucket for bucket in core.buckets if rng.random() < 0.9 or bucket in core.done]
         before = set(core.done)
         self.come()
+        core.updates = core.updates or self.updates.again()
         core.step(wanted)
         self.note(before)
         core.end()

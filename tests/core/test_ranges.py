@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.engine import engine_of
-from fsdp_offload.engine.updates import BucketUpdates
+from fsdp_offload.engine.step import Step
 from tests.async_writers import Reading
 from tests.parity import attach
 
@@ -71,18 +71,18 @@ def test_a_step_that_fails_between_two_ranges_while_a_save_reads(monkeypatch: py
     plain, ours = make(SPARE)
     for one in (plain, ours):
         step(one, 0)
-    before, updated, job = seen(plain), [], BucketUpdates.job
+    before, updated, job = seen(plain), [], Step.job
     step(plain, 1)
     after = seen(plain)
     read(ours)
 
-    def failing(updates: BucketUpdates, buckets: Any) -> Any:
+    def failing(opened: Step, buckets: Any) -> Any:
         if len(updated) >= 3:
             raise LookupError("no such table")
         updated.extend(buckets)
-        return job(updates, buckets)
+        return job(opened, buckets)
 
-    monkeypatch.setattr(BucketUpdates, "job", failing)
+    monkeypatch.setattr(Step, "job", failing)
     with pytest.raises(LookupError, match="no such table"):
         step(ours, 1)
     parts = engine_of(ours).plan.shards

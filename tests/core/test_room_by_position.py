@@ -4,6 +4,7 @@ The CPU has no allocator that counts, so hooks on the model count for it: each b
 in the forward, and frees them in the backward.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.core.cache import Cache
 from fsdp_offload.core.curve import Reading
+from fsdp_offload.core.items import Block, Item
 from fsdp_offload.core.loop import Core
+from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.optimizers.bucket_update import BoundRange
 from tests.overlapping import Loop, adamw, same
 
 ACTIVATIONS = 60_000
@@ -207,6 +211,27 @@ def test_a_loop_that_is_never_the_same_has_none(mesh: DeviceMesh) -> None:
     assert not model.core.curve.room_bytes
     (pool,) = model.core.cache.pools
     assert pool.made <= pool.count
+
+
+FEW = {"few": {**WAYS["parameters"], "device_bytes": 70_000}}
+
+
+@pytest.mark.parametrize("fields", [*WAYS.values(), *FEW.values()], ids=[*WAYS, *FEW])
+def test_what_was_bound_to_one_place_moves_to_another(
+    mesh: DeviceMesh, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "MOST_BOUND", 1)
+    rng, room_for = random.Random(0), Cache._room_for
+
+    def shuffled(cache: Cache, item: Item, *args: Any) -> Block | None:
+        rng.shuffle(item.pool.free)
+        return room_for(cache, item, *args)
+
+    monkeypatch.setattr(Cache, "_room_for", shuffled)
+    plain, loop, _ = made(mesh, fields)
+    with counted(BoundRange, "move_to") as moved:
+        assert same(plain.train(12), loop.train(12))
+    assert moved
 
 
 @contextmanager

@@ -31,20 +31,19 @@ def put(folder: Path, *names: str, content: Any = ADAM) -> None:
             save_file(WEIGHTS, path)
             continue
         with path.open("wb") as stream:
-            torch.save(content, stream)
+            torch.save(WEIGHTS if name.rpartition("/")[2].startswith("model_world") else content, stream)
 
 
 VERL = [f"{what}_world_size_3_rank_{rank}.pt" for what in ("model", "optim", "extra_state") for rank in range(3)]
 DEEPSPEED = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
-MERGER = "python -m verl.model_merger merge --backend fsdp --local_dir {}/{} --target_dir DST"
+CONVERT = "checkpoint-tools convert {} DST makes a checkpoint of DCP of it, with the optimizer's state"
 ZERO = "python {}/{}zero_to_fp32.py {}/{} DST --safe_serialization"
 
 FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {  # files, what is given of them, and what is said
-    "verl": (VERL, "", ["has a file for each rank, as verl writes them", MERGER.format("{}", "").replace("{}/", "{}")]),
     "verl, a step": (
         [f"actor/{name}" for name in VERL] + ["data.pt"],
         "",
-        ["{}/actor has", MERGER.format("{}", "actor")],
+        ["{}/actor has a file for each rank, as verl and SkyRL write them", CONVERT.format("{}/actor")],
     ),
     "DeepSpeed": (
         [*(f"global_step70/{name}" for name in DEEPSPEED), "latest", "zero_to_fp32.py"],
@@ -177,10 +176,10 @@ def test_one_ranks_file_is_a_part(tmp_path: Path, mesh: DeviceMesh) -> None:
         )
 
     torch.save({"w": of_ranks(torch.ones(2, 3), 4), "n": 1}, tmp_path / "model_world_size_4_rank_1.pt")
-    merger = MERGER.replace("{}/{}", f"{tmp_path}")
+    works = CONVERT.format(tmp_path)
     ran = tool.run("convert", tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "new")
-    tool.assert_one_line(ran, "has a part of w, as one rank of several has it", merger)
-    tool.assert_one_line(tool.run("inspect", tmp_path / "model_world_size_4_rank_1.pt"), merger)
+    tool.assert_one_line(ran, "has a part of w, as one rank of several has it", works)
+    tool.assert_one_line(tool.run("inspect", tmp_path / "model_world_size_4_rank_1.pt"), works)
     torch.save({"w": of_ranks(torch.ones(2, 3), 1)}, tmp_path / "whole.pt")
     tool.shown("convert", tmp_path / "whole.pt", tmp_path / "new")
     assert tool.values_of(tmp_path / "new")["w"].equal(torch.ones(2, 3))

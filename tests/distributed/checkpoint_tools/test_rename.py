@@ -130,7 +130,7 @@ def test_what_is_asked_for_wrongly_and_a_family_of_ones_own(tmp_path: Path) -> N
     weights = {key: value.contiguous() for key, value in model_of("qwen3").state_dict().items()}
     source = save(tmp_path / "source", {**weights, "extra.weight": torch.ones(1)})
     for line in """
-gemma hf hf                            | no family 'gemma'; there are llama, qwen3, qwen3-moe
+gemma hf hf                            | no family 'gemma'; there are llama, mixtral, qwen3, qwen3-moe
 qwen3 hf nemo                          | no framework 'nemo' in the family qwen3; there are hf, torchtitan
 qwen3 hf hf                            | --from and --to are both hf
 qwen3 hf torchtitan                    | no name is known for extra.weight. Is it this family

@@ -1,0 +1,146 @@
+"""A folder of transformers' Trainer, whose optimizer.pt knows parameters by number: a checkpoint with state by name."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from tests.checkpoint_tools.saves import Trap, same_bits
+from tests.checkpoint_tools.tool import assert_one_line, made, names, run, shown, values_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+
+
+class Run:
+    """Two steps of the real Trainer; ``frozen``: parameters whose names begin so are not trained."""
+
+    def __init__(self, folder: Path, frozen: str = "nothing") -> None:
+        torch.manual_seed(0)
+        self.model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL))
+        for name, param in self.model.named_parameters():
+            param.requires_grad_(not name.startswith(frozen))
+        tokens = torch.arange(8) % 5
+        data: Any = [{"input_ids": tokens, "labels": tokens}] * 4
+        told = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+        args = hf.TrainingArguments(folder, max_steps=2, save_steps=2, weight_decay=0.1, learning_rate=0.125, **told)
+        self.trainer = hf.Trainer(self.model, args, train_dataset=data)
+        self.trainer.train()
+        self.folder = folder / "checkpoint-2"
+        self.names = [name for name, _ in self.model.named_parameters()]
+
+    def groups(self) -> list[list[str]]:
+        """The names of each param group, by the parameters themselves."""
+        names = {param: name for name, param in self.model.named_parameters()}
+        return [[names[param] for param in group["params"]] for group in self.trainer.optimizer.param_groups]
+
+    def assert_is(self, folder: Path) -> None:
+        """Plain DCP reads every tensor, counter and option of the files, under these names."""
+        wanted: dict[str, Any] = {f"model.{k}": v for k, v in load_file(self.folder / "model.safetensors").items()}
+        saved = torch.load(self.folder / "optimizer.pt")
+        for number, name in enumerate(name for group in self.groups() for name in group):
+            wanted.update({f"optimizer.state.{name}.{key}": value for key, value in saved["state"][number].items()})
+        for number, (group, own) in enumerate(zip(saved["param_groups"], self.groups(), strict=True)):
+            wanted.update({f"optimizer.param_groups.{number}.{k}": v for k, v in (group | {"params": own}).items()})
+        found = values_of(folder)
+        assert found.keys() == wanted.keys()
+        assert [key for key, value in wanted.items() if not same_bits(value, found[key])] == []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("trained"))
+
+
+def converted(folder: Path, new: Path, given: Sequence[Any]) -> Path:
+    file = new.with_suffix(".json")
+    file.write_text(json.dumps(given))
+    return made("convert", folder, new, "--names", file)
+
+
+def test_every_number_gets_its_name(trained: Run, tmp_path: Path) -> None:
+    """Weights that decay and others are two groups, and the tied head is no parameter: there is one way."""
+    assert [len(group) for group in trained.groups()] == [15, 11]
+    new = converted(trained.folder, tmp_path / "flat", trained.names)
+    trained.assert_is(new)
+    assert (new / "trainer_state.json").exists()
+    trained.assert_is(converted(trained.folder, tmp_path / "groups", trained.groups()))
+    made("convert", new, tmp_path / "safetensors")
+    assert "the same: " in shown("diff", new, made("convert", tmp_path / "safetensors", tmp_path / "back"))
+
+
+def test_a_frozen_layer_fits_twice_and_is_asked_for(tmp_path: Path) -> None:
+    run_ = Run(tmp_path / "run", frozen="model.layers.0")
+    (tmp_path / "names.json").write_text(json.dumps(run_.names))
+    command = ("convert", run_.folder, tmp_path / "new", "--names", tmp_path / "names.json")
+    assert_one_line(
+        run(*command), "14 of them in groups of [8, 6], and several ways to name them fit; give --names FILE"
+    )
+    run_.assert_is(converted(run_.folder, tmp_path / "groups", run_.groups()))
+    run_.assert_is(converted(run_.folder, tmp_path / "flat", [n for n in run_.names if "layers.0" not in n]))
+
+
+def _without_a_group(folder: Path) -> None:
+    state = torch.load(folder / "optimizer.pt")
+    del state["param_groups"][1]
+    torch.save(state, folder / "optimizer.pt")
+
+
+def _with_another_shape(folder: Path) -> None:
+    state = torch.load(folder / "optimizer.pt")
+    state["state"][3]["exp_avg"] = torch.zeros(3, 5)
+    state["state"][3]["exp_avg_sq"] = torch.zeros(3, 5)
+    torch.save(state, folder / "optimizer.pt")
+
+
+def _with_a_trap(folder: Path) -> None:
+    torch.save({"state": {}, "param_groups": Trap(folder / "ran")}, folder / "optimizer.pt")
+
+
+def _swapped(names: list[str]) -> list[str]:
+    return [names[1], names[0], *names[2:]]
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], Callable[[list[str]], Any], str]] = {
+    "state in no group": (_without_a_group, list, "a parameter with state is in no param group"),
+    "another shape": (_with_another_shape, list, "the model's names and shapes do not fit"),
+    "another order": (lambda _: None, _swapped, "the model's names and shapes do not fit"),
+    "a name too few": (lambda _: None, lambda names: names[1:], "the model's names and shapes do not fit"),
+    "a name of no weight": (lambda _: None, lambda names: [*names, "x"], "--names has x, and"),
+    "one group's names": (lambda _: None, lambda names: [names], "the model's names and shapes do not fit"),
+    "something to run": (_with_a_trap, list, "optimizer.pt cannot be understood (it asks for posix.system"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str, trained: Run, tmp_path: Path) -> None:
+    spoil, given, said = REFUSED[case]
+    folder = Path(shutil.copytree(trained.folder, tmp_path / "source"))
+    spoil(folder)
+    (tmp_path / "names.json").write_text(json.dumps(given(trained.names)))
+    assert_one_line(run("convert", folder, tmp_path / "new", "--names", tmp_path / "names.json"), said)
+    assert names(tmp_path) == ["names.json", "source"]
+    assert not (folder / "ran").exists()
+
+
+def test_without_names_it_says_what_to_give(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text(json.dumps(trained.names))
+    told = "optimizer.pt has the optimizer's state, which would be left behind", "--names FILE one of both", "--exclude"
+    assert_one_line(run("convert", trained.folder, tmp_path / "new"), *told)
+    weights = made("convert", trained.folder, tmp_path / "weights", "--exclude", "optimizer.pt")
+    idle = run("convert", weights, tmp_path / "new", "--names", tmp_path / "names.json")
+    assert_one_line(idle, "--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")
