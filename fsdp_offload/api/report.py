@@ -280,6 +280,11 @@ def notes_of(engine: Engine) -> Iterator[str]:
         yield "NOTHING IS OFFLOADED: all of the state fits into device_bytes and stays on the device."
     if engine.device.type == "cpu":
         yield "The parameters are on the CPU: offloading works, but there is nothing to gain."
+    elif engine.device.type != "cuda" or torch.version.hip is not None:
+        yield (
+            f"fsdp_offload was not tested on {'ROCm' if torch.version.hip else engine.device.type}, where torch's own "
+            "calls copy, not the CUDA driver's: compare some steps with a run without offload."
+        )
     limit_bytes = engine.policy.device_bytes
     blocks_bytes = sum(pool.least * pool.nbytes for pool in engine.core.cache.pools)
     needed_bytes = max(blocks_bytes, sum(sizes) if whole else max(sizes, default=0))

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.api.report import notes_of
+from fsdp_offload.engine.engine import engine_of
 from tests.parity import Pair, Run, Zoo, make_pair
 from tests.policies import with_share
 from tests.tiers import spread
@@ -253,6 +255,16 @@ def test_one_warning_on_the_cpu_that_there_is_nothing_to_gain() -> None:
     assert "on the CPU: offloading works, but there is nothing to gain" in str(warned[0].message)
     assert warned[0].filename == __file__
     assert "nothing to gain" in str(optimizer.offload_report())
+
+
+def test_an_accelerator_that_no_test_has_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(offload_optimizer(torch.optim.AdamW(Net().parameters()), policy=POLICY))
+    for device, hip, name in (("cpu", None, ""), ("cuda", None, ""), ("cuda", "6.4", "ROCm"), ("xpu", None, "xpu")):
+        monkeypatch.setattr(engine, "device", torch.device(device))
+        monkeypatch.setattr(torch.version, "hip", hip)
+        told = [note for note in notes_of(engine) if "was not tested on" in note]
+        assert len(told) == bool(name)
+        assert all(f"on {name}, where" in note for note in told)
 
 
 def test_an_offload_that_moves_nothing_says_so_loudly() -> None:

@@ -1112,6 +1112,7 @@ ELSEWHERE = {
         "no parameter is trained",
         "all of the state fits into device_bytes",
         "there is nothing to gain",
+        "fsdp_offload was not tested on",
         "last step: updated",
         "last iteration",
         "held until step()",

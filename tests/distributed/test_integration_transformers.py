@@ -82,6 +82,11 @@ def trainer_of(kind: str, policy: dict[str, Any] | None, options: dict[str, Any]
     for name in ("train_dataset", "eval_dataset"):
         common[name] = Dataset.from_list([{"input_ids": row["input_ids"]} for row in common[name]])  # type: ignore[attr-defined]
     cls = SFTTrainer if policy is None else type("OffloadSFTTrainer", (OffloadTrainer, SFTTrainer), {})
+    if kind == "lora":
+        from peft import LoraConfig
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        common["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     return on_any_device(cls)(model_of(), SFTConfig(**options, max_length=LENGTH), processing_class=tokenizer, **common)
 
 
@@ -144,6 +149,8 @@ def script(
         trainer.args.max_steps = 2
         trainer.train()
     assert is_offloaded(trainer.optimizer) == (policy is not None)
+    trained = [name for name, param in trainer.model.named_parameters() if param.requires_grad]
+    assert all(("lora_" in name) == (kind == "lora") for name in trained)
     if policy is not None:
         assert_at_home(trainer.optimizer.optimizer)
     record(folder, name, rank, seen, trainer.model, [trainer.optimizer])
@@ -151,13 +158,21 @@ def script(
 
 OF_TRAINER = proves("transformers' Trainer", "transformers", TRAINS, RESUMES, OTHER_RANKS)
 OF_SFT = proves("TRL's SFTTrainer", "trl", TRAINS, RESUMES)
+OF_LORA = proves("TRL's SFTTrainer with LoRA", "peft", TRAINS, RESUMES)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("trainer", marks=OF_TRAINER), pytest.param("sft", marks=OF_SFT)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("trainer", marks=OF_TRAINER),
+        pytest.param("sft", marks=OF_SFT),
+        pytest.param("lora", marks=OF_LORA),
+    ],
+)
 def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
-    if kind == "sft":
-        pytest.importorskip("trl")
+    for package in {"sft": ("trl",), "lora": ("trl", "peft")}.get(kind, ()):
+        pytest.importorskip(package)
     plain: dict[str, Any] = {"kind": kind}
     offloaded = {**plain, "policy": POLICY}
     first = {"plain": plain, "offloaded": offloaded}

@@ -1,12 +1,15 @@
 """Megatron-Bridge #4217: the three call sites in Bridge's loop, where the flag had been a silent no-op."""
 
 import functools
+import sys
 import warnings
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from fsdp_offload import (
     OffloadedOptimizer,
@@ -18,6 +21,8 @@ from fsdp_offload import (
     remove_offload,
 )
 from tests.cpu.test_megatron_chain import POLICY, ChainedOptimizer, DistributedOptimizer, Loop, Stub, assert_same
+from tests.pages import blocks_of
+from tests.seeds import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 
@@ -157,3 +162,37 @@ def test_a_step_that_is_run_again_calls_the_sites_again() -> None:
                     loop.train_step(number)
             loop.train_step(number)
         assert_same(on, off)
+
+
+class BridgeLoop(Loop):
+    """A loop whose phases are called by the callback of our page, or by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(flag=False)
+        config = SimpleNamespace(finalize_model_grads_func=self.finalize)
+        self.chunks = [SimpleNamespace(module=SimpleNamespace(config=config), config=config)]
+        self.mains_bytes: list[int] = []
+
+    def forward_step(self, state: Any, data_iterator: Iterator[int], model: Any) -> Tensor:
+        assert state is not None
+        assert model is self.chunks[0]
+        self.mains_bytes.append(sum(main.untyped_storage().nbytes() for main in self.dense.mains))
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(next(data_iterator)))
+        return self.model[1](self.model[0](x.bfloat16()).float()).square().mean()
+
+
+def test_the_callback_of_the_page_trains_the_same_bits(monkeypatch: pytest.MonkeyPatch, reloads: list[str]) -> None:
+    for name in ("bridge", "bridge.training"):
+        monkeypatch.setitem(sys.modules, f"megatron.{name}", ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.callbacks", bridge)
+    utils = SimpleNamespace(get_model_config=lambda model: model.module.config)  # as it looks through wrappers
+    monkeypatch.setitem(sys.modules, "megatron.core.utils", utils)
+    (code,) = (block.code for block in blocks_of("docs/megatron.md") if "import Callback" in block.code)
+    on, off = BridgeLoop(), BridgeLoop()
+    exec(code, {"config": on, "forward_step_func": on.forward_step, "pretrain": bridge.pretrain})
+    bridge.pretrain(off, off.forward_step)
+    assert_same(on, off)
+    assert on.mains_bytes == 8 * [0]
+    assert all(off.mains_bytes)
+    assert len(reloads) == 4 * 2
+    assert on.calls == off.calls

@@ -60,6 +60,14 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {  # files, what is given
         "",
         ["is DeepSpeed's universal checkpoint", "load_universal"],
     ),
+    "torch_checkpointing": (
+        [f"{item}_{rank}.pt" for item in ("model", "optimizer") for rank in range(2)],
+        "",
+        [
+            "{} has a file for each item and rank, as torch_checkpointing writes them",
+            "CheckpointManager alone loads it",
+        ],
+    ),
     "torchtune": (["recipe_state.pt"], "", ["torchtune", "checkpoint-tools convert {}/recipe_state.pt DST"]),
     "torchtune, a run": (
         [
