@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
 
-from ..api.wrapped import optimizers_in
+from ..api.wrapped import offloaded, optimizers_in
 from ..device.arena import Region, aligned
 from ..engine.engine import Engine, engine_of
 from ..engine.homes import Lending
@@ -36,6 +36,7 @@ from ..fsdp.dtensor import local_shard, over_local
 from ..policy import check_is
 from ..state.layout import dense_stride, describe_value, leaves_of
 from ..state.shard import ShardHome
+from .plain import refuse_templates
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class ArenaStager(AsyncStager):
         Waits for the last save, for stores of the last step and for the copy of what is not at home. No collective.
 
         Raises:
+            ValueError: ``for_load=True`` made it, to load into, and nothing has been.
             RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
                 state has moved since.
         """
@@ -102,6 +104,7 @@ class ArenaStager(AsyncStager):
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
+        refuse_templates({keystr(path): value for path, value in tree_leaves_with_path(state_dict)}, offloaded)
         collects = gc.isenabled()
         gc.disable()  # so many new objects would set it off, and a full collection takes longer than all the rest
         try:

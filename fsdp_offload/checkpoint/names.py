@@ -165,6 +165,11 @@ class Experts:
         """
         given = {"expert_parallel_rank": expert_parallel_rank, "num_local_experts": num_local_experts}
         _check_numbers("Experts.of_rank(expert_parallel_rank, num_local_experts)", **given)
+        if expert_parallel_rank < 0 or num_local_experts < 1:
+            raise ValueError(
+                "Experts.of_rank: expected expert_parallel_rank >= 0 and num_local_experts >= 1, got "
+                f"{expert_parallel_rank} and {num_local_experts}"
+            )
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def global_name(self, name: str) -> str:

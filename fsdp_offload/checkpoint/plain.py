@@ -1,7 +1,7 @@
 """Optimizers that are not offloaded, as the functions for state dicts see them: state as it is, and never a step."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..api.checks import names_by_place
-from ..api.wrapped import attachment_of, states_of
+from ..api.wrapped import attached, attachment_of, states_of
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import compute_device, local_shard, over_local
 from ..optimizers import capabilities_for
 from ..optimizers.kept_state import Layouts, zero_like
-from ..state.layout import is_size, is_trained, params_of
+from ..policy import listed
+from ..state.layout import is_size, is_trained, leaves_of, params_of
 from ..state.shard import StateShard
 from ..state.store import OffloadedState, StateStore, UserState, address_of
 
@@ -64,6 +65,35 @@ def seen(optimizer: Optimizer) -> Seen:
     if optimizer not in _offered:
         _offered[optimizer] = OffloadedState(SimpleNamespace(lending=SimpleNamespace()), {})  # empty: it only notes
     return Seen(Unmoved(optimizer), _offered[optimizer], StateStore(optimizer.state))
+
+
+def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse to save what ``for_load`` gave to load into, and wait for the stores of the rest.
+
+    Args:
+        values: of the state dict, by key.
+        optimizers: offloaded ones.
+
+    Raises:
+        ValueError: some of it is such memory, and nothing has been loaded there.
+    """
+    leaves = [leaf for value in values.values() for leaf in leaves_of(value)]
+    empty = [key for key, value in values.items() if is_template(value)]
+    for one in list(optimizers):
+        engine, states = attached(one).engine, states_of(one)
+        homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
+        empty += [
+            shard.name
+            for param, shard in engine.plan.shards.items()
+            if shard.home in homes and param not in states and all(map(states.is_untouched, shard.homes.values()))
+        ]
+        if homes:
+            engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
+    if empty:
+        raise ValueError(
+            f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have no "
+            "state yet. Save what get_optimizer_state_dict() gives without for_load."
+        )
 
 
 def is_template(value: object) -> bool:

@@ -36,14 +36,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ..api.wrapped import attached, offloaded, states_of
+from ..api.wrapped import offloaded
 from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import check_choices, check_is, listed
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
 from .names import by_bare_name, parameter_of, tells, without_wrappers
-from .plain import is_template
+from .plain import refuse_templates
 from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
@@ -419,23 +419,8 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: consolidated by HuggingFaceStorageWriter, tensors without dimensions are 0: "
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
-        leaves = [leaf for value in self.state_dict.values() for leaf in leaves_of(value)]
-        empty = [key for key, value in self.state_dict.items() if self.waits_for_stores and is_template(value)]
-        for one in list(offloaded) if self.waits_for_stores else ():
-            engine, states = attached(one).engine, states_of(one)
-            homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
-            empty += [
-                shard.name
-                for param, shard in engine.plan.shards.items()
-                if shard.home in homes and param not in states and all(map(states.is_untouched, shard.homes.values()))
-            ]
-            if homes:
-                engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
-        if empty:
-            raise ValueError(
-                f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have "
-                "no state yet. Save what get_optimizer_state_dict() gives without for_load."
-            )
+        if self.waits_for_stores:
+            refuse_templates(self.state_dict, offloaded)
         plan = super().create_local_plan()
         return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
 

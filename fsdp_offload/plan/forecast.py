@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.buckets import JOINED_BYTES, LARGEST_BYTES
 from ..core.items import PASSING
-from ..policy import MIB, OffloadPolicy, OverlapKind, check_is
+from ..policy import MIB, OffloadPolicy, OverlapKind, as_policy, check_is
 from .blocks import Blocks
 from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
@@ -126,6 +126,8 @@ class Plan:
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
+        if overlap is not None and overlap not in order:
+            raise ValueError(f"best: overlap must be one of {', '.join(map(repr, order))}, got {overlap!r}")
         allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
         return [one for one in self.forecasts if one.policy is None or one.policy.overlap in allowed]
 
@@ -166,6 +168,8 @@ def plan(
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
     check_is(trace, list | tuple | None, "plan: trace must be one of Model.trace()", line)
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
+    policies = None if policies is None else [as_policy(one) for one in policies]
+    check_is(machine, Machine | str | Path, "plan: machine must be a name, a TOML file or a Machine", line)
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
     if not all(
         value is None or (isinstance(value, int | float) and 0 < value < math.inf) for value in changes.values()

@@ -235,6 +235,17 @@ def test_state_of_a_plain_optimizer_is_copied(tmp_path: Path) -> None:
 # Writers that fail ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_memory_to_load_into_is_not_staged(is_offloaded: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters())
+    if is_offloaded:
+        attach(optimizer, policy=policy())
+    template = {"optimizer": get_optimizer_state_dict(model, optimizer, for_load=True)}
+    with pytest.raises(ValueError, match=r"for_load=True made this state dict.*Save what"):
+        ArenaStager(optimizer).stage(template)
+
+
 def test_a_save_that_fails_before_it_looks_at_anything_ends(tmp_path: Path) -> None:
     """As where no writer is found for the path: a disk that is read-only, a scheme that nobody knows."""
     training = trained(NO_SPARE)

@@ -1133,6 +1133,7 @@ ELSEWHERE = {
         "expected chunks of a tensor of shape",
         "a ShardTensor is being copied into a plain tensor",
         "expected first >= 0 and count >= 1",
+        "expected expert_parallel_rank >= 0 and num_local_experts >= 1",
         "local experts are 0 to",
     ),
 }
