@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..api.checks import names_by_place
 from ..api.wrapped import attached, attachment_of, states_of
+from ..engine.engine import Engine
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import compute_device, local_shard, over_local
 from ..optimizers import capabilities_for
@@ -67,8 +68,8 @@ def seen(optimizer: Optimizer) -> Seen:
     return Seen(Unmoved(optimizer), _offered[optimizer], StateStore(optimizer.state))
 
 
-def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> None:
-    """Refuse to save what ``for_load`` gave to load into, and wait for the stores of the rest.
+def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> list[Engine]:
+    """Refuse to save what ``for_load`` gave to load into; returns the engines whose homes are among the rest.
 
     Args:
         values: of the state dict, by key.
@@ -78,7 +79,7 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
         ValueError: some of it is such memory, and nothing has been loaded there.
     """
     leaves = [leaf for value in values.values() for leaf in leaves_of(value)]
-    empty = [key for key, value in values.items() if is_template(value)]
+    empty, found = [key for key, value in values.items() if is_template(value)], []
     for one in list(optimizers):
         engine, states = attached(one).engine, states_of(one)
         homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
@@ -87,13 +88,13 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
             for param, shard in engine.plan.shards.items()
             if shard.home in homes and param not in states and all(map(states.is_untouched, shard.homes.values()))
         ]
-        if homes:
-            engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
+        found += [engine] if homes else []
     if empty:
         raise ValueError(
             f"nothing has been written: for_load=True made this state dict, to load into; {listed(empty)} have no "
             "state yet. Save what get_optimizer_state_dict() gives without for_load."
         )
+    return found
 
 
 def is_template(value: object) -> bool:

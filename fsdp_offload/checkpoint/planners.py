@@ -420,7 +420,8 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
         if self.waits_for_stores:
-            refuse_templates(self.state_dict, offloaded)
+            for engine in refuse_templates(self.state_dict, offloaded):
+                engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
         plan = super().create_local_plan()
         return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
 

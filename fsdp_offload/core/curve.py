@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 
 class History(Protocol):
-    """What the allocator has done between two calls, in the host's program order."""
+    """Records what the allocator does between two calls, in the host's program order."""
 
     def begin(self) -> bool:
         """Begin to record; returns whether it does."""
@@ -150,7 +150,7 @@ class Curve:
 
 
 class RoomHere:
-    """What the room means for blocks. It is exchanged as a whole: behind an interrupt, nothing of it is half done.
+    """Holds what the room means for blocks. It is exchanged as a whole: an interrupt leaves nothing of it half done.
 
     Attributes:
         curve_bytes: the room of the curve that it was made of.

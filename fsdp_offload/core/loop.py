@@ -587,11 +587,8 @@ class Core:
                     loads += use.gathers
                     if loads > LOADS_FOR_GATHERS:
                         return
-                    distance, is_early = (
-                        at - timeline.at,
-                        self._room.is_known and self._room.is_too_early(item.pool, at),
-                    )
-                    if is_early or not self.cache.fetch(item, must=False, distance=distance):
+                    is_early = self._room.is_known and self._room.is_too_early(item.pool, at)
+                    if is_early or not self.cache.fetch(item, must=False, distance=at - timeline.at):
                         full.append(item.pool)
                 is_there = is_there and item.block is not None
             if is_there and max(timeline.at, timeline.there) == at:

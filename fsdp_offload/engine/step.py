@@ -33,7 +33,7 @@ UPDATED_BYTES = 4 * LARGEST_BYTES
 
 @dataclass(eq=False)
 class Contents:
-    """What all steps of one optimizer are about. It never refers to the optimizer.
+    """Holds what all steps of one optimizer are about. It never refers to the optimizer.
 
     Attributes:
         cls: the user's optimizer class.

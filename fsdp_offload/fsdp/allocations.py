@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator has allocated and freed, one after the other, by its private memory history.
+"""Records what torch's CUDA allocator allocates and frees, one after the other, by its private memory history.
 
 Seen in torch 2.11, 2.13 and 2.14.1: ``torch.cuda.memory._record_memory_history`` and ``_snapshot``, and
 ``torch._C._cuda_isHistoryEnabled``. Where one of them is missing, or somebody records already, there is no history.
