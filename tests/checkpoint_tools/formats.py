@@ -10,6 +10,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+SMALL_CONFIG: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+"""Of a language model of transformers: two layers that run in no time."""
+
 
 def exact(*modules: nn.Module, inputs_of: Sequence[type[nn.Module]] = (nn.Linear,)) -> None:
     """Make matrix products exact: a BLAS may sum in another order where the matrix has other columns beside it.

@@ -12,22 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import Rule, merge_state_dict, split_state_dict
-from tests.checkpoint_tools.formats import stepped
+from tests.checkpoint_tools.formats import SMALL_CONFIG, stepped
 from tests.checkpoint_tools.saves import same_bits, save
 from tests.checkpoint_tools.tool import assert_one_line, assert_same, made, metadata_of, run, values_of
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 1,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = SMALL_CONFIG | {"head_dim": 4, "num_experts_per_tok": 1, "pad_token_id": 0}
 EXPERTS = 3
 VALUE = ("--value", f"num_experts={EXPERTS}")
 

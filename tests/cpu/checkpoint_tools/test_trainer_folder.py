@@ -11,19 +11,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from tests.checkpoint_tools.formats import SMALL_CONFIG
 from tests.checkpoint_tools.saves import Trap, same_bits
 from tests.checkpoint_tools.tool import assert_one_line, made, names, run, shown, values_of
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
+SMALL: dict[str, Any] = SMALL_CONFIG | {"tie_word_embeddings": True}
 
 
 class Run:
