@@ -145,8 +145,8 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
     early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
-    by_memory = 1 / (reached.HBM * machine.hbm_gb_per_s * 1e6)  # ms for each byte
-    host_rate = machine.host_gb_per_s / min(training.ranks, machine.devices_per_host)  # its ranks share its memory
+    uneven = 1 / _bytes_per_ms(machine)[1]
+    two_way = machine.two_way_gb_per_s(training.ranks)
     groups = []
     for group in dict.fromkeys((*wanted_ms, *range(len(sizes.params)))):
         own = sizes.params[group]
@@ -158,10 +158,10 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state) * by_memory,  # reads all, and writes all but the gradients
-        clip_ms=3 * params * by_memory if training.clip else 0.0,  # the norm reads, scaling reads and writes
-        one_way=1e-6 / min(machine.link_gb_per_s, host_rate),
-        two_way=1e-6 / min(reached.TWO_WAY * machine.link_gb_per_s, host_rate),
+        update_ms=(3 * params + 2 * state) * uneven,  # reads all, and writes all but the gradients
+        clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
+        one_way=1e-6 / min(machine.link_gb_per_s, two_way),
+        two_way=1e-6 / two_way,
         limit="gathers" if forward_link_ms + backward_link_ms > 0.95 * (forward_ms + backward_ms) else "compute",
         launch_ms=launches * machine.launch_us / 1e3,
         issue_ms=_LAUNCHES_OF_USE * machine.launch_us / 1e3,
@@ -190,23 +190,30 @@ def _pass(
     return begins, now_ms, link_ms
 
 
+def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
+    """Return what kernels read and write in order, and what others do: those are slower than the memory may be."""
+    even = reached.HBM * machine.hbm_gb_per_s * 1e6
+    return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
+
+
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
     """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
     shares, peak = reached.SHARES[segment.phase], machine.bf16_tflops * 1e9  # operations per ms
     if training.compute_dtype == "fp32":
         shares, peak = dict.fromkeys(shares, reached.FP32), machine.fp32_tflops * 1e9
-    even, uneven = (share * machine.hbm_gb_per_s * 1e6 for share in (reached.HBM, reached.HBM_UNEVEN))  # bytes per ms
+    even, uneven = _bytes_per_ms(machine)
     ms = 0.0
     for kind, work in segment.work.items():
         operations_ms = work.flops / shares.get(kind, 1.0) / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
-        # The tiles of a product are written when they have been computed.
-        ms += operations_ms + bytes_ms if kind == "matmul" else max(operations_ms, bytes_ms)
+        # The tiles of a product are read before they are computed and written after, through the caches of the die.
+        tiles_ms = work.nbytes / machine.die_gb_per_s / 1e6 if kind == "matmul" else 0.0
+        ms += max(operations_ms + tiles_ms, bytes_ms)
         ms += work.kernels * reached.KERNEL_US / 1e3
-    params, gathered = sizes.params[segment.group], sizes.gathered[segment.group]
-    moved = params + gathered  # cast into the buffers of the gather
-    if training.shards > 1:
-        moved += 2 * gathered  # and copied out of them
+    params, gathered, moved = sizes.params[segment.group], sizes.gathered[segment.group], 0
+    if segment.phase == "forward" or segment.group + 1 < len(sizes.params):  # the root stays gathered
+        moved += params + gathered  # cast into the buffers of the gather
+        moved += 2 * gathered if training.shards > 1 else 0  # and copied out of them
     if segment.phase == "backward":
         moved += 4 * gathered + params  # into the reduction, out of it, and cast
     ms += moved / uneven
