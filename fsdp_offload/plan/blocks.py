@@ -4,6 +4,7 @@ What ``device_bytes="auto"`` takes beyond them is learnt in training; here by th
 iterations whose waits are estimated.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from ..core.buckets import Bucket, bucketing, choose_kept, pools_for, share_out
@@ -87,10 +88,10 @@ class Blocks:
 
         Those of a group stay if they fit, with those of all groups that are used before them.
         """
-        moving = [0 if item.kept else item.nbytes for item in self._weights]
+        moving, turning_bytes = [0 if item.kept else item.nbytes for item in self._weights], self.turning_bytes
         for number in range(len(moving)):
-            turns = range(min(number + 1, len(room_bytes)))
-            if any(sum(moving[turn : number + 1]) > room_bytes[turn] + self.turning_bytes for turn in turns):
+            needed = [*itertools.accumulate(moving[number::-1])][::-1]  # in each turn until its own
+            if any(nbytes > room + turning_bytes for nbytes, room in zip(needed, room_bytes, strict=False)):
                 moving[number] = 0
         return sum(item.nbytes for item in self._weights if not item.kept) - sum(moving)
 

@@ -203,8 +203,7 @@ def _forecast(
         constant["parameters"] *= not policy.parameters
 
         def memory(curve: Curve) -> DeviceMemory:
-            lasting = {**constant, "blocks": blocks.nbytes - blocks.leaving_bytes}
-            return curve.with_blocks(lasting, blocks.leaving_bytes)
+            return curve.with_blocks({**constant, "blocks": blocks.nbytes - blocks.leaving_bytes}, blocks.leaving_bytes)
 
         # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
         # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
