@@ -378,11 +378,11 @@ class Core:
             for number in numbers:
                 self._gradients.pop(number, None)
 
-    def step(self, wanted: Sequence[Bucket], again: Container[Bucket] = ()) -> None:
-        """Update those of ``wanted`` that the backward has not, and those in ``again``, where a gradient came late."""
+    def step(self, wanted: Sequence[Bucket], late: Container[Bucket] = ()) -> None:
+        """Update those of ``wanted`` that the backward has not, and those that gradients came too ``late`` for."""
         self.stepping = self.lanes.compute.mark()
         assert self.updates is not None
-        left = [one for one in wanted if one not in self.updates.done or one in again]
+        left = [one for one in wanted if one not in self.updates.done or one in late]
         # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"

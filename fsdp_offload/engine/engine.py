@@ -265,21 +265,19 @@ class Engine:
         ended, guesses.ended = guesses.ended, set()
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         self._see_who_holds()
-        if guesses.step is None:
-            guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
-            core.updates = Step(self._contents, optimizer, states, kwargs)
-        step = guesses.step
-        assert step is not None
-        step.leave_out(ended)
-        wanted = [bucket for bucket in core.buckets if bucket.number in numbers]
-        late = set(filter(step.is_late, core.done))
-        without, made = step.without_state, core.cache.lasting_bytes
+        wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
         try:
+            if guesses.step is None:
+                guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
+                core.updates = Step(self._contents, optimizer, states, kwargs)
+            step = guesses.step
+            assert step is not None
+            step.leave_out(ended)
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
-            core.step(wanted, late)
+            core.step(wanted, late=set(filter(step.is_late, core.done)))
             if self.host is not None:
                 self.host.wait_created()
-            new = [param for param in without if states.get(param)]
+            new = [param for param in step.without_state if states.get(param)]
             self._take_results(step, optimizer, new, states)
             if core.cache.restore_room() or new:
                 self._take_blocks()
