@@ -151,7 +151,7 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
         given = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
         given = f"device_bytes={values!r}" if is_size else given
         raise TypeError(
-            f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({given})."
+            f"policy must be an OffloadPolicy or a dict of its fields, got {got}. Write OffloadPolicy({given})."
         )
     asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
     for name in asked:

@@ -154,6 +154,7 @@ _ARGUMENTS = {
     "clip_grad_norm_": "optimizer, max_norm",
     "clip_with": "accelerator, optimizer",
     "get_optimizer_state_dict": "model, optimizer",
+    "offload": "optimizer, model, policy",
     "set_optimizer_state_dict": "model, optimizer, state_dict",
     "reload_before": "callback, optimizer",
 }

@@ -91,7 +91,8 @@ class ArenaStager(AsyncStager):
         Waits for the last save, for stores of the last step and for the copy of what is not at home. No collective.
 
         Raises:
-            ValueError: ``for_load=True`` made it, to load into, and nothing has been.
+            ValueError: ``for_load=True`` made it, to load into, and nothing has been; it has state of an offloaded
+                optimizer that the stager was not given.
             RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
                 state has moved since.
         """
@@ -104,7 +105,12 @@ class ArenaStager(AsyncStager):
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
-        refuse_templates({keystr(path): value for path, value in tree_leaves_with_path(state_dict)}, offloaded)
+        values = {keystr(path): value for path, value in tree_leaves_with_path(state_dict)}
+        if not set(refuse_templates(values, offloaded)) <= set(engines):
+            raise ValueError(
+                "ArenaStager: the state dict has state of an offloaded optimizer that the stager was not given, and "
+                "that steps since may have changed. Write ArenaStager(optimizer), with all whose state is saved."
+            )
         collects = gc.isenabled()
         gc.disable()  # so many new objects would set it off, and a full collection takes longer than all the rest
         try:
@@ -169,8 +175,7 @@ class ArenaStager(AsyncStager):
         """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
         nbytes = sum(aligned(leaf.nbytes) for leaf in copied.values())
         if self._buffer is None or self._buffer.nbytes < nbytes:
-            devices = (leaf.device for leaf in copied.values() if leaf.device.type != "cpu")
-            device = next(devices, torch.device("cpu"))
+            device = next((leaf.device for leaf in copied.values() if leaf.device.type != "cpu"), torch.device("cpu"))
             self._buffer = None  # free the old one first
             self._buffer = Region(nbytes, device=device, pin=pin and device.type != "cpu")
         made, offset = {}, 0

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ..fsdp.dtensor import canonical_fqn, is_dtensor, may_be_another_ranks
 from ..fsdp.fully_shard import parameter_names
 from ..policy import check_is
+from .chunks import is_whole
 
 StateDict = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -151,9 +152,7 @@ class Experts:
     count: int
 
     def __post_init__(self) -> None:
-        _check_numbers("Experts(first, count)", first=self.first, count=self.count)
-        if self.first < 0 or self.count < 1:
-            raise ValueError(f"expected first >= 0 and count >= 1, got {self.first} and {self.count}")
+        _check_numbers("Experts(first, count)", first=(self.first, 0), count=(self.count, 1))
 
     @classmethod
     def of_rank(cls, expert_parallel_rank: int, num_local_experts: int) -> "Experts":
@@ -163,13 +162,8 @@ class Experts:
             expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
             num_local_experts: on each rank: ``config.num_moe_experts`` over the expert-parallel size.
         """
-        given = {"expert_parallel_rank": expert_parallel_rank, "num_local_experts": num_local_experts}
+        given = {"expert_parallel_rank": (expert_parallel_rank, 0), "num_local_experts": (num_local_experts, 1)}
         _check_numbers("Experts.of_rank(expert_parallel_rank, num_local_experts)", **given)
-        if expert_parallel_rank < 0 or num_local_experts < 1:
-            raise ValueError(
-                "Experts.of_rank: expected expert_parallel_rank >= 0 and num_local_experts >= 1, got "
-                f"{expert_parallel_rank} and {num_local_experts}"
-            )
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def global_name(self, name: str) -> str:
@@ -192,10 +186,12 @@ class Experts:
         return f"{name[:begin]}{number + self.first}{name[end:]}"
 
 
-def _check_numbers(line: str, **given: object) -> None:
-    for name, value in given.items():
-        if not hasattr(value, "__index__"):
+def _check_numbers(line: str, **given: tuple[Any, int]) -> None:
+    for name, (value, least) in given.items():
+        if not is_whole(value):
             raise TypeError(f"{line}: {name} must be a whole number, got {value!r}. Write int({name}) if it is text.")
+        if value < least:
+            raise ValueError(f"{line}: {name} must be {least} or more, got {value!r}.")
 
 
 def tells(line: str, **others: str) -> Callable[[_Function], _Function]:

@@ -89,6 +89,8 @@ class Plan:
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
+        line = "[plan.passed_over(one, overlap) for one in plan.forecasts]"
+        check_is(one, Forecast, "passed_over: expected one of the plan's forecasts first", line)
         best = self.best(overlap)
         if not one.fits:
             return one.why_not
@@ -127,7 +129,7 @@ class Plan:
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
         if overlap is not None and overlap not in order:
-            raise ValueError(f"best: overlap must be one of {', '.join(map(repr, order))}, got {overlap!r}")
+            raise ValueError(f"overlap must be one of {', '.join(map(repr, order))}, got {overlap!r:.60}")
         allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
         return [one for one in self.forecasts if one.policy is None or one.policy.overlap in allowed]
 
