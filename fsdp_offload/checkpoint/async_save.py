@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_leaves_with_path, tree_unflatten
 
 from ..api.wrapped import offloaded, optimizers_in
 from ..device.arena import Region, aligned
@@ -80,7 +80,7 @@ class ArenaStager(AsyncStager):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
-        found = optimizers_in(optimizers, "ArenaStager") if optimizers else []
+        found = optimizers_in([*tree_leaves(optimizers)], "ArenaStager") if optimizers else []
         self._optimizers = [weakref.ref(one) for one in found]
         self._buffer: Region | None = None
         self._loan: Loan | None = None

@@ -108,7 +108,8 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     check_is(state_dict, Mapping, "expected the state dict of an optimizer", f"{line}(for_load=True) gives")
     groups: Any = state_dict.get("param_groups")
     is_list = isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups)
-    if is_list and any(isinstance(one, int) for of in groups for one in of["params"]):
+    keys = [*(one for of in groups for one in of["params"]), *(state_dict.get("state") or ())] if is_list else []
+    if any(isinstance(one, int) for one in keys):
         raise ValueError(
             "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
             "optimizer.load_state_dict(); get_optimizer_state_dict() gives names."
@@ -121,10 +122,12 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
         return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in parts))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
+        inner = [key for key, of in state_dict.items() if isinstance(of, Mapping) and "state" in of]
+        hint = f" Give its entry {inner[0]!r}." if inner else ""
         raise ValueError(
             "not the state dict of an optimizer: expected {'state': {name: {...}}, 'param_groups': [{'params': "
             f"[name]}}]}}, or Megatron's {{'state': ..., '{GROUP_META}': ...}}, or keys that begin with "
-            f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}."
+            f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}.{hint}"
         )
     found = SavedByFqn({}, {})
     for key in filter(lambda key: key.startswith(_FLAT_GROUPS), state_dict):

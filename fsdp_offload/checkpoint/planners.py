@@ -368,8 +368,7 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
-    says = "load: storage_reader must be a StorageReader"
-    check_is(storage_reader, StorageReader | None, says, "load(state_dict, checkpoint_id=path)")
+    _check_where("load", storage_reader, StorageReader, checkpoint_id)
     check_choices("load", no_dist=no_dist)
     planner = planner or LoadPlanner()
     says = "load: planner must be a LoadPlanner (dcp.load takes any other)"
@@ -518,8 +517,7 @@ def save(
         OSError, ...: as :func:`load`; the cause is the first error of a rank.
     """
     check_is(state_dict, Mapping, "save: expected a dict", "save(state_dict, checkpoint_id=path)")
-    says = "save: storage_writer must be a StorageWriter"
-    check_is(storage_writer, StorageWriter | None, says, "save(state_dict, checkpoint_id=path)")
+    _check_where("save", storage_writer, StorageWriter, checkpoint_id)
     check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
     planner.waits_for_stores = True
@@ -530,6 +528,13 @@ def save(
         return cast(Metadata, state_dict_saver.save(state_dict, planner=planner, no_dist=no_dist, **where))
     except CheckpointException as error:
         raise _told("save", error, storage_writer, checkpoint_id) from next(iter(error.failures.values()))[0]
+
+
+def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object) -> None:
+    line, name = f"{function}(state_dict, checkpoint_id=path)", kind.__name__
+    check_is(storage, kind | None, f"{function}: storage_{name[7:].lower()} must be a {name}", line)
+    if storage is None:
+        check_is(checkpoint_id or None, str | os.PathLike, f"{function}: checkpoint_id must be a path", line)
 
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:

@@ -17,7 +17,7 @@ from .machine import CONTEXT_BYTES, Machine, machine_of
 from .memory import DeviceMemory, Sizes, device_memory
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
-from .trace import Trace
+from .trace import Segment, Trace
 from .training import DTYPES, Masters, Training
 
 # Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
@@ -168,10 +168,10 @@ def plan(
         training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
-    check_is(trace, list | tuple | None, "plan: trace must be one of Model.trace()", line)
+    for one in trace if isinstance(trace, list | tuple) else (trace,):
+        check_is(one, Segment | None, "plan: trace must be one of Model.trace()", line)
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
-    check_is(machine, Machine | str | Path, "plan: machine must be a name, a TOML file or a Machine", line)
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
     if not all(
         value is None or (isinstance(value, int | float) and 0 < value < math.inf) for value in changes.values()

@@ -55,8 +55,8 @@ class Model:
         self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
     ) -> Trace:
         """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
-        tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
         try:
+            tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
             return trace(
                 self.module, self.groups, lambda module: self.loss(module, tokens), compute_dtype, checkpointing
             )

@@ -38,7 +38,9 @@ class StateStore:
         return param in self._states
 
     def of(self, param: Tensor) -> UserState:
-        """The state of ``param``, made if there is none."""
+        """The state of ``param``, made if there is none; ``None`` is none."""
+        if dict.get(self._states, param) is None:
+            dict.pop(self._states, param, None)
         return defaultdict.__getitem__(self._states, param)
 
     def move_last(self, params: Iterable[Tensor]) -> None:

@@ -26,7 +26,8 @@ import fsdp_offload
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, model_of, offload, policy_from
-from fsdp_offload.plan import Model, Plan, Training, candidates, plan
+from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
+from fsdp_offload.plan import model_of as model_of_plan
 from tests.fused_adam_reference import FusedAdam
 from tests.remedies import Script
 
@@ -118,7 +119,7 @@ def test_an_overlap_in_the_place_of_a_trainers_policy() -> None:
     pytest.importorskip("transformers")
     from fsdp_offload.integrations.transformers import OffloadTrainer
 
-    with pytest.raises(TypeError, match=r"got 'forward'\. Write OffloadPolicy\(overlap='forward'\)"):
+    with pytest.raises(TypeError, match=r"got str\. Write OffloadPolicy\(overlap='forward'\)"):
         OffloadTrainer(None, offload_policy="forward")
 
 
@@ -568,7 +569,10 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         "nowhere: .*the state dict is empty. Write {'model': model.state_dict",
         lambda _: ours.save({"m": {}}, checkpoint_id="nowhere"),
     ),
-    "a planner's class": ("got the class LoadPlanner", lambda _: ours.load({}, planner=ours.LoadPlanner)),  # type: ignore[arg-type]
+    "a planner's class": (
+        "got the class LoadPlanner",
+        lambda _: ours.load({}, checkpoint_id="a", planner=ours.LoadPlanner),
+    ),  # type: ignore[arg-type]
     "patterns of a number": ("allow_extra: expected .*, got 3", lambda _: ours.LoadPlanner(allow_extra=3)),  # type: ignore[arg-type]
     "staging a list": ("expected a dict, got list", lambda s: ours.ArenaStager(s.optimizer).stage([1])),  # type: ignore[arg-type]
     "chunks of text": ("shape of integers from 0 on, got 'x'", lambda _: ours.chunks_of("x")),
@@ -612,7 +616,10 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         lambda s: model_of(s.model, [s.optimizer]),
     ),
     "one of one model": ("a list of models, got FSDPSequential", lambda s: model_of(s.optimizer, s.model)),
-    "a policy's name in a list": ("^policy must be .*, got 'step'", lambda _: plan("Qwen3-14B", policies=["step"])),
+    "a policy's name in a list": (
+        "^policy must be .*, got str. Write OffloadPolicy\\(overlap='step'\\)",
+        lambda _: plan("Qwen3-14B", policies=["step"]),
+    ),
     "a forecast's name": (
         r"got str. Write \[plan.passed_over\(one, overlap\) for one in plan.forecasts\]",
         lambda _: Plan.passed_over(None, "step"),  # type: ignore[arg-type]
@@ -624,6 +631,32 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "groups without the root": ("whose last is the module itself", lambda s: Model("m", s.model, (*s.model,), len)),
     "groups that are one module": ("a tuple of modules", lambda s: Model("m", s.model, s.model, len)),
     "no loss": ("a loss that can be called", lambda s: Model("m", s.model, (s.model,), None)),
+    "a class for a policy": (
+        "got the class OffloadPolicy",
+        lambda s: offload_optimizer(s.optimizer, policy=OffloadPolicy),
+    ),  # type: ignore[arg-type]
+    "a class for an optimizer": (
+        "got the class AdamW. Write offload_op",
+        lambda _: offload_optimizer(torch.optim.AdamW),
+    ),  # type: ignore[type-var]
+    "a number for a machine": ("^machine must be .* got int", lambda _: machine_of(3)),  # type: ignore[arg-type]
+    "numbers for a trace": ("Model.trace.., got int", lambda s: plan(s.model, trace=[1], tokens_per_step=4096)),  # type: ignore[arg-type]
+    "checkpointing of no kind": (
+        "checkpointing must be one of none, full; got 'some'",
+        lambda s: model_of_plan(s.model).trace(1, 8, torch.float32, "some"),  # type: ignore[arg-type]
+    ),
+    "fewer than no sequences": (
+        "cannot be run .* for -1 ×",
+        lambda s: model_of_plan(s.model).trace(-1, 8, torch.float32),
+    ),
+    "nowhere to save": ("checkpoint_id must be a path, got NoneType. Write save", lambda _: ours.save({"a": 1})),
+    "no name to load": ("checkpoint_id must be a path, got NoneType", lambda _: ours.load({"a": 1}, checkpoint_id="")),
+    "a path that is a number": ("must be a path, got int. Write load", lambda _: ours.load({"a": 1}, checkpoint_id=3)),  # type: ignore[arg-type]
+    "the whole state": (
+        r"got \['optimizer'\]. Give its entry 'optimizer'",
+        lambda s: set_(s, {"optimizer": ours.get_optimizer_state_dict(s.model, s.optimizer)}),
+    ),
+    "state by number": ("numbers in the place of names", lambda s: set_(s, {**DICT, "state": {0: {}}})),
     "no folder": ("the folder of a checkpoint, or its fsspec URL, got ''", lambda _: checkpoint_tools.verify("")),
     "a folder of a number": ("the folder of a checkpoint, .* got 3", lambda _: checkpoint_tools.verify(3)),  # type: ignore[arg-type]
     "candidates for text": ("state_bytes must be 0 or more", lambda _: candidates("x")),  # type: ignore[arg-type]

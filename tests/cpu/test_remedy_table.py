@@ -753,9 +753,10 @@ def a_stager_of_another(path: Path) -> Any:
         with pytest.raises(ValueError, match="that the stager was not given"):
             ours.ArenaStager(*given).stage(state)
     yield lambda: ours.ArenaStager().stage(state)
-    stager = ours.ArenaStager(script.optimizer)
-    dcp.async_save(state, checkpoint_id=path, async_stager=stager).result()
-    stager.close()
+    for number, given in enumerate((script.optimizer, [script.optimizer])):
+        stager = ours.ArenaStager(given)
+        dcp.async_save(state, checkpoint_id=path / str(number), async_stager=stager).result()
+        stager.close()
     return script
 
 

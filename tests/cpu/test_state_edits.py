@@ -259,3 +259,13 @@ def test_a_part_of_the_state_that_is_gone_is_refused_before_any_update(name: str
         plain = pair.plain.optimizer.state[pair.plain.model.weights[1]]
         plain[name] = plain.pop(name)
     pair.train(3)
+
+
+def test_none_is_no_state() -> None:
+    """A step makes it anew, as if the entry had been deleted; the plain class fails."""
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    for run in pair:
+        run.optimizer.state.pop(run.model.weights[1])
+    pair.offloaded.optimizer.state[pair.offloaded.model.weights[1]] = None
+    pair.train(3)
