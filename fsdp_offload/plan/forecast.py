@@ -149,6 +149,7 @@ class Plan:
 def plan(
     model: Model | nn.Module | str | Path,
     *,
+    tokens_per_step: int,
     machine: Machine | str | Path = "H200",
     device_gb: float | None = None,
     link_gb_per_s: float | None = None,
@@ -165,7 +166,7 @@ def plan(
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         trace: of this model and batch, if there is one already.
         policies: to compare with no offload; ``None``: :func:`candidates`.
-        training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
+        training: as ``tokens_per_step``, the fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
     for one in trace if isinstance(trace, list | tuple) else (trace,):
@@ -180,7 +181,7 @@ def plan(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
     there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    wanted, of = Training(**training), model_of(model)
+    wanted, of = Training(tokens_per_step=tokens_per_step, **training), model_of(model)
     if trace is None:
         dtype = DTYPES[wanted.compute_dtype]
         trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)

@@ -599,7 +599,7 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         lambda s: integration("accelerate").clip_with(SimpleNamespace(clip_grad_norm_=len), None),
     ),
     "a name of a number": (r"parameter's name, got int", lambda _: ours.Experts(0, 4).global_name(3)),  # type: ignore[arg-type]
-    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", trace="t")),  # type: ignore[arg-type]
+    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, trace="t")),  # type: ignore[arg-type]
     "a fabric's model behind": (
         r"setup_optimizers\(fabric, model, optimizer\)",
         lambda s: integration("lightning").setup_optimizers(SimpleNamespace(setup_optimizers=1), s.optimizer, s.model),
@@ -618,7 +618,7 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "one of one model": ("a list of models, got FSDPSequential", lambda s: model_of(s.optimizer, s.model)),
     "a policy's name in a list": (
         "^policy must be .*, got str. Write OffloadPolicy\\(overlap='step'\\)",
-        lambda _: plan("Qwen3-14B", policies=["step"]),
+        lambda _: plan("Qwen3-14B", tokens_per_step=1, policies=["step"]),
     ),
     "a forecast's name": (
         r"got str. Write \[plan.passed_over\(one, overlap\) for one in plan.forecasts\]",
@@ -639,6 +639,7 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         "got the class AdamW. Write offload_op",
         lambda _: offload_optimizer(torch.optim.AdamW),
     ),  # type: ignore[type-var]
+    "no tokens": (r"^plan\(\) missing .* 'tokens_per_step'", lambda s: plan(s.model)),  # type: ignore[call-arg]
     "a number for a machine": ("^machine must be .* got int", lambda _: machine_of(3)),  # type: ignore[arg-type]
     "numbers for a trace": ("Model.trace.., got int", lambda s: plan(s.model, trace=[1], tokens_per_step=4096)),  # type: ignore[arg-type]
     "checkpointing of no kind": (
@@ -671,7 +672,7 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         "model_type is None",
         lambda _: (Path("list.json").write_text("[1]"), plan("list.json", tokens_per_step=4096)),
     ),
-    "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", policies="step")),
+    "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, policies="step")),
     "no rules": (r"rules, such as .*, got dict and \[\]", lambda _: checkpoint_tools.split_state_dict({}, None, [])),
     "one rule": (
         "rules, such as .*, got dict and Rule",

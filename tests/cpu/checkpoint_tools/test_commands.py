@@ -147,6 +147,7 @@ split @fused @link/new --rules @rules         | lies inside of
 split @fused @no/new --rules @rules           | is not a folder; make it first
 split @fused file://@fused/new --rules @rules | lies inside of
 split @fused unheard-of://x --rules @rules    | cannot be opened
+split '' @new --rules @rules                  | SRC is empty; give the folder of a checkpoint
 split @fused '' --rules @rules                | DST is empty; give the name of a new folder
 split @fused @new                             | no rules; give --preset NAME or --rules FILE: no preset matches its keys
 split @towers @new | presets that match its keys: gpt-oss, hf-experts-transposed, hf-gate-up, megatron-swiglu
