@@ -112,7 +112,7 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     if any(isinstance(one, int) for one in keys):
         raise ValueError(
             "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
-            "optimizer.load_state_dict(); get_optimizer_state_dict() gives names."
+            "optimizer.load_state_dict(), or replace them by the names of the optimizer's parameters, in their order."
         )
     entries: Any = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and is_list:

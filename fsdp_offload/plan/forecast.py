@@ -161,12 +161,13 @@ def plan(
 
     Args:
         model: a module, a config, or a name; see :func:`model_of`.
+        tokens_per_step: of all ranks together.
         machine: a built-in name or a TOML file; see :func:`machine_of`.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         trace: of this model and batch, if there is one already.
         policies: to compare with no offload; ``None``: :func:`candidates`.
-        training: as ``tokens_per_step``, the fields of :class:`Training`.
+        training: the other fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
     for one in trace if isinstance(trace, list | tuple) else (trace,):
@@ -246,8 +247,7 @@ def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, .
 
     Each with the least ``device_bytes`` that moves state in few operations, and with "auto".
     """
-    given: dict[str, Any] = {"state_bytes": state_bytes, "group_bytes": group_bytes}
-    for name, value in given.items():
+    for name, value in dict[str, Any](state_bytes=state_bytes, group_bytes=group_bytes).items():
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"candidates: {name} must be 0 or more bytes, got {value!r}")
     bucket_bytes = min(LARGEST_BYTES, max(JOINED_BYTES, state_bytes // 64 // MIB * MIB))

@@ -664,13 +664,21 @@ def no_state_dict(_: Path) -> Any:
     return script
 
 
-@remedy("Load it with optimizer.load_state_dict(); get_optimizer_state_dict() gives names")
+@remedy("optimizer.load_state_dict(), or replace them by the names of the optimizer's parameters, in their order")
 def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
     saved = copy.deepcopy(script.optimizer.state_dict())
     yield lambda: set_optimizer_state_dict(script.model, script.optimizer, saved)
     script.optimizer.load_state_dict(saved)
+    for state in saved["state"].values():  # a full one, as of one GPU
+        state |= {name: value.full_tensor() for name, value in state.items() if value.dim()}
+    with pytest.raises(ValueError, match="pass a full one, by names, to fsdp_offload"):
+        script.optimizer.load_state_dict(saved)
+    names = [name for name, _ in script.model.named_parameters()]
+    state = {names[number]: values for number, values in saved["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    set_optimizer_state_dict(script.model, script.optimizer, {"state": state, "param_groups": groups})
     return script
 
 
