@@ -175,9 +175,8 @@ def plan(
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
-    if not all(
-        value is None or (isinstance(value, int | float) and 0 < value < math.inf) for value in changes.values()
-    ):
+    numbers = [one for one in changes.values() if one is not None]
+    if not all(isinstance(one, int | float) and one is not True and 0 < one < math.inf for one in numbers):
         raise ValueError(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )

@@ -672,6 +672,7 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         "model_type is None",
         lambda _: (Path("list.json").write_text("[1]"), plan("list.json", tokens_per_step=4096)),
     ),
+    "a flag for a size": ("finite, got True", lambda _: plan("Qwen3-14B", tokens_per_step=1, device_gb=True)),
     "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, policies="step")),
     "no rules": (r"rules, such as .*, got dict and \[\]", lambda _: checkpoint_tools.split_state_dict({}, None, [])),
     "one rule": (
