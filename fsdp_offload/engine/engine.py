@@ -503,14 +503,23 @@ class Engine:
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
+            ValueError: a part of some parameter's state is gone, without which its class cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
-        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
-        if exchanged:
+        edited = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state, or_lacks=True)]
+        if edited:
             self.settle()  # what was put there may be another parameter's home, still being stored
             self.lending.wait()
-            adopt(exchanged)
+            for shard, state in edited if self.layouts.capabilities.known else ():
+                names = {*shard.homes, *shard.layout.scalars} - {MASTER}
+                lacking = [name for name in sorted(names) if state.get(name) is None]
+                if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
+                    raise ValueError(
+                        f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
+                        "optimizer.state[param] as a whole. Nothing has been changed."
+                    )
+            adopt(edited)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
