@@ -65,14 +65,12 @@ class HostStep:
         shards: Iterable[StateShard],
         down: Lane,
     ) -> None:
-        """Note where the step starts. Tensors are copied: the user may write them before they have been read."""
+        """Note where the step starts."""
         self.error: RuntimeError | None = None
         self.updated_bytes, self.update_seconds = 0, 0.0
         self._cls, self._capabilities, self._down = cls, capabilities, down
         groups = entries_of(optimizer)
-        self._values = tree_map_only(
-            Tensor, lambda one: one.detach().clone(), {**instance_attributes(optimizer), "param_groups": groups}
-        )
+        self._values = {**instance_attributes(optimizer), "param_groups": groups}
         dtypes: defaultdict[int, set[torch.dtype]] = defaultdict(set)
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
@@ -120,8 +118,8 @@ class HostJob:
         except BaseException as error:  # noqa: BLE001
             shown = listed(bound.shard.name for bound in self.ranges)
             failed = RuntimeError(
-                f"step(), with OffloadPolicy(host_fraction=...): the host stopped with {type(error).__name__}: {error}; "
-                f"parameters {shown} may be half updated, those that it updates after them are as before, others are new"
+                f"step(), with OffloadPolicy(host_fraction=...): the CPU stopped with {type(error).__name__}: {error}. "
+                f"Parameters {shown} may be half updated; those of the CPU after them are as before, all others new"
             )
             failed.__cause__ = error
             self.step.error = self.step.error or failed
@@ -274,6 +272,7 @@ class HostUpdates:
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
         """Note where a logical step starts; ``shards`` are all that the CPU updates."""
         self.wait()
+        self._lanes.down.wait(*self.ended.values())  # R3: parameters of the last step may still be on their way up
         self.ended.clear()
         self._waited_seconds = 0.0
         self.step = HostStep(self._cls, self._capabilities, optimizer, shards, self._lanes.down)
@@ -293,10 +292,6 @@ class HostUpdates:
         stream waited now, jobs before this one that are issued later would wait for the whole backward.
         """
         assert self.step is not None, "begin() comes first"
-        uploaded = None
-        if number in self.ended:  # a gradient came late
-            self.wait()
-            uploaded = self.ended[number].resolved()
         gradient = self._capabilities.conventions.gradient
         active: list[BoundRange] = []
         grads: list[Tensor] = []
@@ -336,7 +331,7 @@ class HostUpdates:
             lanes=self._lanes,
             slots=self._slots,
             states=entries.alone(),
-            after=(*after, self._lanes.compute.mark(), uploaded),  # R3: for copies of gradients; for late ones
+            after=(*after, self._lanes.compute.mark()),  # R3: gradients may be copies
             ranges=active,
             params=params,
             grads=grads,
