@@ -6,9 +6,7 @@
     down:         └▶ gradients and parameters come down ─┐
     updates:                                             └▶ the class on host tensors ─▶ parameters go up
 
-While one job is updated, the next one comes down into the other slot of pinned memory, and the last one goes up. The
-thread that updates never waits for a slot, and the kernels of the optimizer do not hold the interpreter's lock.
-
+While one job is updated, the next one comes down into the other slot of pinned memory, and the last one goes up.
 Parameters come down each time: finding out on the device whether somebody has written them since takes longer (one
 H100, all state on the CPU: 615 ms an iteration instead of 538).
 """
@@ -20,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -33,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .device.arena import Region, aligned
-from .device.lanes import EventMark, Lane, Lanes, Mark, device_link, recorded
+from .device.lanes import Copy, EventMark, Lane, Lanes, Mark, device_link, recorded
 from .fsdp.dtensor import local_shard
 from .optimizers import Capabilities
 from .optimizers.bucket_update import BoundRange, update_bucket
@@ -101,13 +99,13 @@ class HostJob:
     number: int
     step: HostStep
     lanes: Lanes
-    slots: Slots
-    states: StateStore  # copies of the user's entries
-    after: Sequence[Mark | None]  # passed before gradients and parameters are read
-    ranges: list[BoundRange]  # those that have a gradient, bound to state at home
-    params: list[Tensor]  # of these, on the device
-    grads: list[Tensor]  # likewise, laid out as these; held until they have been copied
-    moves: list[tuple[Tensor, Tensor]]  # state to copy first, to and from: a save still reads where it was
+    ranges: list[BoundRange] = field(default_factory=list)  # those that have a gradient, bound to state at home
+    params: list[Tensor] = field(default_factory=list)  # of these, on the device
+    grads: list[Tensor] = field(default_factory=list)  # likewise, held until they have been copied
+    moves: list[Copy] = field(default_factory=list)  # state to copy first: a save still reads where it was
+    after: Sequence[Mark] = ()  # passed before gradients and parameters are read
+    slots: Slots = field(init=False)
+    states: StateStore = field(init=False)  # copies of the user's entries
     _arrived: Mark | None = None
 
     @contextmanager
@@ -151,11 +149,8 @@ class HostJob:
         down.copy([*zip(on_host, (*self.params, *self.grads), strict=True)])
         if (divisor := self.step.gradient_divisor) is not None:
             with down.running():
-                for grad in self.grads:
-                    if grad.dtype.itemsize < divisor.dtype.itemsize:
-                        grad.copy_(grad.to(divisor.dtype).div_(divisor))  # in its own dtype the scale might not exist
-                    else:
-                        grad.div_(divisor)
+                for grad in self.grads:  # not in a dtype in which the scale might not exist
+                    grad.copy_(grad.to(torch.promote_types(grad.dtype, divisor.dtype)).div_(divisor))
         self._arrived = down.mark()
 
     def update(self, downloaded: Future[Region]) -> Mark | None:
@@ -178,6 +173,9 @@ class HostJob:
         # torch's fused SGD takes ranges that all have state, or that all have none; it is us who choose fused kernels.
         parts: tuple[list[BoundRange], list[BoundRange]] = [], []
         for bound in self.ranges:
+            grad = bound.gradient
+            if grad is not None and grad.stride() != bound.param.stride():  # and those go through memory
+                bound.gradient = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             parts[any(value is not None for value in self.states.get(bound.shard.param).values())].append(bound)
         for part in filter(None, parts):
             update_bucket(self.step.divided, part, self.states)
@@ -293,50 +291,36 @@ class HostUpdates:
         """
         assert self.step is not None, "begin() comes first"
         gradient = self._capabilities.conventions.gradient
-        active: list[BoundRange] = []
-        grads: list[Tensor] = []
-        moves: list[tuple[Tensor, Tensor]] = []
+        job = HostJob(number, self.step, self._lanes)
         for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
             values = now = shard.values_at(shard.side, bound.start, bound.stop)
             if shard in moving:
                 values = shard.values_at(1 - shard.side, bound.start, bound.stop)
-                moves += [(values[name], now[name]) for name in now if state.get(name) is not None]
+                job.moves += [(values[name], now[name]) for name in now if state.get(name) is not None]
             grad = bound.part_of(gradient(shard.param) if shard.group >= 0 else None)
             if grad is None:
                 continue
-            if grad.stride() != bound.param.stride():  # torch's fused kernels go through both as they lie in memory
-                grad = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
-            grads.append(grad)
-            active.append(replace(bound, values=values))
+            job.grads.append(grad)
+            job.params.append(bound.param.data)  # ``data``: the write is counted below
+            job.ranges.append(replace(bound, values=values))
             for name, value in state.items():  # counters, where they are read now
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()
             # Counted here, where the order with what others count is that of the program.
             increment_version(local_shard(shard.param))
-        if not (grads or moves):
+        if not (job.ranges or job.moves):
             return self.ended.get(number, Mark())
-        params = [bound.param.data for bound in active]  # ``data``: main counts these writes
         # Gradients may be wider than parameters, which the plan has counted twice.
-        self.reserve(sum(aligned(one.nbytes) for one in (*grads, *params)))
-        shards = {bound.shard.param: bound.shard for bound in active}
+        self.reserve(sum(aligned(one.nbytes) for one in (*job.grads, *job.params)))
+        shards = {bound.shard.param: bound.shard for bound in job.ranges}
         # Not of ``states``, which knows the engine: the optimizer may be dropped before step().
         entries = OwnCounters(StateStore(defaultdict(dict, {param: states.of(param) for param in shards})), shards)
         with torch.no_grad():
             entries.copy(shards)
         self._entries.append(entries)
-        job = HostJob(
-            number=number,
-            step=self.step,
-            lanes=self._lanes,
-            slots=self._slots,
-            states=entries.alone(),
-            after=(*after, self._lanes.compute.mark()),  # R3: gradients may be copies
-            ranges=active,
-            params=params,
-            grads=grads,
-            moves=moves,
-        )
+        job.slots, job.states = self._slots, entries.alone()
+        job.after = (*after, self._lanes.compute.mark())  # R3: gradients may be copies
         mark = self.ended[number] = CpuMark(self._updates.submit(job.update, self._down.submit(job.download)))
         if self._policy.serial:
             self.wait()

@@ -454,20 +454,29 @@ def test_gradients_are_let_go_when_they_have_been_read() -> None:
     assert [gradient() for gradient in gradients] == [None] * 4
 
 
-def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh) -> None:
-    """It was dropped between a backward and ``step()``, and the host was at work."""
+def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was dropped between a backward and ``step()``, while the host was at work."""
     loop = two_sides(mesh, POLICIES["iteration"])
     weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-    with host_worker_gate.closed(loop.optimizer) as gate:
-        loop.backward(3)
-        ended = [mark.ended for mark in engine_of(loop.optimizer).host.ended.values()]
-        assert ended
-        del loop.optimizer, loop.scheduler
-        gc.collect()
-        timer = threading.Timer(0.2, gate.open)
-        timer.start()
-        loop.model.load_state_dict(weights)
-        timer.join()
+    reached, opened, update = threading.Semaphore(0), threading.Event(), HostJob._update
+
+    def updating(self: HostJob) -> None:
+        reached.release()
+        assert opened.wait(host_worker_gate.TIMEOUT_SECONDS)
+        update(self)
+
+    monkeypatch.setattr(HostJob, "_update", updating)
+    loop.backward(3)
+    ended = [mark.ended for mark in engine_of(loop.optimizer).host.ended.values()]
+    assert reached.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
+    engine = weakref.ref(engine_of(loop.optimizer))
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    assert engine() is None
+    timer = threading.Timer(0.2, opened.set)
+    timer.start()
+    loop.model.load_state_dict(weights)
+    timer.join()
     assert all(one.result(60) for one in ended)
     assert all(torch.equal(local(param), local(weights[name])) for name, param in loop.model.named_parameters())
 
