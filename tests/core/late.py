@@ -32,7 +32,7 @@ from fsdp_offload.fsdp.dtensor import local_shard, version_of
 from fsdp_offload.optimizers.bucket_update import BoundRange
 from fsdp_offload.state.shard import StateShard
 from fsdp_offload.state.store import OwnCounters, adopt
-from tests.core.deferred import Clock, DeferredLane, DeferredLanes, World, merge
+from tests.core.deferred import Clock, DeferredLanes, World, merge
 
 
 class LateWorld(World):
@@ -53,21 +53,10 @@ class LateLanes(DeferredLanes):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, LateWorld(seed))
         self.world.eagerness = random.Random(seed).choice([0.05, 0.3, 0.3, 0.6])
-        self.copy_in = DeferredLane(self.world, "copy in", at_once=True)
-        self.ahead: Any = object()  # the stream of that lane
 
     def synchronize(self) -> None:
         """Block the host until the device has done everything."""
-        for lane in (
-            self.load,
-            self.store,
-            self.update,
-            self.update_kept,
-            self.down,
-            self.up,
-            self.compute,
-            self.copy_in,
-        ):
+        for lane in (self.load, self.store, self.update, self.update_kept, self.down, self.up, self.compute):
             lane.mark().synchronize()
 
 
@@ -135,51 +124,6 @@ class Ended:
             self.threads.run_one()
         merge(self.threads.world.host, self.known)
         return self.value
-
-
-def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
-    """``visits``, of which the lanes know what a plain step reads and writes; gathers that nobody uses go ahead of it.
-
-    Others read what they have gathered on the compute stream, where only one rank has a part.
-    """
-
-    def gather_ahead(core: Core) -> None:
-        for number in (number for number, item in core.weights.items() if item.nbytes):
-            core.gather(number, lanes.ahead)
-            core.gathered(number, lanes.ahead, counts=False)
-
-    class Visit(visits):  # type: ignore[misc]
-        def __init__(self, engine: Any, *args: Any) -> None:
-            gather_ahead(engine.core)
-            super().__init__(engine, *args)
-            self.write()
-
-        def write(self) -> None:
-            for item in self._streamed:
-                lanes.compute.touch(reads=item.place(), writes=item.place())
-
-        def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-            def evaluate() -> Any:
-                gather_ahead(self._engine.core)
-                return closure()
-
-            seeing = super().between(evaluate)
-
-            def writing() -> Any:
-                self.write()
-                result = seeing()
-                self.write()
-                return result
-
-            return writing
-
-        def end(self, *args: Any) -> None:
-            self.write()
-            super().end(*args)
-            held = [home for item in self._streamed if item.home.exposed_at is not None for home, _ in item.home.bytes]
-            lanes.world.check("host", lanes.world.host, held, [])
-
-    return Visit
 
 
 @contextmanager
@@ -256,7 +200,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
         patch.setattr(DeviceLink, "synchronize", lambda link: lanes.synchronize())
-        patch.setattr(whole, "_Visit", told(visits, lanes))
+        patch.setattr(whole, "_Visit", visits)
         patch.setattr(whole, "adopt", adopt_late)
         patch.setattr(attach, "HostUpdates", host_updates)
         patch.setattr(module, "ThreadPoolExecutor", threads.pool)
