@@ -32,7 +32,7 @@ from fsdp_offload.fsdp.dtensor import local_shard, version_of
 from fsdp_offload.optimizers.bucket_update import BoundRange
 from fsdp_offload.state.shard import StateShard
 from fsdp_offload.state.store import OwnCounters, adopt
-from tests.core.deferred import Clock, DeferredLanes, World, merge
+from tests.core.deferred import Clock, DeferredLane, DeferredLanes, World, merge
 
 
 class LateWorld(World):
@@ -53,10 +53,20 @@ class LateLanes(DeferredLanes):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, LateWorld(seed))
         self.world.eagerness = random.Random(seed).choice([0.05, 0.3, 0.3, 0.6])
+        self.copy_in = DeferredLane(self.world, "copy in", at_once=True)
 
     def synchronize(self) -> None:
         """Block the host until the device has done everything."""
-        for lane in (self.load, self.store, self.update, self.update_kept, self.down, self.up, self.compute):
+        for lane in (
+            self.load,
+            self.store,
+            self.update,
+            self.update_kept,
+            self.down,
+            self.up,
+            self.compute,
+            self.copy_in,
+        ):
             lane.mark().synchronize()
 
 
