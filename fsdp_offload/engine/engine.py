@@ -620,7 +620,7 @@ class Engine:
     def failure(self, failure: str) -> None:
         self._failure = failure
         if self.host is not None and not failure:
-            self.host.step = None
+            self.host.error = None
 
     @_looking
     def check_whole(self, what: str) -> None:

@@ -233,9 +233,8 @@ class Plan:
             self.bucket_bytes, self._joined = bucketing(
                 self._policy, elementwise=elementwise, together=self._together, sizes=both
             )
-        # By the largest shard of each parameter: every rank has to choose the same.
         fraction = self._policy.host_fraction
-        sizes = [_largest_nbytes(one) if fraction and not has_inner_tensors(one.param) else 0 for one in shards]
+        sizes = [_largest_numel(one) if fraction and not has_inner_tensors(one.param) else 0 for one in shards]
         for shard, on_host in zip(shards, choose_host_share(sizes, fraction), strict=True):
             shard.on_host = on_host
             shard.together = self._joined.get(shard.param, ELSEWHERE)
@@ -524,12 +523,9 @@ def _spec(shard: StateShard) -> ShardSpec:
     return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
 
 
-def _largest_nbytes(shard: StateShard) -> int:
-    """Bytes of the largest shard of this state over all ranks: the same figure on each of them."""
-    local = local_shard(shard.param)
-    largest = largest_local_numel(shard.param)
-    sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
-    return sum(map(aligned, sizes))
+def _largest_numel(shard: StateShard) -> int:
+    """The elements of the largest shard of this state over all ranks, which have to choose the same."""
+    return largest_local_numel(shard.param) if shard.layout.values else 0
 
 
 def _passing_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> int:

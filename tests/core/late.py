@@ -111,9 +111,9 @@ class Queue:
     def may_run(self) -> bool:
         if not self.given:
             return False
-        function, args, _ = self.given[0]
-        job: Any = function.__self__  # type: ignore[attr-defined]
-        return all(one.is_done for one in args) if args else not job.slots.empty()
+        function, (_, given), _ = self.given[0]
+        host: Any = function.__self__  # type: ignore[attr-defined]
+        return given.is_done if isinstance(given, Ended) else not host._slots.empty()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> "Ended":
         ended = Ended(self.threads)

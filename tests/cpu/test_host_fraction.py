@@ -397,20 +397,21 @@ class LostMark:
         raise BoomError("lost")
 
 
-@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_arrived"])
+@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_download"])
 def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     net, optimizer = linear()
-    issue = HostJob._issue_downloads
+    download = HostUpdates._download
 
-    def failing(self: HostJob, *args: Any) -> None:
-        if which != "_arrived":
+    def failing(self: HostUpdates, job: HostJob, *args: Any) -> Any:
+        if which != "_download":
             raise BoomError("lost")
-        issue(self, *args)
-        self._arrived = LostMark()  # type: ignore[assignment]
+        slot = download(self, job, *args)
+        job.arrived = LostMark()  # type: ignore[assignment]
+        return slot
 
     backward(net)
     optimizer.step()
-    monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_arrived" else which, failing)
+    monkeypatch.setattr(HostUpdates, which, failing)
     backward(net)
     with pytest.raises(RuntimeError, match="BoomError: lost"):
         optimizer.step()
@@ -458,14 +459,14 @@ def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh, m
     """It was dropped between a backward and ``step()``, while the host was at work."""
     loop = two_sides(mesh, POLICIES["iteration"])
     weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-    reached, opened, update = threading.Semaphore(0), threading.Event(), HostJob._update
+    reached, opened, update = threading.Semaphore(0), threading.Event(), HostUpdates._update
 
-    def updating(self: HostJob) -> None:
+    def updating(self: HostUpdates, job: HostJob) -> None:
         reached.release()
         assert opened.wait(host_worker_gate.TIMEOUT_SECONDS)
-        update(self)
+        update(self, job)
 
-    monkeypatch.setattr(HostJob, "_update", updating)
+    monkeypatch.setattr(HostUpdates, "_update", updating)
     loop.backward(3)
     ended = [mark.ended for mark in engine_of(loop.optimizer).host.ended.values()]
     assert reached.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, is_offloaded, remove_offload
-from fsdp_offload.cpu_update import HostJob, HostUpdates
+from fsdp_offload.cpu_update import HostUpdates
 from fsdp_offload.engine.engine import engine_of
 from tests import host_worker_gate
 from tests.conformance import oracle
@@ -39,15 +39,15 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStreams]:
 
     def install(which: str, cycles: int = LONG_CYCLES // 8) -> None:
         name = {"down": "_issue_downloads", "up": "_issue_uploads"}[which]
-        method = getattr(HostJob, name)
+        method = getattr(HostUpdates, name)
 
-        def slowed(self: HostJob, *args: Any) -> None:
-            lane = getattr(self.lanes, which)
+        def slowed(self: HostUpdates, *args: Any) -> Any:
+            lane = getattr(self._lanes, which)
             with lane.running():
                 torch.cuda._sleep(cycles)
-            method(self, *args)
+            return method(self, *args)
 
-        monkeypatch.setattr(HostJob, name, slowed)
+        monkeypatch.setattr(HostUpdates, name, slowed)
 
     yield install
     torch.cuda.synchronize()
