@@ -41,6 +41,7 @@ from .state.layout import dense_stride
 from .state.shard import StateShard
 from .state.store import OwnCounters, StateStore
 
+_TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
 _SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
 
 
@@ -80,6 +81,7 @@ class HostUpdates:
     Attributes:
         ended: the end of the last update in this step, by bucket.
         error: what the first update that failed has left, and why; the step leaves out later ones.
+        times: fields of a report's ``StepRecord``, of the last step.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class HostUpdates:
         self._start: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # of the step: values, and pinned entries
         self._gradient_divisor: Tensor | None = None
         self._divided: DividedStep | None = None
-        self._updated_bytes, self._update_seconds, self._waited_seconds = 0, 0.0, 0.0
+        self.times: dict[str, float] = dict.fromkeys(_TIMES, 0)
 
     def missing_bytes(self, slot_bytes: int) -> int:
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
@@ -192,8 +194,8 @@ class HostUpdates:
             parts[any(value is not None for value in job.states.get(bound.shard.param).values())].append(bound)
         for part in filter(None, parts):
             update_bucket(divided, part, job.states)
-        self._update_seconds += time.perf_counter() - begin
-        self._updated_bytes += sum(value.nbytes for bound in job.ranges for value in bound.values.values())
+        self.times["host_update_ms"] += (time.perf_counter() - begin) * 1e3
+        self.times["host_updated_bytes"] += sum(value.nbytes for bound in job.ranges for value in bound.values.values())
 
     def _issue_uploads(self, job: HostJob) -> Mark:
         pairs = [(param, one.param) for param, one in zip(job.params, job.ranges, strict=True)]
@@ -209,7 +211,7 @@ class HostUpdates:
         self.wait()
         self._lanes.down.wait(*self.ended.values())  # R3: parameters of the last step may still be on their way up
         self.ended.clear()
-        self._updated_bytes, self._update_seconds, self._waited_seconds = 0, 0.0, 0.0
+        self.times = dict.fromkeys(_TIMES, 0)
         groups, dtypes = entries_of(optimizer), defaultdict[int, set[torch.dtype]](set)
         for shard in shards:
             dtypes[shard.group].add(shard.param.dtype)
@@ -282,11 +284,11 @@ class HostUpdates:
         begin = time.perf_counter()
         for mark in self.ended.values():
             mark.wait()
-        self._waited_seconds += time.perf_counter() - begin
-        ended, self._entries = self._entries, []
+        self.times["host_waited_ms"] += (time.perf_counter() - begin) * 1e3
         with torch.no_grad():
-            for entries in ended if self.error is None else ():
+            for entries in self._entries if self.error is None else ():
                 entries.commit()
+        self._entries = []
 
     def finish(self) -> None:
         """Block until all updates of the step have ended; raise the error of the first that has failed."""
@@ -303,14 +305,6 @@ class HostUpdates:
                 value = state.get(name)
                 if isinstance(example, Tensor) and isinstance(value, Tensor):
                     state[name] = value.to(example.device)
-
-    def last_times(self) -> dict[str, Any]:
-        """Return the fields of a report's ``StepRecord`` that the last updates have set."""
-        return {
-            "host_updated_bytes": self._updated_bytes,
-            "host_update_ms": self._update_seconds * 1e3,
-            "host_waited_ms": self._waited_seconds * 1e3,
-        }
 
 
 def _bytes(dense: Tensor) -> Tensor:
