@@ -129,7 +129,7 @@ class HostUpdates:
             shown = listed(bound.shard.name for bound in job.ranges)
             failed = RuntimeError(
                 f"step(), with OffloadPolicy(host_fraction=...): the CPU stopped with {type(error).__name__}: {error}. "
-                f"Parameters {shown} may be half updated; those of the CPU after them are as before, all others new"
+                f"Parameters {shown} may be half updated; those that it was to update after them are as before"
             )
             failed.__cause__ = error
             self.error = self.error or failed

@@ -337,7 +337,7 @@ class Engine:
             self.guesses.take_back()
             core.reset()
             return
-        if core.done or core.torn:
+        if (core.done or core.torn) and (self.host is None or error is not self.host.error):
             done, torn = list(core.done), core.torn
             self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
