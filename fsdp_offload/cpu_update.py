@@ -39,7 +39,7 @@ from .optimizers.masters import in_memory_order
 from .policy import OffloadPolicy, listed
 from .state.layout import dense_stride
 from .state.shard import StateShard
-from .state.store import OwnCounters, StateStore
+from .state.store import StateStore
 
 _TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
 _SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
@@ -71,7 +71,7 @@ class HostJob:
     params: list[Tensor] = field(default_factory=list)  # of these, on the device
     grads: list[Tensor] = field(default_factory=list)  # likewise, held until they have been copied
     moves: list[Copy] = field(default_factory=list)  # state to copy first: a save still reads where it was
-    states: StateStore = field(init=False)  # copies of the user's entries
+    states: StateStore = field(init=False)  # the user's entries
     arrived: Mark | None = None  # recorded behind the copies down
 
 
@@ -96,7 +96,6 @@ class HostUpdates:
         self._slots, self._slot_bytes = SimpleQueue[tuple[Region, Mark | None]](), 0
         self.ended: dict[int, CpuMark] = {}
         self.error: RuntimeError | None = None
-        self._entries: list[OwnCounters] = []  # of updates that have not been waited for
         self._start: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # of the step: values, and pinned entries
         self._gradient_divisor: Tensor | None = None
         self._divided: DividedStep | None = None
@@ -238,9 +237,9 @@ class HostUpdates:
     ) -> Mark:
         """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
 
-        ``states`` gets counters and what is created in :meth:`wait`. The update writes the other home of shards that
-        are ``moving``. Marks ``after`` which gradients may be read are waited for when the copies are issued: if the
-        stream waited now, jobs before this one that are issued later would wait for the whole backward.
+        The update writes counters of ``states``, and the other home of shards that are ``moving``. Marks ``after``
+        which gradients may be read are waited for when the copies are issued: if the stream waited now, jobs before
+        this one that are issued later would wait for the whole backward.
         """
         gradient = self._capabilities.conventions.gradient
         job = HostJob(number)
@@ -265,30 +264,23 @@ class HostUpdates:
             return self.ended.get(number, Mark())
         # Gradients may be wider than parameters, which the plan has counted twice.
         self.reserve(sum(aligned(one.nbytes) for one in (*job.grads, *job.params)))
-        shards = {bound.shard.param: bound.shard for bound in job.ranges}
-        # Not of ``states``, which knows the engine: the optimizer may be dropped before step().
-        entries = OwnCounters(StateStore(defaultdict(dict, {param: states.of(param) for param in shards})), shards)
-        with torch.no_grad():
-            entries.copy(shards)
-        self._entries.append(entries)
-        job.states = entries.alone()
+        # Not ``states``, which knows the engine: the optimizer may be dropped before step().
+        entries = {bound.shard.param: states.of(bound.shard.param) for bound in job.ranges}
+        creates = any(entries[one.shard.param].get(name) is None for one in job.ranges for name in one.values)
+        job.states = StateStore(defaultdict(dict, entries))
         marks = (*after, self._lanes.compute.mark())  # R3: gradients may be copies
         downloaded = self._down.submit(self._download, job, marks)
         mark = self.ended[number] = CpuMark(self._updates.submit(self._finish_job, job, downloaded))
-        if self._policy.serial:
+        if creates or self._policy.serial:  # an entry must not grow while others go through it
             self.wait()
         return mark
 
     def wait(self) -> None:
-        """Block until no update is under way, and give the user's state what they have counted and created."""
+        """Block until no update is under way."""
         begin = time.perf_counter()
         for mark in self.ended.values():
             mark.wait()
         self.times["host_waited_ms"] += (time.perf_counter() - begin) * 1e3
-        with torch.no_grad():
-            for entries in self._entries if self.error is None else ():
-                entries.commit()
-        self._entries = []
 
     def finish(self) -> None:
         """Block until all updates of the step have ended; raise the error of the first that has failed."""
