@@ -87,6 +87,8 @@ class IterationRecord:
             ``step()``. Not measured with ``overlap="step"``.
         paced_ms: ``host_ms``, and the time between these calls at both of whose ends compute had done all that the host
             had issued: as far as one can tell, it went at the host's pace.
+        next_gb_ms: What another GB (10**9 bytes) of ``device_bytes`` saves at most: the time of its load or of its
+            store, whichever takes longer, but no more than ``stalled_ms``.
     """
 
     iteration_ms: float
@@ -94,6 +96,7 @@ class IterationRecord:
     bound_ms: float
     host_ms: float = 0.0
     paced_ms: float = 0.0
+    next_gb_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,8 @@ class OffloadReport:
             if last.paced_ms >= 0.05:
                 yield "  at the host's pace", f"{last.paced_ms:.1f} ms, of it {last.host_ms:.1f} ms in fsdp_offload"
             yield "  no less than", f"{last.bound_ms:.1f} ms"
+            if last.next_gb_ms >= 0.05:
+                yield "  with 1 GB more", f"up to {last.next_gb_ms:.1f} ms less"
 
 
 def _bytes(nbytes: int) -> str:
@@ -330,11 +335,13 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     step = StepRecord(**fields, load_gb_per_s=last.load_gb_per_s, store_gb_per_s=last.store_gb_per_s)
     ways = (step.loaded_bytes, step.load_gb_per_s), (step.stored_bytes, step.store_gb_per_s)
     copies_ms = [nbytes / rate / 1e6 for nbytes, rate in ways if rate is not None]
+    gb_ms = [1e3 / rate for _, rate in ways if rate is not None]
     whole_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
     host_ms = min(last.host_ms, whole_ms - stalled_ms)
     # The copies that were timed may have shared the link with others: that all are as slow is not proven.
     bound_ms = min(whole_ms, max(whole_ms - stalled_ms - host_ms, *copies_ms, 0.0))
     times = {"host_ms": host_ms, "paced_ms": max(host_ms, min(last.paced_ms, whole_ms - stalled_ms))}
+    times["next_gb_ms"] = min(stalled_ms, max(gb_ms, default=0.0))
     return step, IterationRecord(iteration_ms=whole_ms, stalled_ms=stalled_ms, bound_ms=bound_ms, **times)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
-from .items import Pool, Use
+from .items import Item, Pool, Use
 
 LASTING_POINTS = 8
 """For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store.
@@ -178,7 +178,7 @@ class RoomHere:
         lasting = [[min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(beyond))]
         self._blocks = list(zip(beyond, lasting, strict=True))
         self._leads = {
-            id(pool): leads(cycle, self._positions, pool, [pool.passing + more[number] for more in beyond])
+            id(pool): leads(cycle, self._positions, pool, [pool.passing + more[number] for more in beyond], ahead // 2)
             for number, pool in enumerate(pools if beyond else ())
         }
 
@@ -208,30 +208,45 @@ def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] 
     return [max(itertools.accumulate(events[begin:end], initial=0)) for begin, end in itertools.pairwise(counts)]
 
 
-def leads(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int]) -> dict[int, int]:
+def leads(
+    cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int], behind: int
+) -> dict[int, int]:
     """Return, for each use, how many points ahead of it its items may be loaded without having to leave before it.
+
+    Blocks are left to what updates have used at the last ``behind`` points, beyond those for items in transit: if loads
+    took all of them, compute would wait for the stores of each update, and the link would stand still meanwhile.
 
     Args:
         cycle: the uses of an iteration.
         positions: of each point, how many of them come before it.
         pool: of these items.
         most: at each point, the most items of it that may be there and are not kept.
+        behind: points of an iteration.
     """
     moving = [{item for item in use.items if item.pool is pool and not item.kept} for use in cycle]
     found: dict[int, int] = {}
     for at, items in enumerate(moving):
-        lead, first, there = 0, point_of(positions, at), set(items)
-        begin = at
+        lead, first, there, before = 0, point_of(positions, at), set(items), set[Item]()
+        begin = stored = at
         while items and lead < len(positions):
             point = first - lead  # of the iteration before where it is negative
-            while begin > positions[point] - (len(cycle) if point < 0 else 0):
+            while begin > _use_behind(point, cycle, positions):
                 begin -= 1
                 there |= moving[begin]  # they are there as well, if this is loaded ahead of them
-            if len(there) > most[point]:
+            while stored > _use_behind(point - behind, cycle, positions):
+                stored -= 1
+                before |= set() if cycle[stored % len(cycle)].gathers else moving[stored % len(cycle)]
+            if len(there) > max(min(most[point], pool.transit), most[point] - len(before - there)):
                 break
             lead += 1
         found[at] = lead
     return found
+
+
+def _use_behind(point: int, cycle: Sequence[Use], positions: Sequence[int]) -> int:
+    """Return the number of the first use behind ``point``; both may be of iterations before."""
+    iterations, own = divmod(point, len(positions))
+    return positions[own] + iterations * len(cycle)
 
 
 def point_of(positions: Sequence[int], at: int) -> int:

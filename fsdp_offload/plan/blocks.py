@@ -4,10 +4,11 @@ What ``device_bytes="auto"`` takes beyond them is learnt in training; here by th
 iterations whose waits are estimated.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 from ..core.buckets import Bucket, bucketing, choose_kept, pools_for, share_out
-from ..core.items import Item
+from ..core.items import Item, Pool
 from ..core.packing import ShardSpec, plan_buckets
 from ..core.room import TOLERATED, Reading, Room
 from ..device.arena import aligned
@@ -26,7 +27,6 @@ class Blocks:
         uses: updates of buckets in an iteration, and gathers of parameters that live on the host.
         host_bytes: of all homes.
         pools: as ``offload_optimizer`` makes them.
-        least_bytes: before anything was learnt.
         kept_state, kept_params: bytes that stay on the device.
         learns: "auto" takes more where compute waits.
     """
@@ -60,7 +60,7 @@ class Blocks:
         self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit, joins=joins)
         share_out(self.pools, limit)
         self.learns = limit is None and policy.moves_beside_model
-        self.least_bytes = self.nbytes
+        self._gives_way = limit is None and policy.updates_in_backward
         self._choose_kept()
 
     @property
@@ -71,8 +71,29 @@ class Blocks:
     @property
     def passing_bytes(self) -> int:
         """Those through which state passes."""
-        pools = {item.pool for item in self._state}
-        return sum(min(pool.transit, pool.count) * pool.nbytes for pool in pools if pool is not None)
+        return sum(min(pool.transit, pool.count) * pool.nbytes for pool in _pools_of(self._state))
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Those of state that leave at the model's own peak: all but those of kept items."""
+        return sum(pool.passing * pool.nbytes for pool in _pools_of(self._state)) * self._gives_way
+
+    @property
+    def turning_bytes(self) -> int:
+        """Parameters that a forward leaves in blocks, and the backward finds there."""
+        return sum(pool.passing * pool.nbytes for pool in _pools_of(self._weights))
+
+    def again_bytes(self, room_bytes: Sequence[int]) -> int:
+        """Parameters that leave between update and forward, whose turns have so much room, the root's first.
+
+        Those of a group stay if they fit, with those of all groups that are used before them.
+        """
+        moving, turning_bytes = [0 if item.kept else item.nbytes for item in self._weights], self.turning_bytes
+        for number in range(len(moving)):
+            needed = [*itertools.accumulate(moving[number::-1])][::-1]  # in each turn until its own
+            if any(nbytes > room + turning_bytes for nbytes, room in zip(needed, room_bytes, strict=False)):
+                moving[number] = 0
+        return sum(item.nbytes for item in self._weights if not item.kept) - sum(moving)
 
     def _choose_kept(self) -> None:
         choose_kept(self._state)
@@ -97,3 +118,7 @@ class Blocks:
                     pool.count = count
                 self._choose_kept()
                 reading = read()
+
+
+def _pools_of(items: Sequence[Item]) -> list[Pool]:
+    return [pool for pool in dict.fromkeys(item.pool for item in items) if pool is not None]

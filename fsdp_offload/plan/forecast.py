@@ -13,8 +13,8 @@ from ..core.buckets import JOINED_BYTES, LARGEST_BYTES
 from ..core.items import PASSING
 from ..policy import MIB, OffloadPolicy, OverlapKind, as_policy, check_is
 from .blocks import Blocks
-from .machine import CONTEXT_BYTES, Machine, machine_of
-from .memory import DeviceMemory, Sizes, device_memory
+from .machine import CONTEXT_BYTES, WORKSPACE_BYTES, Machine, machine_of
+from .memory import Curve, DeviceMemory, Sizes, curve_of
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
 from .trace import Trace
@@ -193,14 +193,26 @@ def plan(
 def _forecast(
     policy: OffloadPolicy | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
 ) -> Forecast:
-    room_bytes = int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
-    blocks = None if policy is None else Blocks(policy, sizes)
-    if blocks is not None:
-        blocks.learn(
-            lambda: estimate(blocks, parts).reading,
-            lambda: room_bytes - _memory(blocks, sizes, trace, training, room_bytes).peak_bytes,
-        )
-    device, found = _memory(blocks, sizes, trace, training, room_bytes), estimate(blocks, parts)
+    curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
+    constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
+    if policy is None:
+        blocks, found = None, estimate(None, parts, curve)
+        device = curve.with_blocks({**constant, "optimizer state": sizes.state})
+    else:
+        blocks, room_bytes = Blocks(policy, sizes), int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
+        constant["parameters"] *= not policy.parameters
+
+        def memory(curve: Curve) -> DeviceMemory:
+            return curve.with_blocks({**constant, "blocks": blocks.nbytes - blocks.leaving_bytes}, blocks.leaving_bytes)
+
+        # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
+        # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
+        first, frees = memory(curve), policy.parameters and policy.updates_in_backward
+        if frees and not training.clip and training.micro_batches == 1:
+            curve = curve_of(sizes, trace, training, frees=True)
+        blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
+        device, found = memory(curve), estimate(blocks, parts, curve)
+        device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
     host_bytes = 0 if blocks is None else blocks.host_bytes
     if policy is not None and policy.updates_in_backward and training.clip:
         host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
@@ -223,19 +235,6 @@ def _forecast(
         why_not=why_not,
         lines=lines_to_write(policy, training.masters),
     )
-
-
-def _memory(blocks: Blocks | None, sizes: Sizes, trace: Trace, training: Training, room_bytes: int) -> DeviceMemory:
-    if blocks is None:
-        return device_memory(sizes, trace, training, {"parameters": sum(sizes.params), "optimizer state": sizes.state})
-    streams = blocks.policy.parameters
-    resident = {"parameters": 0 if streams else sum(sizes.params), "blocks": blocks.nbytes}
-    # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
-    frees = streams and blocks.policy.updates_in_backward and not training.clip and training.micro_batches == 1
-    settled = device_memory(sizes, trace, training, resident, frees=frees)
-    # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
-    first = device_memory(sizes, trace, training, resident | {"blocks": blocks.least_bytes})
-    return first if settled.peak_bytes < first.peak_bytes <= room_bytes else settled
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:

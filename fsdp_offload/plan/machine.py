@@ -21,14 +21,24 @@ class Machine:
     network_gb_per_s: float  # the same between hosts
     devices_per_host: int
     host_gb: float
-    host_gb_per_s: float  # all copies of all GPUs of the host, both ways added
+    host_gb_per_s: float  # at which the host's memory serves a GPU's copies, both ways added, while others' wait
+    two_way: float = 1.831  # copies both ways at once, beside one way: as on the H200
+    die_gb_per_s: float = 4100.0  # what no faster memory speeds up: as on the H200, and on the H100, which has its die
     launch_us: float = 6.6  # what the host needs to launch one kernel: as on the H200's host
-    contention: float = 0.06  # by which transfers and computation slow each other down: as on the H200
+    contention: float = 0.025  # by which copies and computation slow each other down: see below
 
     @property
     def device_bytes(self) -> int:
         """Memory of one GPU."""
         return int(self.memory_gb * 1e9)
+
+    def two_way_gb_per_s(self, ranks: int) -> float:
+        """Return the rate of a GPU's copies, both ways added, while as many of ``ranks`` as a host has copy as well.
+
+        Each passes its own link, and waits in front of the host's memory for those of the others.
+        """
+        others = min(ranks, self.devices_per_host) - 1
+        return 1 / (1 / (self.two_way * self.link_gb_per_s) + others / self.host_gb_per_s)
 
 
 # Shares of the peak rates, and times, that training reached on the H200; other GPUs are taken to reach the same. Fitted
@@ -39,10 +49,11 @@ SHARES = {
     "backward": {"matmul": 0.702, "attention": 0.637, "attention_backward": 0.475},
 }
 FP32 = 0.746  # of any product
-HBM, HBM_UNEVEN = 0.854, 0.555  # uneven: kernels that reduce or rearrange, and copies of fully_shard
-TWO_WAY = 1.831  # copies both ways at once, beside one way
+HBM = 0.854  # of the memory's rate
+UNEVEN = 0.65  # of the die's: kernels that reduce or rearrange, copies of fully_shard, and those of the optimizer
 KERNEL_US = 3.0  # launch and tail of each kernel in a full queue
-GATHER_CONTENTION = 0.025  # computation beside gathers and reductions
+GATHER_CONTENTION = 0.025  # computation beside gathers and reductions; beside copies, "contention": the median of 15
+# settled rows beside plain ones, from -2 to 6 %, in the records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
 CONTEXT_BYTES, WORKSPACE_BYTES = 700_000_000, 64 << 20  # driver and NCCL; cuBLAS
 
 

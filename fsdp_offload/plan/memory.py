@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .machine import WORKSPACE_BYTES
+from ..core.curve import LASTING_POINTS
 from .trace import Trace
 from .training import DTYPES, Training
 
@@ -66,22 +66,50 @@ class Sizes:
         return sum(self.state_itemsizes) * sum(map(sum, self.numels))
 
 
-def device_memory(
-    sizes: Sizes, trace: Trace, training: Training, resident: Mapping[str, int], *, frees: bool = False
-) -> DeviceMemory:
-    """Find the turn at which most is allocated.
+@dataclass(frozen=True)
+class Curve:
+    """What a model has on the device in each part of its iteration, ``step()`` being the last one."""
+
+    moments: tuple[DeviceMemory, ...]
+    updates: tuple[bool, ...]  # whether updates may run in each, where those of the backward do
+
+    @property
+    def peak_bytes(self) -> int:
+        """The model's own peak."""
+        return max(one.peak_bytes for one in self.moments)
+
+    def room_bytes(self, phase: str) -> list[int]:
+        """Return what the model leaves free below its own peak, in each moment of a phase."""
+        return [self.peak_bytes - one.peak_bytes for one in self.moments if one.when.startswith(phase)]
+
+    def with_blocks(self, resident: Mapping[str, int], passing_bytes: int = 0) -> DeviceMemory:
+        """Find the moment in which most is allocated, with what is ``resident`` in all of them, by name.
+
+        ``passing_bytes``: of blocks that are there where updates need them, and elsewhere below the model's own peak.
+        """
+        found = []
+        for one, updates in zip(self.moments, self.updates, strict=True):
+            passing = passing_bytes if updates else min(passing_bytes, self.peak_bytes - one.peak_bytes)
+            terms = {**resident, **one.terms, "blocks": resident.get("blocks", 0) + passing}
+            found.append(DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, one.when))
+        return max(found, key=lambda one: (one.peak_bytes, -one.terms.get("blocks", 0)))
+
+
+def curve_of(sizes: Sizes, trace: Trace, training: Training, *, frees: bool = False) -> Curve:
+    """Compute what a model has on the device.
 
     Args:
         sizes: of all groups.
         trace: of one micro-batch.
         training: which.
-        resident: bytes that are there all the time, by name.
         frees: a gradient is freed in the backward, ``GRADIENTS_BEHIND`` groups later, rather than in ``step()``.
     """
-    root, shared, moments, done = len(sizes.params) - 1, training.shards > 1, [], list[int]()
+    root, shared, moments, updates, done = len(sizes.params) - 1, training.shards > 1, [], [], list[int]()
+    behind = min(LASTING_POINTS, (len(trace) * 3 // 2 + 1) // 8)  # step(), of gathers, reductions, and it
     for number, segment in enumerate(trace):
         gathered = sum(sizes.gathered[group] for group in {segment.group, root})
         gradients = sum(sizes.params) if training.micro_batches > 1 else 0  # of the micro-batches before
+        updates.append(bool(done) if segment.phase == "backward" else number < behind)
         if segment.phase == "backward":
             if number + 1 < len(trace) and shared:
                 gathered += sizes.gathered[trace[number + 1].group]  # prefetched
@@ -95,6 +123,4 @@ def device_memory(
         moments.append(DeviceMemory(terms, f"{segment.phase} of group {segment.group}"))
     last = {*done[-GRADIENTS_BEHIND:], root} if frees else range(root + 1)
     moments.append(DeviceMemory({"gradients": sum(sizes.params[group] for group in last)}, "step"))
-    highest = max(moments, key=lambda one: one.peak_bytes)
-    terms = {**resident, "workspace": WORKSPACE_BYTES, "other": training.other_device_bytes, **highest.terms}
-    return DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, highest.when)
+    return Curve(tuple(moments), (*updates, True))

@@ -12,7 +12,7 @@ from ..core.room import Reading
 from . import machine as reached
 from .blocks import Blocks
 from .machine import Machine
-from .memory import Sizes
+from .memory import Curve, Sizes
 from .trace import Phase, Segment, Trace
 from .training import Training
 
@@ -52,18 +52,25 @@ class Parts:
         """So many bytes each way, at once."""
         return max(max(loaded, stored) * self.one_way, (loaded + stored) * self.two_way)
 
-    def late_ms(self, blocks: Blocks, ahead_ms: float) -> float:
-        """How long a forward waits for updates, where ``ahead_ms`` of the copies were made before.
+    def late_ms(self, blocks: Blocks, ahead_bytes: float, loaded_bytes: float) -> float:
+        """How long a forward waits for updates. It waits for the group that is late by most.
 
         The link moves the groups in the order of the forward, from when their gradients are final: after the backward,
-        or in it. The first ones stay on the device. The forward waits for the group that is late by most.
+        or in it; and, from the beginning of the backward on, in its order. The first ones stay on the device.
+
+        Args:
+            blocks: on the device.
+            ahead_bytes: loaded before the gradients are final.
+            loaded_bytes: all that the backward has to load, as it is not on the device at the model's peak.
         """
-        late, moved = 0.0, -blocks.kept_state - blocks.kept_params
+        late, before, ms = 0.0, -blocks.kept_state - blocks.kept_params, 2 * (1 + self.contention) * self.two_way
         for group in self.groups:
-            moved += group.state_bytes + group.parameter_bytes * blocks.policy.parameters
+            moved = before + group.state_bytes + group.parameter_bytes * blocks.policy.parameters
             if moved > 0:
-                hidden_ms = ahead_ms + group.wanted_ms + group.early_ms * blocks.policy.updates_in_backward
-                late = max(late, moved * 2 * (1 + self.contention) * self.two_way - hidden_ms)
+                hidden_ms = group.wanted_ms + group.early_ms * blocks.policy.updates_in_backward
+                late = max(late, (moved - ahead_bytes) * ms - hidden_ms)
+                late = max(late, (loaded_bytes - max(0, before)) * ms - self.backward_ms - group.wanted_ms)
+            before = moved
         return late
 
 
@@ -74,8 +81,8 @@ class Estimate(NamedTuple):
     limit: str  # compute, gathers, link, or launches
 
 
-def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
-    """Estimate an iteration with these blocks on the device; ``None``: without offload."""
+def estimate(blocks: Blocks | None, parts: Parts, curve: Curve) -> Estimate:
+    """Estimate an iteration with these blocks beside a model that leaves room; ``None``: without offload."""
     host_ms = parts.launch_ms
     if blocks is None:
         found = Estimate(Reading(0.0, parts.passes_ms + parts.clip_ms + parts.update_ms), parts.limit)
@@ -86,7 +93,7 @@ def estimate(blocks: Blocks | None, parts: Parts) -> Estimate:
         host_ms += parts.issue_ms * blocks.uses
         if not blocks.policy.runs_on_into_forward:
             return _in_step(blocks, parts, state, params, host_ms)
-        found = _beside_passes(blocks, parts, state, params)
+        found = _beside_passes(blocks, parts, state, params, curve)
     if host_ms <= found.reading.iteration_ms:  # while the device waits for state, the host goes on
         return found
     return Estimate(found.reading._replace(iteration_ms=host_ms), "launches")
@@ -108,26 +115,32 @@ def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: flo
     return Estimate(reading, "link" if stalled_ms > 1e-4 * ms else parts.limit)
 
 
-def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int) -> Estimate:
-    """Updates run beside the forward, or beside the backward as well."""
+def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve: Curve) -> Estimate:
+    """Updates run beside the forward, or beside the backward as well.
+
+    Below its own peak, the model leaves room for what is loaded ahead, and for parameters between their update and the
+    next forward. What is not on the device at the peak has to come in the backward.
+    """
     policy, passes, stored = blocks.policy, parts.passes_ms, state + params
     if policy.updates_in_backward and parts.clip_ms:
         # What may be taken back is stored although it stays, and the parameters from before beside it.
         stored = sum(group.state_bytes + group.parameter_bytes for group in parts.groups)
-    copies_ms = parts.copy_ms(state + 2 * parts.micro_batches * params, stored)
-    block_ms = 2 * (1 + parts.contention) * blocks.passing_bytes * parts.two_way
-    if policy.updates_in_backward:  # blocks are busy with the groups before: for the last ones, nothing is ahead
-        late_ms, stalled_ms = parts.late_ms(blocks, 0.0), parts.late_ms(blocks, -block_ms)
+    count, slower = parts.micro_batches, 1 + parts.contention
+    again = blocks.again_bytes(curve.room_bytes("forward")) * policy.parameters  # loaded in each forward
+    turned = max(0, params - blocks.turning_bytes)  # and in each backward
+    copies_ms = parts.copy_ms(state + count * (again + turned), stored)
+    room_bytes = min(curve.room_bytes("backward")[-1], curve.room_bytes("step")[0])
+    if policy.updates_in_backward:  # without room, blocks are busy with the groups before
+        ahead = (room_bytes, room_bytes - blocks.passing_bytes)
+        loaded, others = state + turned, count - 1
     else:
-        late_ms = stalled_ms = parts.late_ms(blocks, min(block_ms, parts.backward_ms))
-    excess_ms = beside_ms = 0.0
-    if policy.parameters:  # their loads, in the backward beside all that is stored, may take longer than the passes
-        beside_ms, slower, count = parts.contention * min(copies_ms, passes), 1 + parts.contention, parts.micro_batches
-        forward_ms = slower * parts.copy_ms(params, 0) - parts.forward_ms
-        backward_ms = slower * parts.copy_ms(count * params + state, params + state) - count * parts.backward_ms
-        excess_ms = count * max(0.0, forward_ms) + max(0.0, backward_ms - parts.update_ms)
-    in_wait = min(1.0, late_ms / copies_ms) if copies_ms else 0.0
-    ms = passes + beside_ms + parts.clip_ms + late_ms + excess_ms + (1 - in_wait) * parts.update_ms
+        ahead = (min(room_bytes + blocks.passing_bytes, int(parts.backward_ms / parts.one_way)),) * 2
+        loaded, others = 0, count
+    late_ms, stalled_ms = (parts.late_ms(blocks, nbytes, loaded) for nbytes in ahead)
+    excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
+    excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
+    ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms
+    ms += parts.update_ms * (1 - min(1.0, late_ms / max(copies_ms, 1e-9)))  # the rest of it is in the wait
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
@@ -145,8 +158,8 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
     early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
-    by_memory = 1 / (reached.HBM * machine.hbm_gb_per_s * 1e6)  # ms for each byte
-    host_rate = machine.host_gb_per_s / min(training.ranks, machine.devices_per_host)  # its ranks share its memory
+    uneven = 1 / _bytes_per_ms(machine)[1]
+    two_way = machine.two_way_gb_per_s(training.ranks)
     groups = []
     for group in dict.fromkeys((*wanted_ms, *range(len(sizes.params)))):
         own = sizes.params[group]
@@ -158,10 +171,10 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state) * by_memory,  # reads all, and writes all but the gradients
-        clip_ms=3 * params * by_memory if training.clip else 0.0,  # the norm reads, scaling reads and writes
-        one_way=1e-6 / min(machine.link_gb_per_s, host_rate),
-        two_way=1e-6 / min(reached.TWO_WAY * machine.link_gb_per_s, host_rate),
+        update_ms=(3 * params + 2 * state) * uneven,  # reads all, and writes all but the gradients
+        clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
+        one_way=1e-6 / min(machine.link_gb_per_s, two_way),
+        two_way=1e-6 / two_way,
         limit="gathers" if forward_link_ms + backward_link_ms > 0.95 * (forward_ms + backward_ms) else "compute",
         launch_ms=launches * machine.launch_us / 1e3,
         issue_ms=_LAUNCHES_OF_USE * machine.launch_us / 1e3,
@@ -190,23 +203,30 @@ def _pass(
     return begins, now_ms, link_ms
 
 
+def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
+    """Return what kernels read and write in order, and what others do: those are slower than the memory may be."""
+    even = reached.HBM * machine.hbm_gb_per_s * 1e6
+    return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
+
+
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
     """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
     shares, peak = reached.SHARES[segment.phase], machine.bf16_tflops * 1e9  # operations per ms
     if training.compute_dtype == "fp32":
         shares, peak = dict.fromkeys(shares, reached.FP32), machine.fp32_tflops * 1e9
-    even, uneven = (share * machine.hbm_gb_per_s * 1e6 for share in (reached.HBM, reached.HBM_UNEVEN))  # bytes per ms
+    even, uneven = _bytes_per_ms(machine)
     ms = 0.0
     for kind, work in segment.work.items():
         operations_ms = work.flops / shares.get(kind, 1.0) / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
-        # The tiles of a product are written when they have been computed.
-        ms += operations_ms + bytes_ms if kind == "matmul" else max(operations_ms, bytes_ms)
+        # The tiles of a product are read before they are computed and written after, through the caches of the die.
+        tiles_ms = work.nbytes / machine.die_gb_per_s / 1e6 if kind == "matmul" else 0.0
+        ms += max(operations_ms + tiles_ms, bytes_ms)
         ms += work.kernels * reached.KERNEL_US / 1e3
-    params, gathered = sizes.params[segment.group], sizes.gathered[segment.group]
-    moved = params + gathered  # cast into the buffers of the gather
-    if training.shards > 1:
-        moved += 2 * gathered  # and copied out of them
+    params, gathered, moved = sizes.params[segment.group], sizes.gathered[segment.group], 0
+    if segment.phase == "forward" or segment.group + 1 < len(sizes.params):  # the root stays gathered
+        moved += params + gathered  # cast into the buffers of the gather
+        moved += 2 * gathered if training.shards > 1 else 0  # and copied out of them
     if segment.phase == "backward":
         moved += 4 * gathered + params  # into the reduction, out of it, and cast
     ms += moved / uneven

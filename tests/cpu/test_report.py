@@ -219,6 +219,8 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
         assert min(report.step.loaded_bytes, report.step.stored_bytes) > 0
     copies_ms = report.step.loaded_bytes / report.step.load_gb_per_s / 1e6
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
+    gb_ms = max(1e3 / report.step.load_gb_per_s, 1e3 / report.step.store_gb_per_s)
+    assert last.next_gb_ms == min(gb_ms, last.stalled_ms) > 0
 
 
 def test_compute_waits_while_copies_hold_the_host_up_in_step(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +426,7 @@ SENTENCES: dict[str, tuple[str, Callable[[float], str]]] = {
     "iteration/host_ms": ("at the host's pace .* of it (.+?) ms", _tenths),
     "iteration/paced_ms": ("at the host's pace +(.+?) ms", _tenths),
     "iteration/bound_ms": ("no less than +(.+) ms", _tenths),
+    "iteration/next_gb_ms": ("with 1 GB more +up to (.+) ms less", _tenths),
 }
 """By metric, where the report says it, and how."""
 
@@ -438,7 +441,9 @@ def test_each_metric_is_what_the_report_says(mesh: DeviceMesh, staying: int) -> 
         report,
         memory=replace(report.memory, device_peak_bytes=24_600_000_000),
         step=replace(report.step, **timed, host_waited_ms=3.4, held_updates=2),
-        iteration=IterationRecord(iteration_ms=431.24, stalled_ms=3.18, bound_ms=415.66, host_ms=12.4, paced_ms=250.0),
+        iteration=IterationRecord(
+            iteration_ms=431.24, stalled_ms=3.18, bound_ms=415.66, host_ms=12.4, paced_ms=250.0, next_gb_ms=2.7
+        ),
     )
     (kept, all_of_them), *_ = re.findall(r"(\d+) of (\d+) buckets are kept", report.kept.reason)
     said = f"{report}\n{replace(report, step=None)}\nmoving: {int(all_of_them) - int(kept)}"

@@ -237,7 +237,7 @@ def programs() -> Iterator[tuple[list[Use], list[int], Pool, list[int]]]:
 def test_what_is_loaded_within_its_lead_need_not_leave_before_its_use() -> None:
     """Whatever is used between is there as well; one point earlier, there is a point at which it is one too many."""
     for cycle, positions, pool, most in programs():
-        found = leads(cycle, positions, pool, most)
+        found = leads(cycle, positions, pool, most, behind=0)
         count = len(positions)
         uses = [*cycle, *cycle]  # the second one is the iteration of the use
         begins = [*positions, *(at + len(cycle) for at in positions)]
@@ -249,3 +249,18 @@ def test_what_is_loaded_within_its_lead_need_not_leave_before_its_use() -> None:
                 for point in range(first, first - count, -1)
             ]
             assert found[at] == len(list(itertools.takewhile(bool, there))), (use, positions, most)
+
+
+def test_loads_leave_blocks_to_the_stores_of_the_last_updates() -> None:
+    """Four points of two updates each, and room for six beside one in transit: two of them are left to stores."""
+    pool = Pool(1, 1, transit=1)
+    cycle = [Use(at, (Item(str(at), 1, pool=pool),)) for at in range(8)]
+    positions = [0, 2, 4, 6]
+    assert leads(cycle, positions, pool, [6] * 4, behind=0)[7] == 3
+    assert leads(cycle, positions, pool, [6] * 4, behind=1)[7] == 2
+    assert leads(cycle, positions, pool, [2] * 4, behind=1)[7] == 0
+    pool.transit = 2
+    assert leads(cycle, positions, pool, [2] * 4, behind=1)[7] == 1
+    gathers = [use if at % 2 else Use(at, use.items, gathers=True) for at, use in enumerate(cycle)]
+    assert leads(gathers, positions, pool, [6] * 4, behind=1)[7] == 2
+    assert leads(gathers, positions, pool, [5] * 4, behind=1)[7] == 2
