@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "fsdp_offload": 17_650,  # planned 12,000; 530 masters, 350 whole optimizers, 1,860 mend the silent, 740 the front
-    "fsdp_offload/api": 1_845,  # 97 are add_masters; 70 document errors; 50 refuse what was silently ignored; 7 price a GB
+    "fsdp_offload/api": 1_845,  # 97 are add_masters; 70 document errors; 50 refuse what was ignored; 7 price a GB
     "fsdp_offload/checkpoint": 2_460,  # 170 are plain optimizers, Megatron-FSDP v2; 100 compare ranks; 90 wrong uses
     "fsdp_offload/core": 2_360,  # 80 are threads, holders; 120 join updates, time the host; 320 room by position
     "fsdp_offload/engine": 3_220,  # 50 are shared state, and what failures leave; 190 are threads; 30 read dicts
