@@ -901,10 +901,10 @@ class Engine:
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()
-        if self.host is not None and not self.failure:
-            self.host.wait()  # for counters, which are not at home
-            self.check_whole("a look at the state")
+        had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
+        if not had_failed:
+            self.check_whole("a look at the state")  # what was waited for may be an update on the CPU, and have failed
 
     @_looking
     def wait_updated(self) -> None:

@@ -355,6 +355,17 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
     assert same(alone.train(3, first=3), loop.train(3, first=3))
 
 
+def test_a_look_tells_of_an_update_that_fails_meanwhile(mesh: DeviceMesh, failing: list[str], waits: Waits) -> None:
+    loop = two_sides(mesh, POLICIES["iteration"])
+    (param, *_) = host_params(loop.optimizer)
+    failing.append(host_names(loop.optimizer)[0])
+    with host_worker_gate.closed(loop.optimizer):
+        loop.backward(3)
+        with pytest.raises(RuntimeError, match=r"a look at the state refused: .*BoomError"):
+            loop.optimizer.state[param]
+    assert waits
+
+
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
     # One layer each: 512 parameters have the state of one bucket on the host, which is four times that of a device.
     net, optimizer = linear(4, (16, 32), bucket_bytes=1024)
