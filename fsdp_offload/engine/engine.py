@@ -155,7 +155,7 @@ class Engine:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
         self.guesses.take_back()
         if self.host is not None:
-            self.host.wait_quietly()
+            self.host.wait()
         self.core.wait_updated()
         self.core.settle()
 
@@ -276,7 +276,7 @@ class Engine:
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
             core.step(wanted, late=set(filter(step.is_late, core.done)))
             if self.host is not None:
-                self.host.wait_created()
+                self.host.finish()
             new = [param for param in step.without_state if states.get(param)]
             self._take_results(step, optimizer, new, states)
             if core.cache.restore_room() or new:
@@ -292,15 +292,12 @@ class Engine:
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
-        """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
+        """Ahead of the first update on the CPU: until it has ended, it holds tensors over homes itself."""
         if self.host is None or self.core.updates is not None:
             return
-        homes = [bucket.state.home for bucket in self.core.buckets if bucket.on_host]
-        if any(home.exposed_at is not None for home in homes):
-            self.host.wait_quietly()
-        for home in homes:
-            if not home.waits_for_step():
-                home.exposed_at = None
+        for bucket in self.core.buckets:
+            if bucket.on_host and not bucket.state.home.waits_for_step():
+                bucket.state.home.exposed_at = None
 
     def _leave_room(self, creating: Iterable[Bucket]) -> None:
         """Leave out a block where updates of these create state, which takes as much."""
@@ -338,7 +335,7 @@ class Engine:
             self.guesses.take_back()
             core.reset()
             return
-        if core.done or core.torn:
+        if (core.done or core.torn) and (self.host is None or error is not self.host.error):
             done, torn = list(core.done), core.torn
             self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
@@ -624,24 +621,22 @@ class Engine:
     @property
     def failure(self) -> str:
         """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
-        return self._failure or (self.host.failure if self.host is not None else "")
+        return self._failure or str((self.host is not None and self.host.error) or "")
 
     @failure.setter
     def failure(self, failure: str) -> None:
         self._failure = failure
         if self.host is not None and not failure:
-            self.host.failure = ""
+            self.host.error = None
 
     @_looking
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
-        if self.host is not None:
-            self.host.raise_failure()
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of this optimizer (load_state_dict "
                 "or get_optimizer_state_dict(for_load=True), which work now) and then of the model before going on."
-            )
+            ) from (None if self.host is None else self.host.error)
 
     @_looking
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
@@ -722,8 +717,6 @@ class Engine:
         self.settle()
         self._is_taken = False
         self.plan.add(optimizer, params, states, self.names)
-        if self.host is not None:
-            self.host.forget()  # buckets are others from now on
         self._take_plan()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
@@ -853,8 +846,6 @@ class Engine:
         self._param_ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
         self.plan.clear()
         self._take_plan()
-        if self.host is not None:
-            self.host.forget()
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
         """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
@@ -917,7 +908,10 @@ class Engine:
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()
+        had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
+        if not had_failed:
+            self.check_whole("a look at the state")  # what was waited for may be an update on the CPU, and have failed
 
     @_looking
     def wait_updated(self) -> None:

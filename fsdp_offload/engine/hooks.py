@@ -36,9 +36,7 @@ class ModelHooks:
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
-        last = self._left_behind = LeftBehind(
-            self._model, None if engine.host is None else engine.host.wait_without_owner
-        )
+        last = self._left_behind = LeftBehind(self._model, {} if engine.host is None else engine.host.ended)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
