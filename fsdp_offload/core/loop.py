@@ -645,6 +645,7 @@ class Core:
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned = ()
+        self._gradients.clear()  # their updates have ended
         if self.updates is not None:
             self.updates.torn = ()
             self.updates.abandon(self.buckets)

@@ -160,14 +160,16 @@ class Step(Updates):
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy([one.shard.param for one in ranges])
-            for one, grad in found:
-                one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
-            before = _versions(ranges)
-            with torch.no_grad(), bare(seen) if seen else nullcontext():
-                update_bucket(shared, ranges, states)
-            self._contents.writes_gradients |= before != _versions(ranges)
-            for one in ranges:
-                one.gradient = None  # keeps no gradient
+            try:
+                for one, grad in found:
+                    one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
+                before = _versions(ranges)
+                with torch.no_grad(), bare(seen) if seen else nullcontext():
+                    update_bucket(shared, ranges, states)
+                self._contents.writes_gradients |= before != _versions(ranges)
+            finally:
+                for one in ranges:
+                    one.gradient = None  # a range outlives its update, and the step
 
         return read, job
 

@@ -78,7 +78,8 @@ def looked_at(loop: Loop, at: int) -> None:
 def failing(loop: Loop, at: int) -> None:
     """The third update of a step raises."""
     if at < 12:
-        return complete(loop, at)
+        complete(loop, at)
+        return
     update, calls = steps.update_bucket, [0]
 
     def third(*args: Any) -> None:
@@ -90,9 +91,13 @@ def failing(loop: Loop, at: int) -> None:
     with pytest.MonkeyPatch.context() as patch, suppress(LookupError):
         patch.setattr(steps, "update_bucket", third)
         complete(loop, at)
+    gradients = [weakref.ref(param.grad) for param in loop.params if param.grad is not None]
+    gradients += [weakref.ref(param.grad.to_local()) for param in loop.params if param.grad is not None]
     for param in loop.params:
         param.grad = None
-    return None
+    gc.collect()
+    assert gradients
+    assert not [one for one in gradients if one() is not None]
 
 
 def loaded(loop: Loop, at: int) -> None:
