@@ -660,7 +660,7 @@ class Core:
         self.cache.pinned, self.updates = (), None
 
     def _updated_items(self) -> set[Item]:
-        return {item for bucket in self.done for item in bucket.streamed}
+        return {item for bucket in self.done for item in (bucket.state, *bucket.streamed)}
 
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""

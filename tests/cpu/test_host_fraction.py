@@ -570,3 +570,18 @@ def test_an_interrupt_while_slots_grow_loses_none(monkeypatch: pytest.MonkeyPatc
     assert host._slots is slots
     assert slots.qsize() == 2
     assert host.missing_bytes(2048) == 2 * 1024
+
+
+@EVERY_POLICY
+def test_a_look_at_the_state_between_backward_and_step_changes_nothing(
+    mesh: DeviceMesh, fields: dict[str, Any]
+) -> None:
+    loops = [Loop(mesh, fused_adamw, policy_of(fields, host_fraction=0.5)).train(4) for _ in range(2)]
+    for at in range(4, 7):
+        for loop in loops:
+            loop.backward(at)
+        for param in loops[0].params:
+            assert loops[0].optimizer.state[param]["exp_avg"].to_local().isfinite().all()
+        for loop in loops:
+            loop.step()
+    assert same(*loops)
