@@ -36,7 +36,7 @@ LIMITS = {
     "tests": 43_200,  # planned 22,000; 2,100 run remedies; 600 convert folders; 500 are command lines; 190 interrupt
 }
 ATTACHING, STEP = 32, 15  # files
-FIELDS = {"Engine": 24, "Core": 32, "Guesses": 27, "Cache": 15, "Lending": 7, "Item": 14}
+FIELDS = {"Engine": 24, "Core": 31, "Guesses": 19, "Cache": 15, "Lending": 7, "Item": 14}
 """Of an object of which an optimizer has one, and of an item: today's figures."""
 
 METHODS = 64

@@ -243,13 +243,13 @@ class Engine:
         problem = self._problem_of_early(optimizer, states, kwargs)
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
-        if problem or (guesses.made and guesses.way_back.is_written()):
+        if problem or (guesses.made and guesses.ahead.way_back.is_written()):
             guesses.take_back()
         try:
             if core.updates is None:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                guesses.freed,
+                guesses.ahead.freed,
                 "Nothing has been changed." if core.updates is None else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
@@ -268,13 +268,13 @@ class Engine:
         wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
         try:
             if guesses.step is None:
-                guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
+                guesses.ahead.is_guess = False  # the backward may have chosen to guess, and begun nothing
                 core.updates = Step(self._contents, optimizer, states, kwargs)
             step = guesses.step
             assert step is not None
             step.leave_out(ended)
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
-            core.step(wanted, late=set(filter(step.is_late, core.done)))
+            core.step(wanted, set(filter(step.is_late, core.done)))
             if self.host is not None:
                 self.host.finish()
             new = [param for param in step.without_state if states.get(param)]
@@ -390,7 +390,7 @@ class Engine:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
-                may_begin = core.guess is not None
+                may_begin = self.guesses.ahead.is_guess
             # Last: with many groups it takes long. What is trained and not planned, step() will take over.
             if may_begin and self._groups_as_before(optimizer) and not any(map(is_trained, self._unplanned)):
                 begin = partial(self._begin, optimizer, states)
@@ -453,7 +453,8 @@ class Engine:
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states)
-        return Step(self._contents, optimizer, states, {}, is_guess=self.core.guess is not None)
+        ahead = self.guesses.ahead
+        return Step(self._contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         """Say what differs between this step and the one that the backward has begun; empty: nothing."""

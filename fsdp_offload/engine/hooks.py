@@ -77,7 +77,7 @@ class ModelHooks:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
         refuse_capture(engine.device)
-        if engine.core.guess is not None:
+        if engine.guesses.ahead.is_guess:
             engine.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
@@ -86,7 +86,7 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        if engine.core.guess is not None:
+        if engine.guesses.ahead.is_guess:
             engine.before_gather(number)
         step = engine.core.updates
         if step is not None and engine.core.has_updated(number):

@@ -40,7 +40,12 @@ def look(engine: Engine) -> dict[str, object]:
     """Summarize all fields of the objects of which an optimizer has one."""
     found: dict[str, object] = {}
     parts = {"engine": engine, "core": engine.core, "cache": engine.core.cache, "guesses": engine.guesses}
-    parts |= {"lending": engine.lending, "way_back": engine.guesses.way_back, "timeline": engine.core.timeline}
+    parts |= {
+        "lending": engine.lending,
+        "ahead": engine.guesses.ahead,
+        "way_back": engine.guesses.ahead.way_back,
+        "timeline": engine.core.timeline,
+    }
     for owner, part in parts.items():
         for name, value in vars(part).items():
             if isinstance(value, bool | int | str | None):
