@@ -452,7 +452,7 @@ class Engine:
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
-        self._adopt_exchanged(states)
+        self._adopt_exchanged(states, optimizer)
         ahead = self.guesses.ahead
         return Step(self._contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
 
@@ -489,35 +489,40 @@ class Engine:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         self.add(optimizer, [one for one in self._unplanned if eager or gradient(one) is not None], states)
-        self._adopt_exchanged(states)  # also of neighbours without a gradient, whose bytes move as well
+        self._adopt_exchanged(states, optimizer)  # also of neighbours without a gradient, whose bytes move as well
         return [
             shard
             for param, shard in self.plan.shards.items()
             if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
 
-    def _adopt_exchanged(self, states: StateStore) -> None:
+    def _adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
         """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, without which its class cannot step.
+            ValueError: a part of some parameter's state is gone, without which ``optimizer`` cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
-        edited = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state, or_lacks=True)]
-        if edited:
-            self.settle()  # what was put there may be another parameter's home, still being stored
-            self.lending.wait()
-            for shard, state in edited if self.layouts.capabilities.known else ():
-                names = {*shard.homes, *shard.layout.scalars} - {MASTER}
+        for shard, state in entries if optimizer is not None and self.layouts.capabilities.known else ():
+            # A home need not have a value: a load may have brought none back.
+            is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
+            if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
+                assert optimizer is not None
+                needed = self._learnt(optimizer, shard)
+                names = {*needed.values, *needed.scalars} - {MASTER}
                 lacking = [name for name in sorted(names) if state.get(name) is None]
                 if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
                     raise ValueError(
                         f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
                         "optimizer.state[param] as a whole. Nothing has been changed."
                     )
-            adopt(edited)
+        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        if exchanged:
+            self.settle()  # what was put there may be another parameter's home, still being stored
+            self.lending.wait()
+            adopt(exchanged)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
@@ -766,6 +771,7 @@ class Engine:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         self.lending.wait()
+        self.failure = "a load of optimizer state did not come to its end, and some of it may be loaded"
         if self.conventions.keeps_raw_state:
             for param, saved in loaded.items():
                 states.of(param).update(saved)
