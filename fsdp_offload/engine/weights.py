@@ -138,16 +138,23 @@ class Weights:
             for one, (offset,) in zip(group, packed[number].leaf_offsets, strict=True):
                 parts[one.param] = Part(number, offset, one)
         arena = Arena(list(parts.values()), homes, spare_bytes, take)
-        self.groups = found
-        self.parts.update(parts)
-        for part in parts.values():
-            assert part.home.weights is not None
-            part.home.weights.copy_(part.local)
-            part.sharded.look = look
-            part.live_at_home()
-        for number, its in packed.items():
-            home = GroupHome(its, arena, self._lending, trained)
-            self.items[number] = Item(f"parameters of group {number}", its.nbytes, home=home)
+        undo = [part.sharded.undoing() for part in parts.values()]
+        try:
+            for part in parts.values():
+                assert part.home.weights is not None
+                part.home.weights.copy_(part.local)
+                part.sharded.look = look
+                part.live_at_home()
+            for number, its in packed.items():
+                home = GroupHome(its, arena, self._lending, trained)
+                self.items[number] = Item(f"parameters of group {number}", its.nbytes, home=home)
+            self.groups = dict(found)
+            self.parts.update(parts)  # in place: others know this dict
+        except BaseException:  # an interrupt, too
+            for put_back in undo:
+                put_back()
+            self.items.clear()
+            raise
         return arena
 
     @property

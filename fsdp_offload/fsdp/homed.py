@@ -183,6 +183,17 @@ class ShardedParameter:
         """Return whether the shard is a dense tensor that is gathered as it is; other types say how."""
         return type(local_shard(self.param)) is Tensor
 
+    def undoing(self) -> Callable[[], None]:
+        """Return what undoes :meth:`live_at`: the shard is where it is now again."""
+        local, data = local_shard(self.param), self._fsdp_param._sharded_param_data
+
+        def undo() -> None:
+            take_from_home(self.param)
+            self._fsdp_param.sharded_param._local_tensor = local
+            self.lend(data)
+
+        return undo
+
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
         """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
         stand_in = put_home(self.param, local, self.look, stand_in)

@@ -24,6 +24,7 @@ import fsdp_offload
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded, offload_optimizer, remove_offload
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.fsdp import homed
 from tests.core.test_step_ends import LEARNT, look
 from tests.overlapping import Loop, adamw, same_values
 from tests.parity import leaves
@@ -246,3 +247,25 @@ def test_an_interrupt_between_steps_changes_nothing_or_all_of_it(
         assert same_values(found, sides[WARM - 1]), interrupted.where
         loop.train(BEHIND, usual, WARM)
         assert same_values(values(loop), sides[-1]), f"{interrupted.where}: other bits later"
+
+
+def test_parameters_stay_where_they_were_if_attaching_is_interrupted(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, loop = (Loop(mesh, adamw, None).train(2, usual) for _ in range(2))
+    put_home, calls = homed.put_home, [0]
+
+    def third(*args: Any) -> Tensor:
+        calls[0] += 1
+        stand_in = put_home(*args)
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return stand_in
+
+    with monkeypatch.context() as patch:
+        patch.setattr(homed, "put_home", third)
+        with pytest.raises(KeyboardInterrupt):
+            attach(loop, OffloadPolicy(overlap="iteration", parameters=True))
+    assert not is_offloaded(loop.optimizer)
+    assert not any(map(homed.is_homed, loop.params))
+    assert same_values(values(loop.train(2, usual, 2)), values(plain.train(2, usual, 2)))
