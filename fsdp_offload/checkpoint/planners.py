@@ -77,12 +77,12 @@ class Problem(Enum):
 
     MISSING = (
         "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
-        "flatten_optimizer_state_dict? allow_missing=[patterns] leaves such keys as they are, and load() takes out "
-        "those of parameters that had no state."
+        "flatten_optimizer_state_dict? planner=LoadPlanner(allow_missing=[patterns]) leaves such keys as they are, and "
+        "load() takes out those of parameters that had no state."
     )
     EXTRA = (
         "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
-        "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
+        "requests state that does not exist yet), or leave them there: planner=LoadPlanner(allow_extra=[patterns])."
     )
     NUMBERED = (
         "in the checkpoint by number, as optimizer.state_dict() has state: {}. Load it into optimizer.state_dict() "

@@ -248,7 +248,7 @@ def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None
         ours.load(state, checkpoint_id=broken)
     with pytest.raises(TypeError, match=r"Write save\(state_dict, checkpoint_id=path\)"):
         ours.save(script.model, checkpoint_id=broken)
-    # allow_missing=[patterns] leaves such keys as they are.
+    # planner=LoadPlanner(allow_missing=[patterns]) leaves such keys as they are.
     ours.load(state, checkpoint_id=tmp_path / "there", planner=ours.LoadPlanner(allow_missing=["epoch"]))
     ours.set_optimizer_state_dict(script.model, script.optimizer, state["optimizer"])
     script.train()

@@ -830,7 +830,7 @@ def a_template_without_state(path: Path) -> Any:
     return resumed(script, path)
 
 
-@remedy("or leave them in the checkpoint with allow_extra=[patterns]")
+@remedy("or leave them there: planner=LoadPlanner(allow_extra=[patterns])")
 def a_part_of_a_model(path: Path) -> Any:
     script = Script(attach=True)
     dcp.save({"m": {"body": torch.ones(3), "head": torch.ones(2)}}, checkpoint_id=path)
