@@ -19,7 +19,7 @@ import rich.progress
 import typer
 
 from . import rewrite
-from .convert import convert, torch_files, translate
+from .convert import convert, fsdp_dtensor, torch_files, translate
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
 from .fuse.files import Request
 from .fuse.rules import Way, load_rules, preset, preset_lines
@@ -317,7 +317,8 @@ def _convert(
     ],
     destination: Destination,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
+        str | None,
+        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, torch, or fsdp_dtensor (Megatron's)."),
     ] = None,
     key_prefix: Annotated[
         str | None,
@@ -349,6 +350,10 @@ def _convert(
         ),
         (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),
+        (
+            to == "fsdp_dtensor" and (dtype or key_prefix),
+            "--dtype and --key-prefix are not for fsdp_dtensor, which has the names and dtypes of Megatron-FSDP",
+        ),
         (of_torch and excluded and to != "torch", "--exclude is not for files of torch.save; use it on the result"),
     ):
         if is_wrong:
@@ -361,7 +366,8 @@ def _convert(
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
         wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to, read_names(names))
-        new = convert.plan(source, wanted, to=to, threads=threads)
+        is_megatron = to == "fsdp_dtensor"
+        new = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else convert.plan(source, wanted, to, threads)
         run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
 

@@ -39,7 +39,7 @@ def args(tp: int) -> argparse.Namespace:
     """Megatron's have more than plain values."""
     from megatron.core.transformer.enums import AttnBackend
 
-    own = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "seed": 0}
+    own = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "seed": 0, "moe_grouped_gemm": False}
     return argparse.Namespace(**SIZES, **own, tensor_model_parallel_size=tp, group_query_attention=True)
 
 
