@@ -178,7 +178,7 @@ class _Plan:
         for own, each in flattened(value, path):
             if isinstance(each, Tensor):
                 shape = tuple(each.shape)
-                tensor = StoredTensor("", shape, each.dtype, vars(each)["chunks"])
+                tensor = StoredTensor(".".join(map(str, own)), shape, each.dtype, vars(each)["chunks"])
                 self._add(own, tensor, _Part("", (), (0,) * len(shape), shape))
                 continue
             if id(each) not in self.saved:

@@ -7,7 +7,7 @@ import pickle
 import shutil
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,35 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
         training = Training(1, is_fsdp=True)
         training.save_fsdp_dtensor(folder / "fused", split=False)
         training.save_fsdp_dtensor(folder / "own", split=True)
+
+
+def test_megatron_fsdp_loads_what_is_made_of_torch_dist_and_trains_on(one_rank: Path, tmp_path: Path) -> None:
+    """Gate and up apart, layers and experts one by one, its fp32 weights, its state and its counter: as it goes on."""
+    forms = ("stacked", "by hand", "experts", "plain")
+    for name in forms:
+        made("convert", one_rank / name, tmp_path / name, "--to", "fsdp_dtensor")
+    spawn(train_fsdp_on, 1, tmp_path, one_rank, tmp_path, forms)
+
+
+def train_fsdp_on(rank: int, world_size: int, written: Path, made_in: Path, forms: Sequence[str]) -> None:
+    del rank, world_size
+    expected = json.loads((written / "losses.json").read_text())
+    expected["by hand"] = expected["layers"]
+    with cpu_for_cuda():
+        for name in forms:
+            experts = {"experts": 3} if name == "experts" else {}
+            training = Training(1, is_fsdp=True, seed=7, **experts)
+            training.load_fsdp_dtensor(made_in / name, as_transformer_engine_names_it)
+            steps = 2 if name == "plain" else 3  # torch's AdamW was its optimizer, which rounds otherwise in the end
+            assert training.steps(steps) == expected[name][:steps], name
+            assert [group["step"] for group in training.optimizer.optimizer.param_groups] == [2 + steps] * 2
+
+
+def as_transformer_engine_names_it(key: str) -> str:
+    """With the layernorms in the linear layers, and one module more around the model."""
+    key = key.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    key = key.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+    return key.replace("module.module.", "module.module.module.")
 
 
 # Values that the checkpoint tells ------------------------------------------------------------------------------------
