@@ -91,7 +91,6 @@ class _Plan:
         self.pieces: list[Piece] = []
         self.contents: dict[str, bytes] = {}
         self.paths: dict[str, Path] = {}
-        self.grouped = set[Path]()
         self.saved: dict[int, bytes] = {}  # by the identity of an option, which many parameters share
         self.common, unread = _common(checkpoint)
         names = sorted_out(keys, checkpoint.paths)
@@ -112,7 +111,7 @@ class _Plan:
         self.notes += ["without rng_state, Megatron loads it with --no-load-rng"]
 
     def rewrite(self) -> Rewrite:
-        mains = 0
+        mains, trained = 0, dict[str, int]()  # the parameters with state, and how many dimensions each has
         for key, parts in self._parts().items():
             state = self.state[key]
             main = next((state.pop(kind) for kind in _MAINS if kind in state), None)
@@ -122,7 +121,9 @@ class _Plan:
                 for kind, tensor in state.items():
                     self._add(("optimizer", "state", f"{_WRAPPERS}{part.name}", kind), tensor, part)
                 if state or main:
-                    self._add_options(part)
+                    trained[part.name] = len(part.shape)
+        if trained:
+            self._add_options(trained)
         self.notes += [f"{counted(mains, 'weight')} from the fp32 mains, as Megatron-FSDP has them"] * bool(mains)
         self._add_values((), {name: value for name, value in self.common.items() if name != "optimizer"})
         new = as_dcp(self.checkpoint, self.new, self.pieces, self.contents, self.paths, self.wanted.shard_bytes)
@@ -192,64 +193,55 @@ class _Plan:
             raise CheckpointError(f"{self.checkpoint.path}: there would be two values named {key}")
         return key
 
-    # The optimizer's options ------------------------------------------------------------------------------------------
-
-    @functools.cached_property
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the param groups of all optimizers, which torch's have their counter beside."""
-        found, groups = self.common.get("optimizer", {}), []
+        """Return the param groups of all optimizers, with the counter that torch's have beside them."""
+        found, view = self.common.pop("optimizer", {}), self.checkpoint.folder.view
+        groups = []
         with told(f"the optimizer in {self.checkpoint.path}/{COMMON_FILE}"):
             each = [found] if {"optimizer", "param_groups"} & {*found} else [*found.values()]
             for one in (own.get("optimizer", own) for own in each):
-                step = one.get("state", {}).get("common_step")
                 for group in one["param_groups"]:
+                    step = group.get("step", one.get("state", {}).get("common_step"))
+                    if isinstance(step, Tensor):
+                        content = bytearray(view(*vars(step)["chunks"][0].place))
+                        step = torch.frombuffer(content, dtype=step.dtype).item()
+                    if step is not None and (isinstance(step, bool) or int(step) != step):
+                        raise DamagedError(f"its step is {step}")
                     options = {option: value for option, value in group.items() if option != "params"}
-                    if (steps := options.get("step", step)) is not None:
-                        options["step"] = self._number(steps)
-                    groups.append(options)
+                    groups.append(options if step is None else {**options, "step": int(step)})
             self._add_values(("optimizer", "grad_scaler"), each[0].get("grad_scaler", {}))
         return groups
 
-    def _number(self, value: Any) -> int:
-        if isinstance(value, Tensor):
-            (chunk,) = vars(value)["chunks"]
-            view = self.checkpoint.folder.view(*chunk.place)
-            value = torch.frombuffer(bytearray(view), dtype=value.dtype).item()
-        if int(value) != value or isinstance(value, bool):
-            raise DamagedError(f"its step is {value}")
-        return int(value)
+    def _add_options(self, trained: Mapping[str, int]) -> None:
+        """Add parameters' options, and their counter also to their state, where torch's own optimizers look for it."""
+        groups, found = self._groups(), {}
+        for name, dims in trained.items():
+            found[module] = options = self._options_of(module := _OF_FUSED.sub("", name), dims, groups)
+            if "step" in options:
+                key = self._new_key(("optimizer", "state", f"{_WRAPPERS}{name}", "step"))
+                self.new[key] = StoredTensor(key, (), torch.float32, ())
+                self.pieces.append(given(key, torch.tensor(float(options["step"])), whole_of(())))
+        for module, options in found.items():
+            self._add_values(("optimizer", "param_to_group_meta", f"{_WRAPPERS}{module}"), options)
 
-    def _add_options(self, part: _Part) -> None:
-        """Add a parameter's options: its counter also to its state, where torch's own optimizers look for it."""
-        name = _OF_FUSED.sub("", part.name)
-        options = self._groups[self._group_of(name, len(part.shape))]
-        path = "optimizer", "param_to_group_meta", f"{_WRAPPERS}{name}"
-        if path not in self.grouped:
-            self.grouped.add(path)
-            self._add_values(path, options)
-        if "step" in options:
-            step, own = torch.tensor(float(options["step"])), ("optimizer", "state", f"{_WRAPPERS}{part.name}", "step")
-            key = self._new_key(own)
-            self.new[key] = StoredTensor(key, (), step.dtype, ())
-            self.pieces.append(given(key, step, whole_of(())))
-
-    def _group_of(self, name: str, dims: int) -> int:
-        """Return the number of a parameter's group: as --names has it, or as Megatron divides them if nobody says."""
-        groups = self._groups
-        fitting = [*range(len(groups))]
-        if self.wanted.names:
-            fitting = [number for number, own in enumerate(self.wanted.names) if name in own]
-        else:
-            is_small = dims == 1 or name.endswith(".bias")
-            for option, value in (("is_expert_parallel", ".experts." in name), ("wd_mult", 1.0 - is_small)):
-                if len({groups[number].get(option) for number in fitting}) > 1:
-                    fitting = [number for number in fitting if groups[number].get(option) == value]
-        if len(fitting) != 1 or fitting[0] >= len(groups):
+    def _options_of(self, name: str, dims: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Find a parameter's group: as --names has it, or as Megatron divides them if nobody says."""
+        names, fitting = self.wanted.names, groups
+        if names:
+            fitting = [group for group, own in zip(groups, names, strict=False) if name in own]
+        kept_apart = (
+            ("is_expert_parallel", ".experts." in name),
+            ("wd_mult", 1.0 - (dims == 1 or name.endswith(".bias"))),
+        )
+        for option, value in () if names else kept_apart:
+            if len({group.get(option) for group in fitting}) > 1:
+                fitting = [group for group in fitting if group.get(option) == value]
+        if len(fitting) != 1:
             raise CheckpointError(
                 f"{self.checkpoint.path}: which of {counted(len(groups), 'param group')} {name} is in is not known; "
                 f"give --names FILE, a JSON list with a list of the names in each of them, as they are in {COMMON_FILE}"
             )
-        return int(fitting[0])
+        return fitting[0]
 
 
 def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Path]]:
@@ -263,8 +255,8 @@ def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Path]]:
         common = dict(_plain(reading, {k: v for k, v in pickled.items() if (k,) not in unread}, (), unread))
         if any(path[0] == "optimizer" for path in unread):
             raise DamagedError(f"{'.'.join(map(str, unread[-1]))} of the optimizer is no plain value")
-    if "args" in common:
-        common["args"] = argparse.Namespace(**common["args"])
+        if "args" in common:
+            common["args"] = argparse.Namespace(**common["args"])
     return {"checkpoint_version": 3.0, **common}, unread
 
 
