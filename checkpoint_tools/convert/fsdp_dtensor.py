@@ -46,7 +46,7 @@ _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(linear_fc\d\..*)")
 _MOST_PARTS = 1 << 20  # of one tensor: layers times experts
 _EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)\.(linear_fc\d)\.(weight|bias)(_[wv])?")
 _GROUPED, _SEQUENTIAL = r"\1.\3.\4\2\5", r"\1.local_experts.\2.\3.\4\5"
-_OF_FUSED = re.compile(r"(?<=\d|t|s)_[wv]$|(?<=weight|..bias)\.(query|key|value|z|beta|alpha)$")  # what a part adds
+_WITHIN = re.compile(r"(\b(?:linear_fc1|in_proj|conv1d)\.(?:weight|bias)\d*)(_[wv]|\.\w+)$")  # a fused parameter
 _OTHERS = ("rng_state", "rerun_state_machine", "content_metadata")
 _BUCKETS = "its optimizer is stored by buckets (dp_reshardable), and only Megatron knows which parameter is where"
 
@@ -109,6 +109,9 @@ class _Plan:
         left += [".".join(map(str, path)) for path in unread]
         self.notes = [f"left out: {some_of(left, 20)}"] * bool(left)
         self.notes += ["without rng_state, Megatron loads it with --no-load-rng"]
+        apart = sum(found[2][0] == "." for key in self.state if (found := _WITHIN.search(key)))
+        what = f"{counted(apart, 'part')} of in_proj and conv1d left apart, as for dev and Bridge; for main, merge them"
+        self.notes += [what] * bool(apart)
 
     def rewrite(self) -> Rewrite:
         mains, trained = 0, dict[str, int]()  # the parameters with state, and how many dimensions each has
@@ -216,7 +219,7 @@ class _Plan:
         """Add parameters' options, and their counter also to their state, where torch's own optimizers look for it."""
         groups, found = self._groups(), {}
         for name, dims in trained.items():
-            found[module] = options = self._options_of(module := _OF_FUSED.sub("", name), dims, groups)
+            found[module] = options = self._options_of(module := _WITHIN.sub(r"\1", name), dims, groups)
             if "step" in options:
                 key = self._new_key(("optimizer", "state", f"{_WRAPPERS}{name}", "step"))
                 self.new[key] = StoredTensor(key, (), torch.float32, ())
@@ -228,11 +231,11 @@ class _Plan:
         """Find a parameter's group: as --names has it, or as Megatron divides them if nobody says."""
         names, fitting = self.wanted.names, groups
         if names:
-            fitting = [group for group, own in zip(groups, names, strict=False) if name in own]
-        kept_apart = (
-            ("is_expert_parallel", ".experts." in name),
-            ("wd_mult", 1.0 - (dims == 1 or name.endswith(".bias"))),
-        )
+            fitting = [
+                group for group, own in zip(groups, names, strict=False) if isinstance(own, list) and name in own
+            ]
+        is_small = dims == 1 or name.endswith(".bias")
+        kept_apart = ("is_expert_parallel", ".experts." in name), ("wd_mult", 1.0 - is_small)
         for option, value in () if names else kept_apart:
             if len({group.get(option) for group in fitting}) > 1:
                 fitting = [group for group in fitting if group.get(option) == value]

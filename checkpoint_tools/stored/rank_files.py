@@ -33,7 +33,7 @@ from ..core.text import CheckpointError, is_count, natural_order, shortened, som
 from ..core.values import MAX_VALUES, flattened, has_more_values, same_values
 from .checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from .items import TENSOR_NAMES, Archive, DamagedError, crc32, layout_of, tensor_of
-from .storage import Folder, open_folder
+from .storage import Folder, files_without_metadata, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, allowed, unpickle
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
@@ -42,11 +42,7 @@ _SHARDED = allowed("sharded")
 
 def is_rank_files(path: str | os.PathLike[str]) -> bool:
     """Tell whether there is a file for each rank, and no DCP checkpoint."""
-    try:
-        files = open_folder(path).files()
-    except OSError:
-        return False
-    return ".metadata" not in files and any(map(_FILE.fullmatch, files))
+    return any(map(_FILE.fullmatch, files_without_metadata(path)))
 
 
 def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = None) -> Checkpoint:

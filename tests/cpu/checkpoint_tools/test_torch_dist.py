@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint_tools.convert import fsdp_dtensor
 from tests.checkpoint_tools.saves import Trap, same_bits, save
-from tests.checkpoint_tools.tool import assert_one_line, load, made, run, shown, values_of
+from tests.checkpoint_tools.tool import assert_one_line, chunks_of, load, made, run, shown, values_of
 
 LAYERS, EXPERTS = 2, 3
 GATED, DENSE, TOWER = (
@@ -121,6 +122,35 @@ def test_every_tensor_counter_and_option_is_there(source: Source, tmp_path: Path
     assert same_bits(*weight.values(), source.values["embedding.word_embeddings.weight"])
     files = {path.name for path in (tmp_path / "new").iterdir()}
     assert files == {"__0_0.distcp", ".metadata", ".checksums", "tokenizer.model"}  # by which Megatron tells the format
+
+
+def test_parts_of_in_proj_stay_apart_and_are_told_of(source: Source, tmp_path: Path) -> None:
+    """Their options are those of the one parameter that they are of; so those of gate and up, if they are apart."""
+    apart = ["decoder.layers.0.mixer.in_proj.weight.query", "decoder.layers.1.mlp.linear_fc1.weight_v"]
+    source.values = {key: torch.ones(2, 3) for key in apart}
+    source.values |= {f"optimizer.state.exp_avg.{key}": torch.ones(2, 3) for key in apart}
+    folder = source.save(tmp_path / "source")
+    text = shown("convert", folder, tmp_path / "new", "--to", "fsdp_dtensor")
+    assert "note: 1 part of in_proj and conv1d left apart" in text
+    keys = {key for key in values_of(tmp_path / "new") if key.endswith((".exp_avg", ".lr"))}
+    lead = "optimizer.{}.module.module.module.decoder.layers."
+    assert keys == {f"{lead.format('state')}{key.removeprefix('decoder.layers.')}.exp_avg" for key in apart} | {
+        f"{lead.format('param_to_group_meta')}{key}.lr" for key in ("0.mixer.in_proj.weight", "1.mlp.linear_fc1.weight")
+    }
+
+
+def test_large_tensors_are_read_and_written_in_pieces(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_dtensor, "LARGEST_PIECE_BYTES", 16)
+    options = ("--to", "fsdp_dtensor", "--shard-size", 2048)
+    found = values_of(made("convert", source.save(tmp_path / "source"), tmp_path / "new", *options))
+    wanted = expected(source)
+    assert [key for key, value in wanted.items() if key != "args" and not same_bits(value, found[key])] == []
+    numbers = [len(values) for values in chunks_of(tmp_path / "new").values()]
+    assert max(numbers) > 3
+    nbytes = sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor))
+    assert len(list((tmp_path / "new").glob("*.distcp"))) == pytest.approx(nbytes / 2048, abs=1)
 
 
 def test_experts_that_are_modules_of_their_own(source: Source, tmp_path: Path) -> None:
