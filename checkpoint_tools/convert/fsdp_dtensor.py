@@ -96,11 +96,12 @@ class _Plan:
         names = sorted_out(keys, checkpoint.paths)
         self.state: dict[str, dict[str, StoredTensor]] = {key: {} for key in names.others if key in tensors}
         for name in names.states:
-            tensor = tensors.get(name.key)
-            if name.fqn not in self.state or not tensor or not name.kind or tensor.shape != tensors[name.fqn].shape:
+            tensor, is_known = tensors.get(name.key), name.fqn in self.state and name.kind
+            is_alike = tensor and is_known and tensor.shape == tensors[name.fqn].shape
+            if not tensor or not is_alike or (name.kind in _MAINS and tensor.dtype != torch.float32):
                 raise CheckpointError(
-                    f"{checkpoint.path}: {name.key} is no state of {name.fqn}, as there is none of its name and shape; "
-                    "leave it out with --exclude"
+                    f"{checkpoint.path}: {name.key} is no state of {name.fqn}: no such name, another shape, or a main "
+                    "that is not fp32; leave it out with --exclude"
                 )
             self.state[name.fqn][name.kind] = tensor
         others = [key.partition("/shard_")[0] for key in keys if key in checkpoint.objects]
@@ -237,7 +238,7 @@ class _Plan:
         is_small = dims == 1 or name.endswith(".bias")
         kept_apart = ("is_expert_parallel", ".experts." in name), ("wd_mult", 1.0 - is_small)
         for option, value in () if names else kept_apart:
-            if len({group.get(option) for group in fitting}) > 1:
+            if len({repr(group.get(option)) for group in fitting}) > 1:
                 fitting = [group for group in fitting if group.get(option) == value]
         if len(fitting) != 1:
             raise CheckpointError(

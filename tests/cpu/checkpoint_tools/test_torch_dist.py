@@ -196,7 +196,7 @@ def test_groups_that_are_not_megatrons_own_are_asked_for(source: Source, tmp_pat
 # Refused --------------------------------------------------------------------------------------------------------------
 
 Edit = Callable[[Source, Path], object]
-STATE = f"optimizer.state.exp_avg.{GATED}"
+STATE, MAIN = f"optimizer.state.exp_avg.{GATED}", torch.ones(LAYERS, EXPERTS, 10, 4, dtype=torch.int16)
 
 
 def _put(key: str, value: Any) -> Edit:
@@ -210,6 +210,7 @@ def _common(**values: Any) -> Edit:
 REFUSED: dict[str, tuple[Edit, str]] = {
     "state of another shape": (_put(STATE, torch.ones(LAYERS, EXPERTS, 8, 5)), "is no state of"),
     "state of nothing": (_put("optimizer.state.exp_avg.head.weight", torch.ones(2)), "is no state of head.weight"),
+    "a remainder for a main": (_put(STATE.replace("exp_avg", "param"), MAIN), "a main that is not fp32"),
     "another number of layers": (_put("decoder.layers.norm.weight", torch.ones(3, 4)), "and others 2 in front"),
     "stacks of nothing": (_put("more.layers.norm.weight", torch.ones(0, 4)), "no model has such layers"),
     "a stack without rows": (_put("more.layers.norm.weight", torch.tensor(1.0)), "no model has such layers"),
@@ -218,6 +219,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "buckets": (_put("optimizer.distributed.dp_group_idx_0.exp_avg", torch.ones(9)), "--dist-ckpt-optim-fully-resh"),
     "no groups": (_common(optimizer={"state": {}}), "the optimizer in "),
     "no optimizer": (lambda source, _: source.common.pop("optimizer"), "the optimizer in "),
+    "groups of anything": (_common(optimizer={"param_groups": [{"wd_mult": []}, {"wd_mult": 1}]}), "of 2 param groups"),
     "half a step": (_common(optimizer={"param_groups": [{"step": 0.5}]}), "its step is 0.5"),
     "options of a class": (_common(optimizer={"param_groups": [{"lr": Backend.auto}]}), "it asks for tests."),
     "a hostile option": (lambda source, at: source.common.update(optimizer=Trap(at)), "system, which was not run"),
