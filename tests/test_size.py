@@ -31,7 +31,7 @@ LIMITS = {
     "fsdp_offload/plan": 1_500,  # 12 refuse text for numbers; 80 are room by position and the rate that GPUs share
     "fsdp_offload/state": 650,  # 70 are what was offered to load into, twice, too; 70 count who holds what
     "fsdp_offload/fsdp": 1_470,  # planned 940; 80 name checkpoints, 100 count writes; 40 the next torch; 35 allocations
-    "checkpoint_tools": 6_800,  # planned 5,500; 270 folders of others; 150 refuse what takes all memory; 270 fsdp_dtensor
+    "checkpoint_tools": 6_800,  # planned 5,500; 270 folders of others; 150 refuse what takes much; 270 fsdp_dtensor
     "examples/benchmarks": 2_805,  # 850 are the front: models that users train, each row in a process of its own
     "tests": 42_960,  # planned 22,000; 1,800 run remedies; 960 convert folders; 500 are command lines, Bridge, Muon
 }
