@@ -312,6 +312,7 @@ def check_destination(source: str, destination: str) -> None:
         remote.fs.invalidate_cache()
         is_there, has_no_parent = remote.fs.exists(remote.root) and bool(remote.files()), False
     for is_wrong, text in (
+        (not source.strip(), "SRC is empty; give the folder of a checkpoint, or its URL"),
         (not destination.strip(), "DST is empty; give the name of a new folder, or a URL"),
         (is_there, f"{destination} exists; give a name that is not taken, or remove it first"),
         (path.name in ("", ".", ".."), f"{destination!r} is not the name of a new folder"),

@@ -145,14 +145,10 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     """
     if isinstance(values, OffloadPolicy):
         return values
-    if values is not None and not isinstance(values, Mapping):
-        got = repr(values) if isinstance(values, str) else type(values).__name__
-        is_size = isinstance(values, str) and _SIZE.fullmatch(values)
-        given = f"overlap={values!r}" if values in get_args(OverlapKind) else "device_bytes='auto'"
-        given = f"device_bytes={values!r}" if is_size else given
-        raise TypeError(
-            f"offload_optimizer: policy must be an OffloadPolicy or a dict, got {got}. Write OffloadPolicy({given})."
-        )
+    field = "overlap" if values in get_args(OverlapKind) else "device_bytes"
+    meant = values if field == "overlap" or (isinstance(values, str) and _SIZE.fullmatch(values)) else "auto"
+    says = "policy must be an OffloadPolicy or a dict of its fields"
+    check_is(values, Mapping | None, says, f"OffloadPolicy({field}={meant!r})")
     asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
     for name in asked:
         if name not in known:

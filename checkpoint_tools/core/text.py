@@ -41,6 +41,9 @@ def is_count(value: object) -> TypeGuard[int]:
 
 _DIGITS = re.compile(r"(\d+)")
 
+_LEAST_BYTES = 1024
+"""Of a size without a unit: smaller numbers are meant as MiB or GiB."""
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
     f"{letter}{suffix}": base ** (power + 1)
@@ -75,6 +78,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     factor = _FACTORS.get(match[2].removesuffix("bytes") if match else "?")
     size = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if match is not None and not match[2] and 0 < size < _LEAST_BYTES:
+        raise CheckpointError(f"{text} is {text} bytes; write {text}MiB or {text}GiB, or {text}bytes if you mean that")
     if not 1 <= size <= MAX_INT64:
         raise CheckpointError(f"{shortened(text)!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
     return int(size)

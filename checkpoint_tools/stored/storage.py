@@ -117,6 +117,9 @@ class RemoteFolder(Folder):
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Open the folder at a local path or a URL."""
+    given: object = path
+    if not (isinstance(given, str | os.PathLike) and os.fspath(given)):
+        raise CheckpointError(f"expected the folder of a checkpoint, or its fsspec URL, got {path!r:.60}")
     return RemoteFolder(path) if isinstance(path, str) and "://" in path else Folder(path)
 
 

@@ -104,7 +104,8 @@ def measure(
     if record is not None:
         lines = record.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines if line.startswith('{"bench": "front",')]
-        compare(found)
+        for rows in _trainings(found):
+            compare(rows)
         draw_front(found, picture or record.with_suffix(".svg"))
         return
     if "RANK" in os.environ:
@@ -355,7 +356,18 @@ def _line(cells: Sequence[str]) -> str:
     return "  ".join(f"{one:<{-width}}" if width < 0 else f"{one:>{width}}" for one, width in pairs).rstrip()
 
 
-def draw_front(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+_TRAINING = ("model", "ranks", "batch", "tokens", "accumulate", "recomputed", "dtype", "masters")
+
+
+def _trainings(found: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Divide rows by what they train; rows of one training have their own plain rows."""
+    trainings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in found:
+        trainings.setdefault(tuple(map(one.get, _TRAINING)), []).append(one)
+    return list(trainings.values())
+
+
+def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw each row's cost over the memory that it frees.
 
     Raises:
@@ -363,16 +375,20 @@ def draw_front(found: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     figure = new_figure(8, 5)
     axes = figure.subplots()
-    for one in found:
-        if "over_plain" in one:
-            is_plain = one["row"].startswith("plain")
-            point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
-            axes.plot(*point, "s" if is_plain else "o", color="#4c566a" if is_plain else "#2f7fc1")
-            axes.annotate(one["row"], point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    for number, rows in enumerate(_trainings(found)):
+        first, label = rows[0], "{model}, {batch} × {tokens:,} tokens".format(**rows[0])
+        label += f" on each of {first['ranks']}" if first["ranks"] > 1 else ""
+        for at, one in enumerate(rows):
+            if "over_plain" in one and not one["row"].startswith("plain"):
+                point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
+                axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
+                axes.annotate(one["row"], point, xytext=(6, 4 - 14 * (at % 2)), textcoords="offset points", fontsize=9)
+                label = "_"  # one entry of the legend
+    axes.plot(0, 0, "x", color="#4c566a", label="without offload")
     axes.set_xlabel("GB freed: plain's peak less the row's")
     axes.set_ylabel("% of time over plain, median iteration")
-    titles = {f"{one['model']} on {one['ranks']} × {one['device']}" for one in found if "device" in one}
-    axes.set_title(", ".join(sorted(titles)), fontsize=9)
+    axes.set_title(", ".join(sorted({one["device"] for one in found if "device" in one})), fontsize=9)
+    axes.legend(fontsize=9)
     axes.grid(linewidth=0.3)
     axes.margins(0.15)
     figure.savefig(path)

@@ -23,7 +23,7 @@ from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..optimizers.transformer_engine import keep_unread_masters
-from ..policy import OffloadPolicy, as_policy, check_choices, listed
+from ..policy import OffloadPolicy, as_policy, check_choices, check_is, listed
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
 from . import checks
@@ -47,7 +47,6 @@ from .wrapped import (
 )
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
-_WRITE = "Write offload_optimizer(optimizer, model=model)."
 
 
 def offload_optimizer(
@@ -110,10 +109,9 @@ def offload_optimizer(
 
     # Check the optimizer, its parameters and its model.
     *wrappers, target = wrappers_around(optimizer)
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"offload_optimizer: model must be a torch.nn.Module, got {type(model).__name__}. {_WRITE}")
-    if not isinstance(target, Optimizer):
-        raise TypeError(f"offload_optimizer: expected a torch.optim.Optimizer, got {type(target).__name__}. {_WRITE}")
+    line = "offload_optimizer(optimizer, model=model)"
+    check_is(model, nn.Module | None, "offload_optimizer: model must be a torch.nn.Module", line)
+    check_is(target, Optimizer, "offload_optimizer: expected a torch.optim.Optimizer", line)
     if attachment_of(target) is not None:
         _check_same(target, model, given, exist_ok)
         return optimizer

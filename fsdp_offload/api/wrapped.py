@@ -21,6 +21,7 @@ from ..engine.engine import Engine, find_offloaded, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
+from ..policy import check_is
 from ..state.layout import params_of
 from ..state.store import OffloadedState
 
@@ -154,6 +155,7 @@ _ARGUMENTS = {
     "clip_grad_norm_": "optimizer, max_norm",
     "clip_with": "accelerator, optimizer",
     "get_optimizer_state_dict": "model, optimizer",
+    "offload": "optimizer, model, policy",
     "set_optimizer_state_dict": "model, optimizer, state_dict",
     "reload_before": "callback, optimizer",
 }
@@ -253,11 +255,8 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
     Raises:
         TypeError: an optimizer is not offloaded, or ``callback`` cannot be called.
     """
-    if not (callback is None or callable(callback)):
-        raise TypeError(
-            f"reload_before: expected a hook that can be called, or None, got {type(callback).__name__}. Write "
-            "reload_before(callback, optimizer)."
-        )
+    says = "reload_before: expected a hook that can be called, or None"
+    check_is(callback, Callable | None, says, "reload_before(callback, optimizer)")
     targets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def reload_then_call(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_leaves_with_path, tree_unflatten
 
 from ..api.wrapped import offloaded, optimizers_in
 from ..device.arena import Region, aligned
@@ -80,7 +80,7 @@ class ArenaStager(AsyncStager):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         # Weakly, as everything of ours: dropping an optimizer frees its arena.
-        found = optimizers_in(optimizers, "ArenaStager") if optimizers else []
+        found = optimizers_in([*tree_leaves(optimizers)], "ArenaStager") if optimizers else []
         self._optimizers = [weakref.ref(one) for one in found]
         self._buffer: Region | None = None
         self._loan: Loan | None = None
@@ -91,7 +91,8 @@ class ArenaStager(AsyncStager):
         Waits for the last save, for stores of the last step and for the copy of what is not at home. No collective.
 
         Raises:
-            ValueError: ``for_load=True`` made it, to load into, and nothing has been.
+            ValueError: ``for_load=True`` made it, to load into, and nothing has been; it has state of an offloaded
+                optimizer that the stager was not given.
             RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
                 state has moved since.
         """
@@ -104,7 +105,12 @@ class ArenaStager(AsyncStager):
         for engine in engines:
             engine.check_usable("dcp.async_save()")
             engine.wait_all_home()
-        refuse_templates({keystr(path): value for path, value in tree_leaves_with_path(state_dict)}, offloaded)
+        values = {keystr(path): value for path, value in tree_leaves_with_path(state_dict)}
+        if not set(refuse_templates(values, offloaded)) <= set(engines):
+            raise ValueError(
+                "ArenaStager: the state dict has state of an offloaded optimizer that the stager was not given, and "
+                "that steps since may have changed. Write ArenaStager(optimizer), with all whose state is saved."
+            )
         collects = gc.isenabled()
         gc.disable()  # so many new objects would set it off, and a full collection takes longer than all the rest
         try:
@@ -169,8 +175,7 @@ class ArenaStager(AsyncStager):
         """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
         nbytes = sum(aligned(leaf.nbytes) for leaf in copied.values())
         if self._buffer is None or self._buffer.nbytes < nbytes:
-            devices = (leaf.device for leaf in copied.values() if leaf.device.type != "cpu")
-            device = next(devices, torch.device("cpu"))
+            device = next((leaf.device for leaf in copied.values() if leaf.device.type != "cpu"), torch.device("cpu"))
             self._buffer = None  # free the old one first
             self._buffer = Region(nbytes, device=device, pin=pin and device.type != "cpu")
         made, offset = {}, 0

@@ -75,10 +75,19 @@ class Chunk(NamedTuple):
 
     def in_global(self, whole: Tensor) -> Tensor:
         """View of the rectangle in a tensor that has all elements."""
-        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+        ends, shape = tuple(map(int.__add__, self.offsets, self.sizes)), tuple(getattr(whole, "shape", ()))
+        if len(shape) != len(ends) or any(map(int.__lt__, shape, ends)):
+            raise ValueError(f"Chunk.in_global: expected the whole tensor, at least {ends}, got shape {shape}.")
+        return whole[tuple(map(slice, self.offsets, ends))]
 
     def in_local(self, local: Tensor) -> Tensor:
         """View of it in this rank's buffer, whatever shape that has."""
+        ends = map(int.__mul__, (size - 1 for size in self.sizes), self.local_strides)
+        end = self.local_start + 1 + sum(ends)
+        if self.numel and local.numel() < end:  # other memory may follow in its storage
+            raise ValueError(
+                f"Chunk.in_local: expected this rank's buffer, at least {end} elements, got {local.numel()}."
+            )
         return local.as_strided(self.sizes, self.local_strides, local.storage_offset() + self.local_start)
 
 
@@ -133,15 +142,16 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
     """
     shape: Any = () if isinstance(source, Tensor) else source
     ends: Any = (0, 0) if isinstance(flat_range, slice | None) else flat_range
-    if not (isinstance(shape, Sequence) and all(map(_is_whole, shape))):
-        raise TypeError(f"chunks_of: expected a tensor or a global shape of integers, got {source!r:.60}.")
-    if not (isinstance(ends, Sequence) and [*map(_is_whole, ends)] == [True, True]):
+    if not (isinstance(shape, Sequence) and all(map(is_whole, shape)) and min(shape, default=0) >= 0):
+        raise TypeError(f"chunks_of: expected a tensor or a global shape of integers from 0 on, got {source!r:.60}.")
+    if not (isinstance(ends, Sequence) and [*map(is_whole, ends)] == [True, True]):
         raise TypeError(f"chunks_of: flat_range must be (begin, end) or a slice, got {flat_range!r:.60}.")
     part = _part_of(source)
     return part if flat_range is None else _range_of(part, flat_range)
 
 
-def _is_whole(number: object) -> bool:
+def is_whole(number: object) -> bool:
+    """Return whether ``number`` is an integer, of Python, NumPy or torch."""
     return hasattr(number, "__index__")
 
 

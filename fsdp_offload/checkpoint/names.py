@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ..fsdp.dtensor import canonical_fqn, is_dtensor, may_be_another_ranks
 from ..fsdp.fully_shard import parameter_names
 from ..policy import check_is
+from .chunks import is_whole
 
 StateDict = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -107,10 +108,11 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
     check_is(state_dict, Mapping, "expected the state dict of an optimizer", f"{line}(for_load=True) gives")
     groups: Any = state_dict.get("param_groups")
     is_list = isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups)
-    if is_list and any(isinstance(one, int) for of in groups for one in of["params"]):
+    keys = [*(one for of in groups for one in of["params"]), *(state_dict.get("state") or ())] if is_list else []
+    if any(isinstance(one, int) for one in keys):
         raise ValueError(
             "this state dict has numbers in the place of names, as that of optimizer.state_dict(). Load it with "
-            "optimizer.load_state_dict(); get_optimizer_state_dict() gives names."
+            "optimizer.load_state_dict(), or replace them by the names of the optimizer's parameters, in their order."
         )
     entries: Any = state_dict.get(GROUP_META)
     if not is_fsdp_dtensor(state_dict) and is_list:
@@ -120,10 +122,12 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
         return SavedByFqn(*({fqn: dict(of) for fqn, of in part.items()} for part in parts))
     strange = [key for key in state_dict if not str(key).startswith((_FLAT_STATE, _FLAT_GROUPS))]
     if strange or not state_dict:
+        inner = [key for key, of in state_dict.items() if isinstance(of, Mapping) and "state" in of]
+        hint = f" Give its entry {inner[0]!r}." if inner else ""
         raise ValueError(
             "not the state dict of an optimizer: expected {'state': {name: {...}}, 'param_groups': [{'params': "
             f"[name]}}]}}, or Megatron's {{'state': ..., '{GROUP_META}': ...}}, or keys that begin with "
-            f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}."
+            f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}.{hint}"
         )
     found = SavedByFqn({}, {})
     for key in filter(lambda key: key.startswith(_FLAT_GROUPS), state_dict):
@@ -151,9 +155,7 @@ class Experts:
     count: int
 
     def __post_init__(self) -> None:
-        _check_numbers("Experts(first, count)", first=self.first, count=self.count)
-        if self.first < 0 or self.count < 1:
-            raise ValueError(f"expected first >= 0 and count >= 1, got {self.first} and {self.count}")
+        _check_numbers("Experts(first, count)", first=(self.first, 0), count=(self.count, 1))
 
     @classmethod
     def of_rank(cls, expert_parallel_rank: int, num_local_experts: int) -> "Experts":
@@ -163,13 +165,8 @@ class Experts:
             expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
             num_local_experts: on each rank: ``config.num_moe_experts`` over the expert-parallel size.
         """
-        given = {"expert_parallel_rank": expert_parallel_rank, "num_local_experts": num_local_experts}
+        given = {"expert_parallel_rank": (expert_parallel_rank, 0), "num_local_experts": (num_local_experts, 1)}
         _check_numbers("Experts.of_rank(expert_parallel_rank, num_local_experts)", **given)
-        if expert_parallel_rank < 0 or num_local_experts < 1:
-            raise ValueError(
-                "Experts.of_rank: expected expert_parallel_rank >= 0 and num_local_experts >= 1, got "
-                f"{expert_parallel_rank} and {num_local_experts}"
-            )
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def global_name(self, name: str) -> str:
@@ -192,10 +189,12 @@ class Experts:
         return f"{name[:begin]}{number + self.first}{name[end:]}"
 
 
-def _check_numbers(line: str, **given: object) -> None:
-    for name, value in given.items():
-        if not hasattr(value, "__index__"):
+def _check_numbers(line: str, **given: tuple[Any, int]) -> None:
+    for name, (value, least) in given.items():
+        if not is_whole(value):
             raise TypeError(f"{line}: {name} must be a whole number, got {value!r}. Write int({name}) if it is text.")
+        if value < least:
+            raise ValueError(f"{line}: {name} must be {least} or more, got {value!r}.")
 
 
 def tells(line: str, **others: str) -> Callable[[_Function], _Function]:

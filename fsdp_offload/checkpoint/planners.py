@@ -50,6 +50,7 @@ Allowed = bool | Sequence[str]
 
 _GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
+_NUMBERED = re.compile(r"\bstate\.\d+\.[^.]+$")  # as optimizer.state_dict() has state
 _NO_METADATA = re.compile(r"(?:No such file or|Not a) directory: .*\.metadata\b")
 _Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
 _SAMPLED, _FIRST = 1024, 64  # elements in a digest
@@ -82,6 +83,10 @@ class Problem(Enum):
     EXTRA = (
         "in the checkpoint, but not requested: {}. Request them too (get_optimizer_state_dict(..., for_load=True) "
         "requests state that does not exist yet), or leave them in the checkpoint with allow_extra=[patterns]."
+    )
+    NUMBERED = (
+        "in the checkpoint by number, as optimizer.state_dict() has state: {}. Load it into optimizer.state_dict() "
+        "after a step, which makes it; then save what get_optimizer_state_dict(model, optimizer) gives, by name."
     )
     KIND = "of another kind than was saved: {}. Put a value of that kind into the state dict."
     DTYPE = "of another dtype than in the checkpoint: {}. Cast them on purpose with allow_cast=[patterns]."
@@ -143,6 +148,10 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten a copy of the dicts and lists (not of tensors): DCP would change the user's own before any check."""
+        if isinstance(metadata, bool):  # is_coordinator, of a planner whose signature has no storage_meta
+            raise TypeError(
+                "LoadPlanner plans loads. Write dcp.save(state_dict, checkpoint_id=path, planner=SavePlanner())."
+            )
         self.loaded = Loaded()
         self._users_state_dict = state_dict
         self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
@@ -270,10 +279,11 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         # The outermost key; of a dict that was flattened by its maker, the first component, with and without wrappers.
         roots = {first for first, is_key in firsts if is_key}
         roots |= {f(first).partition(".")[0] for first, is_key in firsts if not is_key for f in (str, without_wrappers)}
-        roots |= {found[0].removesuffix(".") for key in self.state_dict if (found := _beside_groups(key)) is not None}
+        states = tuple({found[0] for key in self.state_dict if (found := _beside_groups(key)) is not None})
+        roots |= {state.removesuffix(".") for state in states}
         parameters = {without_wrappers(key).rpartition(".")[0] for key in self.state_dict}
         return [
-            (Problem.EXTRA, key, "")
+            (Problem.NUMBERED if key.startswith(states) and _NUMBERED.search(key) else Problem.EXTRA, key, "")
             for bare, (key, entry) in zip(map(without_wrappers, stored), stored.items(), strict=True)
             if key not in self.state_dict
             and not all(roots.isdisjoint(itertools.accumulate(one.split("."), "{}.{}".format)) for one in (key, bare))
@@ -358,8 +368,7 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
-    says = "load: storage_reader must be a StorageReader"
-    check_is(storage_reader, StorageReader | None, says, "load(state_dict, checkpoint_id=path)")
+    _check_where("load", storage_reader, StorageReader, checkpoint_id)
     check_choices("load", no_dist=no_dist)
     planner = planner or LoadPlanner()
     says = "load: planner must be a LoadPlanner (dcp.load takes any other)"
@@ -397,6 +406,14 @@ class SavePlanner(default_planner.DefaultSavePlanner):
     consolidates = False  # that writer, which then writes zeros for tensors without dimensions
     waits_for_stores = False  # nobody has staged the state dict, as for an asynchronous save, which plans in a thread
 
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """As DCP's, if it is a save."""
+        if isinstance(storage_meta, Metadata):
+            raise TypeError(
+                "SavePlanner plans saves. Write dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())."
+            )
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
     def create_local_plan(self) -> SavePlan:
         """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks, and the writer keeps all chunks."""
         wrong = [f"{key} ({why})" for key, value in self.state_dict.items() if (why := why_misread(value))]
@@ -427,6 +444,8 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: DCP's, if disjoint meshes that offer the same key and offset have the same there."""
+        if not any(plan.items or not plan.usable for plan in all_plans):  # a plan like the last one is sent empty
+            raise ValueError("nothing has been written: the state dict is empty. Write {'model': model.state_dict()}.")
         offers: dict[_Place, list[tuple[int, bytes, int]]] = defaultdict(list)  # mesh, digest, rank
         for rank, plan in enumerate(all_plans):
             for place, (mesh, digest) in plan.planner_data[1].items():
@@ -498,21 +517,24 @@ def save(
         OSError, ...: as :func:`load`; the cause is the first error of a rank.
     """
     check_is(state_dict, Mapping, "save: expected a dict", "save(state_dict, checkpoint_id=path)")
-    says = "save: storage_writer must be a StorageWriter"
-    check_is(storage_writer, StorageWriter | None, says, "save(state_dict, checkpoint_id=path)")
+    _check_where("save", storage_writer, StorageWriter, checkpoint_id)
     check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
     planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     planner.consolidates = bool(getattr(storage_writer, "enable_consolidation", False))
-    where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
+    where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "process_group": process_group}
     try:
-        return cast(
-            Metadata,
-            state_dict_saver.save(state_dict, planner=planner, process_group=process_group, no_dist=no_dist, **where),
-        )
+        return cast(Metadata, state_dict_saver.save(state_dict, planner=planner, no_dist=no_dist, **where))
     except CheckpointException as error:
         raise _told("save", error, storage_writer, checkpoint_id) from next(iter(error.failures.values()))[0]
+
+
+def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object) -> None:
+    line, name = f"{function}(state_dict, checkpoint_id=path)", kind.__name__
+    check_is(storage, kind | None, f"{function}: storage_{name[7:].lower()} must be a {name}", line)
+    if storage is None:
+        check_is(checkpoint_id or None, str | os.PathLike, f"{function}: checkpoint_id must be a path", line)
 
 
 def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:

@@ -173,9 +173,7 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
         ValueError: the chunks are of another global shape, or do not fit ``local``.
     """
     if not is_dtensor(like):
-        raise TypeError(
-            f"expected a DTensor, whose mesh the result gets, as DTensor.from_local makes it; got {type(like).__name__}"
-        )
+        raise TypeError(f"with_chunks: expected a DTensor, as DTensor.from_local makes it, got {type(like).__name__}")
     shard_chunks = chunks_of(like) if shard_chunks is None else shard_chunks
     if tuple(like.shape) != shard_chunks.global_shape:
         raise ValueError(f"expected chunks of a tensor of shape {tuple(like.shape)}, got {shard_chunks.global_shape}")

@@ -180,8 +180,8 @@ def _check_sharding(place: str, home: Tensor, saved: object) -> None:
         got = f"a plain tensor of shape {tuple(saved.shape)}" if found is None else found
         raise ValueError(
             f"load_state_dict: {place} should be a DTensor with mesh and placements {wanted}, got {got}. Load "
-            "sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full one to "
-            "fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
+            "sharded checkpoints with torch.distributed.checkpoint, which reshards them, or pass a full one, by "
+            "names, to fsdp_offload.checkpoint.set_optimizer_state_dict, which takes this rank's part."
         )
 
 

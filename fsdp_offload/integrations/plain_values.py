@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded, offload_optimizer, offload_report
 from ..api.wrapped import attachment_of, optimizers_in
-from ..policy import OffloadPolicy, as_policy
+from ..policy import OffloadPolicy, as_policy, check_is
 from ..state.layout import params_of
 
 _PREFIX = "FSDP_OFFLOAD_"
@@ -45,6 +45,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
 
 def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
     """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
+    optimizers_in(optimizer, "offload")
     chosen = None if policy is None and is_offloaded(optimizer) else policy_from(policy)
     offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
 
@@ -61,8 +62,11 @@ def _value(name: str, value: Any) -> Any:
     return int(value) if name.endswith("_bytes") and isinstance(value, float) and value.is_integer() else value
 
 
-def model_of(optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module | None:
+def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
     """Find the model that has all of the optimizer's parameters."""
+    line = "model_of(optimizer, [model])"
+    check_is(optimizer, Optimizer, "model_of: expected a torch.optim.Optimizer first", line)
+    check_is(models, list | tuple, "model_of: expected a list of models", line)
     params = set(params_of(optimizer))
     return next((model for model in models if params <= set(model.parameters())), None)
 
@@ -76,6 +80,8 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
 
 def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str, float]:
     """Return those of several, with their number in the prefix ``numbered``; of one, without."""
+    line = 'metrics_of_each([optimizer], "optimizer{}/")'
+    check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
     found: dict[str, float] = {}
     for number, optimizer in enumerate(optimizers):
         found |= metrics_of(optimizer, numbered.format(number) if len(optimizers) > 1 else "offload/")

@@ -36,7 +36,7 @@ from ..fsdp.fully_shard import (
 )
 from ..fsdp.gradients import has_no_memory
 from ..fsdp.guard import Guard
-from ..policy import check_choices, listed
+from ..policy import check_choices, check_is, listed
 
 logger = logging.getLogger(__name__)
 
@@ -249,11 +249,8 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
 
 def check_is_module(model: object, function: str) -> None:
     """Refuse what is no module, with a TypeError of ``function``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{function}: expected a torch.nn.Module, got {type(model).__name__}. Write {function}(model). Optimizers "
-            "have offload_states() and reload_states()."
-        )
+    line = f"{function}(model). Optimizers have offload_states() and reload_states()"
+    check_is(model, nn.Module, f"{function}: expected a torch.nn.Module", line)
 
 
 def is_asleep(model: nn.Module) -> bool:

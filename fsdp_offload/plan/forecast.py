@@ -17,7 +17,7 @@ from .machine import CONTEXT_BYTES, WORKSPACE_BYTES, Machine, machine_of
 from .memory import Curve, DeviceMemory, Sizes, curve_of
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
-from .trace import Trace
+from .trace import Segment, Trace
 from .training import DTYPES, Masters, Training
 
 # Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
@@ -89,6 +89,8 @@ class Plan:
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
+        line = "[plan.passed_over(one, overlap) for one in plan.forecasts]"
+        check_is(one, Forecast, "passed_over: expected one of the plan's forecasts first", line)
         best = self.best(overlap)
         if not one.fits:
             return one.why_not
@@ -127,7 +129,7 @@ class Plan:
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
         if overlap is not None and overlap not in order:
-            raise ValueError(f"best: overlap must be one of {', '.join(map(repr, order))}, got {overlap!r}")
+            raise ValueError(f"overlap must be one of {', '.join(map(repr, order))}, got {overlap!r:.60}")
         allowed = order[: 1 + order.index(overlap or ("forward" if self.training.clip else "iteration"))]
         return [one for one in self.forecasts if one.policy is None or one.policy.overlap in allowed]
 
@@ -147,6 +149,7 @@ class Plan:
 def plan(
     model: Model | nn.Module | str | Path,
     *,
+    tokens_per_step: int,
     machine: Machine | str | Path = "H200",
     device_gb: float | None = None,
     link_gb_per_s: float | None = None,
@@ -158,27 +161,27 @@ def plan(
 
     Args:
         model: a module, a config, or a name; see :func:`model_of`.
+        tokens_per_step: of all ranks together.
         machine: a built-in name or a TOML file; see :func:`machine_of`.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         trace: of this model and batch, if there is one already.
         policies: to compare with no offload; ``None``: :func:`candidates`.
-        training: the fields of :class:`Training`; ``tokens_per_step`` is needed.
+        training: the other fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
-    check_is(trace, list | tuple | None, "plan: trace must be one of Model.trace()", line)
+    for one in trace if isinstance(trace, list | tuple) else (trace,):
+        check_is(one, Segment | None, "plan: trace must be one of Model.trace()", line)
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
-    check_is(machine, Machine | str | Path, "plan: machine must be a name, a TOML file or a Machine", line)
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
-    if not all(
-        value is None or (isinstance(value, int | float) and 0 < value < math.inf) for value in changes.values()
-    ):
+    numbers = [one for one in changes.values() if one is not None]
+    if not all(isinstance(one, int | float) and one is not True and 0 < one < math.inf for one in numbers):
         raise ValueError(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
     there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    wanted, of = Training(**training), model_of(model)
+    wanted, of = Training(tokens_per_step=tokens_per_step, **training), model_of(model)
     if trace is None:
         dtype = DTYPES[wanted.compute_dtype]
         trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
@@ -242,8 +245,7 @@ def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, .
 
     Each with the least ``device_bytes`` that moves state in few operations, and with "auto".
     """
-    given: dict[str, Any] = {"state_bytes": state_bytes, "group_bytes": group_bytes}
-    for name, value in given.items():
+    for name, value in dict[str, Any](state_bytes=state_bytes, group_bytes=group_bytes).items():
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"candidates: {name} must be 0 or more bytes, got {value!r}")
     bucket_bytes = min(LARGEST_BYTES, max(JOINED_BYTES, state_bytes // 64 // MIB * MIB))

@@ -4,6 +4,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..policy import check_is
+
 MACHINES = Path(__file__).parent / "machines.toml"
 
 
@@ -68,6 +70,7 @@ def machine_of(machine: "Machine | str | Path") -> Machine:
     Raises:
         ValueError: there is no such machine, or its file is wrong; the message says what there is, or what is wrong.
     """
+    check_is(machine, Machine | str | Path, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
     if isinstance(machine, Machine):
         return machine
     machines = {name.lower(): one for name, one in builtin_machines().items()}

@@ -26,6 +26,16 @@ class Model:
     groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
     loss: Callable[[nn.Module, Tensor], Tensor]  # of the module, for (sequences, length + 1) token numbers
 
+    def __post_init__(self) -> None:
+        module, given = vars(self)["module"], vars(self)["groups"]
+        own = set(module.modules()) if isinstance(module, nn.Module) else set()
+        groups = list(given) if isinstance(given, list | tuple) else []
+        if not (own.issuperset(groups) and groups[-1:] == [module] and callable(self.loss)):
+            raise ValueError(
+                f"Model {self.name!r}: expected a module, a tuple of modules of it whose last is the module itself, "
+                "and a loss that can be called. Write Model(name, module, (*module.layers, module), loss)."
+            )
+
     @property
     def numel(self) -> int:
         """Parameters, tied ones once."""
@@ -45,8 +55,8 @@ class Model:
         self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
     ) -> Trace:
         """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
-        tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
         try:
+            tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
             return trace(
                 self.module, self.groups, lambda module: self.loss(module, tokens), compute_dtype, checkpointing
             )
@@ -96,18 +106,21 @@ def builtin_models() -> dict[str, Path]:
     return {path.stem: path for path in sorted((Path(__file__).parent / "models").glob("*.json"))}
 
 
+_MODELS = "a config.json, its folder, or package.module:function"
+
+
 def _of_config(model: str) -> Model:
     path = {name.lower(): path for name, path in builtin_models().items()}.get(model.lower(), Path(model))
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(
-            f"no model {model!r}: built in are {', '.join(builtin_models())}; or give a config.json, its folder, or "
-            "package.module:function"
-        )
+        raise ValueError(f"no model {model!r}: built in are {', '.join(builtin_models())}; or give {_MODELS}")
     try:
+        config = json.loads(path.read_text(encoding="utf-8"))
         with torch.device("meta"):
-            decoder = model_of(Decoder(dict(json.loads(path.read_text(encoding="utf-8")))))
-    except (OSError, ValueError, TypeError) as error:
+            decoder = model_of(Decoder(config if isinstance(config, dict) else {}))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"model {model!r}: {path} is no JSON ({error}). Give {_MODELS}.") from None
+    except (ValueError, TypeError) as error:
         raise ValueError(f"model {model!r}: {path}: {error}") from None
     return replace(decoder, name=path.resolve().parent.name if path.stem == "config" else path.stem)
 

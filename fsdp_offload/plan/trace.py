@@ -8,7 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ def trace(
     The last of ``groups`` is the root, which has the parameters that are left. ``loss_of`` makes its inputs on the meta
     device. ``"full"`` recomputes each group but the root in the backward.
     """
+    if checkpointing not in get_args(Checkpointing):
+        raise ValueError(f"checkpointing must be one of {', '.join(get_args(Checkpointing))}; got {checkpointing!r}")
     memo: dict[int, Any] = {}  # copies of tensors, which have no data
     for leaf in (*model.parameters(), *model.buffers()):
         meta = torch.empty_like(leaf, device="meta", dtype=compute_dtype if leaf.is_floating_point() else None)

@@ -47,7 +47,7 @@ class Training:
         choices |= {"masters": get_args(Masters), "checkpointing": get_args(Checkpointing)}
         for name, values in choices.items():
             if getattr(self, name) not in list(values):
-                raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r:.60}")
         if self.ranks % self.replicas:
             raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")
         unit = self.ranks * self.sequence_length * self.micro_batches

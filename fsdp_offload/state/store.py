@@ -38,7 +38,9 @@ class StateStore:
         return param in self._states
 
     def of(self, param: Tensor) -> UserState:
-        """The state of ``param``, made if there is none."""
+        """The state of ``param``, made if there is none; ``None`` is none."""
+        if dict.get(self._states, param) is None:
+            dict.pop(self._states, param, None)
         return defaultdict.__getitem__(self._states, param)
 
     def move_last(self, params: Iterable[Tensor]) -> None:
@@ -269,10 +271,13 @@ def _versions(value: Tensor) -> tuple[int, ...]:
 # Homes for what others made: state from before attaching, loaded, or exchanged by the user ----------------------------
 
 
-def is_exchanged(shard: StateShard, state: UserState) -> bool:
-    """Return whether ``state`` holds another tensor where a home should be."""
-    for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest of a step
-        if state.get(name, home) is not home:
+def is_exchanged(shard: StateShard, state: UserState, *, or_lacks: bool = False) -> bool:
+    """Return whether ``state`` holds another tensor where a home should be; ``or_lacks``: or not all that it had."""
+    for name, home in shard.homes.items():  # a generator would cost as much as all the rest of a step
+        if state.get(name, None if or_lacks else home) is not home:
+            return True
+    for name in shard.layout.scalars if or_lacks else ():  # noqa: SIM110
+        if name not in state or state[name] is None:
             return True
     return False
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pickle
@@ -34,8 +35,11 @@ Run = subprocess.CompletedProcess[str]
 
 def run(*command: object, cwd: Path | None = None) -> Run:
     """``checkpoint-tools COMMAND`` in this process, in ``cwd``: most of the time of another one is torch's import."""
+    sizes = ("--max-memory", "--shard-size")  # whose numbers have a unit, if they are as small as here
+    pairs = itertools.pairwise(("", *command))
+    typed = [f"{one}bytes" if before in sizes and isinstance(one, int) else str(one) for before, one in pairs]
     with nullcontext() if cwd is None else chdir(cwd):
-        result = CliRunner(env={"COLUMNS": "100"}).invoke(app, list(map(str, command)))
+        result = CliRunner(env={"COLUMNS": "100"}).invoke(app, typed)
     return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)
 
 

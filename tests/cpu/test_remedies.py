@@ -25,8 +25,9 @@ import checkpoint_tools
 import fsdp_offload
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
-from fsdp_offload.integrations.plain_values import metrics_of, policy_from
-from fsdp_offload.plan import Training, candidates, plan
+from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, model_of, offload, policy_from
+from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
+from fsdp_offload.plan import model_of as model_of_plan
 from tests.fused_adam_reference import FusedAdam
 from tests.remedies import Script
 
@@ -118,7 +119,7 @@ def test_an_overlap_in_the_place_of_a_trainers_policy() -> None:
     pytest.importorskip("transformers")
     from fsdp_offload.integrations.transformers import OffloadTrainer
 
-    with pytest.raises(TypeError, match=r"got 'forward'\. Write OffloadPolicy\(overlap='forward'\)"):
+    with pytest.raises(TypeError, match=r"got str\. Write OffloadPolicy\(overlap='forward'\)"):
         OffloadTrainer(None, offload_policy="forward")
 
 
@@ -511,8 +512,6 @@ class Halved(Optimizer):
 
 
 def test_trust_is_a_field_that_integrations_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_offload.integrations.plain_values import offload
-
     script = Script(Halved)
     with pytest.warns(UserWarning, match=r"moves as a whole.*OffloadPolicy\(trust_separable=True\) moves it in pieces"):
         offload(script.optimizer, script.model, None)
@@ -566,11 +565,28 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "named state of text": ("expected {'state'", lambda s: set_(s, {**DICT, "state": {"0.weight": "x"}})),
     "a writer's path": ("StorageWriter, got str", lambda _: ours.save({}, storage_writer="here")),  # type: ignore[arg-type]
     "a reader's path": ("StorageReader, got str", lambda _: ours.load({}, storage_reader="here")),  # type: ignore[arg-type]
-    "a planner's class": ("got the class LoadPlanner", lambda _: ours.load({}, planner=ours.LoadPlanner)),  # type: ignore[arg-type]
+    "an empty save": (
+        "nowhere: .*the state dict is empty. Write {'model': model.state_dict",
+        lambda _: ours.save({"m": {}}, checkpoint_id="nowhere"),
+    ),
+    "a planner's class": (
+        "got the class LoadPlanner",
+        lambda _: ours.load({}, checkpoint_id="a", planner=ours.LoadPlanner),
+    ),  # type: ignore[arg-type]
     "patterns of a number": ("allow_extra: expected .*, got 3", lambda _: ours.LoadPlanner(allow_extra=3)),  # type: ignore[arg-type]
     "staging a list": ("expected a dict, got list", lambda s: ours.ArenaStager(s.optimizer).stage([1])),  # type: ignore[arg-type]
-    "chunks of text": ("shape of integers, got 'x'", lambda _: ours.chunks_of("x")),
-    "chunks of nothing": ("shape of integers, got None", lambda _: ours.chunks_of(None)),  # type: ignore[arg-type]
+    "chunks of text": ("shape of integers from 0 on, got 'x'", lambda _: ours.chunks_of("x")),
+    "chunks of a negative size": (r"from 0 on, got \(4, -1\)", lambda _: ours.chunks_of((4, -1))),
+    "a chunk in another tensor": (
+        r"in_global: expected the whole tensor, at least \(4, 3\), got shape \(2, 3\)",
+        lambda _: ours.chunks_of((4, 3)).chunks[0].in_global(torch.ones(2, 3)),
+    ),
+    "a chunk in no tensor": (r"got shape \(\)", lambda _: ours.chunks_of((4,)).chunks[0].in_global(None)),  # type: ignore[arg-type]
+    "a chunk in a part of a buffer": (
+        r"in_local: expected this rank's buffer, at least 12 elements, got 6",
+        lambda _: ours.chunks_of((4, 3)).chunks[0].in_local(torch.ones(4, 3)[:2]),
+    ),
+    "chunks of nothing": ("shape of integers from 0 on, got None", lambda _: ours.chunks_of(None)),  # type: ignore[arg-type]
     "a range in text": (r"\(begin, end\) or a slice, got '0:3'", lambda _: ours.chunks_of((4,), "0:3")),  # type: ignore[arg-type]
     "a shard without chunks": ("chunks, got NoneType", lambda _: ours.ShardTensor(torch.ones(3), None)),  # type: ignore[arg-type]
     "chunks for no state dict": ("got NoneType", lambda s: ours.with_parameter_chunks(s.model, None)),  # type: ignore[arg-type]
@@ -583,18 +599,81 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         lambda s: integration("accelerate").clip_with(SimpleNamespace(clip_grad_norm_=len), None),
     ),
     "a name of a number": (r"parameter's name, got int", lambda _: ours.Experts(0, 4).global_name(3)),  # type: ignore[arg-type]
-    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", trace="t")),  # type: ignore[arg-type]
+    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, trace="t")),  # type: ignore[arg-type]
     "a fabric's model behind": (
         r"setup_optimizers\(fabric, model, optimizer\)",
         lambda s: integration("lightning").setup_optimizers(SimpleNamespace(setup_optimizers=1), s.optimizer, s.model),
     ),
     "a size for a policy": (r"Write OffloadPolicy\(device_bytes='8GB'\)", lambda _: policy_from("8GB")),  # type: ignore[arg-type]
     "metrics of a model": ("metrics_of: expected", lambda s: metrics_of(s.model)),
+    "metrics of one": (r"Write metrics_of_each\(\[optimizer\], ", lambda s: metrics_of_each(s.optimizer, "{}")),
+    "a model to offload": (
+        r"^offload: .*, got FSDPSequential. Write offload\(optimizer, model, policy\)",
+        lambda s: offload(s.model, s.optimizer, None),
+    ),
+    "the model of a model": (
+        r"Optimizer first, got FSDPSequential. Write model_of\(optimizer, \[model\]\)",
+        lambda s: model_of(s.model, [s.optimizer]),
+    ),
+    "one of one model": ("a list of models, got FSDPSequential", lambda s: model_of(s.optimizer, s.model)),
+    "a policy's name in a list": (
+        "^policy must be .*, got str. Write OffloadPolicy\\(overlap='step'\\)",
+        lambda _: plan("Qwen3-14B", tokens_per_step=1, policies=["step"]),
+    ),
+    "a forecast's name": (
+        r"got str. Write \[plan.passed_over\(one, overlap\) for one in plan.forecasts\]",
+        lambda _: Plan.passed_over(None, "step"),  # type: ignore[arg-type]
+    ),
+    "groups of another model": (
+        r"\(\*module.layers, module\), loss",
+        lambda s: Model("m", s.model, (*Script().model,), len),
+    ),
+    "groups without the root": ("whose last is the module itself", lambda s: Model("m", s.model, (*s.model,), len)),
+    "groups that are one module": ("a tuple of modules", lambda s: Model("m", s.model, s.model, len)),
+    "no loss": ("a loss that can be called", lambda s: Model("m", s.model, (s.model,), None)),
+    "a class for a policy": (
+        "got the class OffloadPolicy",
+        lambda s: offload_optimizer(s.optimizer, policy=OffloadPolicy),
+    ),  # type: ignore[arg-type]
+    "a class for an optimizer": (
+        "got the class AdamW. Write offload_op",
+        lambda _: offload_optimizer(torch.optim.AdamW),
+    ),  # type: ignore[type-var]
+    "no tokens": (r"^plan\(\) missing .* 'tokens_per_step'", lambda s: plan(s.model)),  # type: ignore[call-arg]
+    "a number for a machine": ("^machine must be .* got int", lambda _: machine_of(3)),  # type: ignore[arg-type]
+    "numbers for a trace": ("Model.trace.., got int", lambda s: plan(s.model, trace=[1], tokens_per_step=4096)),  # type: ignore[arg-type]
+    "checkpointing of no kind": (
+        "checkpointing must be one of none, full; got 'some'",
+        lambda s: model_of_plan(s.model).trace(1, 8, torch.float32, "some"),  # type: ignore[arg-type]
+    ),
+    "fewer than no sequences": (
+        "cannot be run .* for -1 ×",
+        lambda s: model_of_plan(s.model).trace(-1, 8, torch.float32),
+    ),
+    "nowhere to save": ("checkpoint_id must be a path, got NoneType. Write save", lambda _: ours.save({"a": 1})),
+    "no name to load": ("checkpoint_id must be a path, got NoneType", lambda _: ours.load({"a": 1}, checkpoint_id="")),
+    "a path that is a number": ("must be a path, got int. Write load", lambda _: ours.load({"a": 1}, checkpoint_id=3)),  # type: ignore[arg-type]
+    "the whole state": (
+        r"got \['optimizer'\]. Give its entry 'optimizer'",
+        lambda s: set_(s, {"optimizer": ours.get_optimizer_state_dict(s.model, s.optimizer)}),
+    ),
+    "state by number": ("numbers in the place of names", lambda s: set_(s, {**DICT, "state": {0: {}}})),
+    "no folder": ("the folder of a checkpoint, or its fsspec URL, got ''", lambda _: checkpoint_tools.verify("")),
+    "a folder of a number": ("the folder of a checkpoint, .* got 3", lambda _: checkpoint_tools.verify(3)),  # type: ignore[arg-type]
     "candidates for text": ("state_bytes must be 0 or more", lambda _: candidates("x")),  # type: ignore[arg-type]
     "other bytes below 0": ("0 or more bytes, got -1", lambda _: Training(tokens_per_step=1, other_device_bytes=-1)),
     "optimizers of a list": ("got \\['adamw'\\]", lambda _: Training(tokens_per_step=1, optimizer=["adamw"])),  # type: ignore[arg-type]
     "memory in text": ("finite, got '80'", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, device_gb="80")),  # type: ignore[arg-type]
-    "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", policies="step")),
+    "a text file for a model": (
+        r"notes.txt is no JSON .*Give a config.json, its folder, or package.module:function",
+        lambda _: (Path("notes.txt").write_text("the model"), plan("notes.txt", tokens_per_step=4096)),
+    ),
+    "a list for a config": (
+        "model_type is None",
+        lambda _: (Path("list.json").write_text("[1]"), plan("list.json", tokens_per_step=4096)),
+    ),
+    "a flag for a size": ("finite, got True", lambda _: plan("Qwen3-14B", tokens_per_step=1, device_gb=True)),
+    "policies in text": ("OffloadPolicy, got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, policies="step")),
     "no rules": (r"rules, such as .*, got dict and \[\]", lambda _: checkpoint_tools.split_state_dict({}, None, [])),
     "one rule": (
         "rules, such as .*, got dict and Rule",
@@ -620,7 +699,10 @@ def set_(script: Script, state_dict: Any) -> None:
 
 
 @pytest.mark.parametrize("use", WRONG)
-def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(use: str) -> None:
+def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(
+    use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     script = Script(attach=True)
     says, call = WRONG[use]
     with pytest.raises((TypeError, ValueError), match=says):

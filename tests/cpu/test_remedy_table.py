@@ -327,9 +327,8 @@ def parameters_without_shards(_: Path) -> Any:
 class Whole(Optimizer):
     """Computes with the sum of all gradients."""
 
-    def __init__(self, params: Any, *, views: bool = False) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.views = [param._local_tensor.detach() for param in self.param_groups[0]["params"]] if views else []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -339,11 +338,21 @@ class Whole(Optimizer):
             param.sub_(self.state[param]["seen"], alpha=0.01)
 
 
-@remedy("which OffloadPolicy(parameters=True) moves to the host. Use parameters=False")
-def kept_over_parameters(_: Path) -> Any:
-    script = Script(Whole, views=True)
+@remedy("moves as a whole, and OffloadPolicy(parameters=True) moves parameters in pieces. Use parameters=False")
+def whole_with_parameters(_: Path) -> Any:
+    script = Script(Whole)
     yield lambda: script.attach(parameters=True)
     return script.attach(parameters=False)
+
+
+@remedy("Materialize the model on its device: this optimizer moves as a whole")
+def whole_with_parameters_on_the_host(_: Path) -> Any:
+    with torch.device("meta"):
+        script = Script()
+    fsdp_offload.materialize_on_host(script.model)
+    script.optimizer = Whole(script.model.parameters())
+    yield script.attach
+    return Script(Whole).attach()
 
 
 @remedy("Leave it None")
@@ -664,13 +673,21 @@ def no_state_dict(_: Path) -> Any:
     return script
 
 
-@remedy("Load it with optimizer.load_state_dict(); get_optimizer_state_dict() gives names")
+@remedy("optimizer.load_state_dict(), or replace them by the names of the optimizer's parameters, in their order")
 def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
     saved = copy.deepcopy(script.optimizer.state_dict())
     yield lambda: set_optimizer_state_dict(script.model, script.optimizer, saved)
     script.optimizer.load_state_dict(saved)
+    for state in saved["state"].values():  # a full one, as of one GPU
+        state |= {name: value.full_tensor() for name, value in state.items() if value.dim()}
+    with pytest.raises(ValueError, match="pass a full one, by names, to fsdp_offload"):
+        script.optimizer.load_state_dict(saved)
+    names = [name for name, _ in script.model.named_parameters()]
+    state = {names[number]: values for number, values in saved["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    set_optimizer_state_dict(script.model, script.optimizer, {"state": state, "param_groups": groups})
     return script
 
 
@@ -717,6 +734,67 @@ def another_planner(path: Path) -> Any:
     dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner())
     set_optimizer_state_dict(script.model, script.optimizer, state["o"])
     return script
+
+
+@remedy("Write dcp.save(state_dict, checkpoint_id=path, planner=SavePlanner())")
+def saved_by_a_load_planner(path: Path) -> Any:
+    script = Script(attach=True)
+    state_dict = {"m": script.model.state_dict()}
+
+    def save() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a planner without storage_meta
+            dcp.save(state_dict, checkpoint_id=path, planner=ours.LoadPlanner())
+
+    yield save
+    dcp.save(state_dict, checkpoint_id=path, planner=ours.SavePlanner())
+    return script
+
+
+@remedy("Write dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())")
+def loaded_by_a_save_planner(path: Path) -> Any:
+    script = saved_script(path)
+    state = {"o": template_of(script)}
+    yield lambda: dcp.load(state, checkpoint_id=path, planner=ours.SavePlanner())
+    dcp.load(state, checkpoint_id=path, planner=ours.LoadPlanner())
+    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    return script
+
+
+@remedy("Write ArenaStager(optimizer), with all whose state is saved")
+def a_stager_of_another(path: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    for given in ((), (Script(attach=True).optimizer,)):
+        with pytest.raises(ValueError, match="that the stager was not given"):
+            ours.ArenaStager(*given).stage(state)
+    yield lambda: ours.ArenaStager().stage(state)
+    for number, given in enumerate((script.optimizer, [script.optimizer])):
+        stager = ours.ArenaStager(given)
+        dcp.async_save(state, checkpoint_id=path / str(number), async_stager=stager).result()
+        stager.close()
+    return script
+
+
+@remedy("Load it into optimizer.state_dict() after a step, which makes it; then save what get_optimizer_state_dict")
+def saved_by_number(path: Path) -> Any:
+    script = Script(attach=True)
+    script.train()
+    numbered = {"m": script.model.state_dict(), "o": script.optimizer.state_dict()}
+    ours.save(numbered, checkpoint_id=path / "by number")
+    resumed = Script(attach=True)
+    by_name = {"m": resumed.model.state_dict(), "o": template_of(resumed)}
+    yield lambda: ours.load(by_name, checkpoint_id=path / "by number")
+    resumed.train(1)
+    state = {"m": resumed.model.state_dict(), "o": resumed.optimizer.state_dict()}
+    ours.load(state, checkpoint_id=path / "by number")
+    resumed.optimizer.load_state_dict(state["o"])
+    script.train()
+    resumed.train()
+    assert all(map(torch.equal, script.weights(), resumed.weights()))
+    ours.save({"o": get_optimizer_state_dict(resumed.model, resumed.optimizer)}, checkpoint_id=path / "by name")
+    return resumed
 
 
 @remedy("expected a bool or a sequence of patterns such as ['model.head.*']")
@@ -1072,7 +1150,10 @@ ELSEWHERE = {
         "prepare() takes the accelerator first",
         "Trainer shards with its own flags",
         "must be a whole number, got",
-        "or a global shape of integers, got",
+        "a global shape of integers from 0 on",
+        "in_global: expected the whole tensor",
+        "in_local: expected this rank's buffer",
+        "the state dict is empty. Write",
         "must be (begin, end) or a slice",
     ),
     "tests/core/test_unreduced_gradients.py": ("the newest version that fsdp_offload was tested",),
@@ -1117,6 +1198,7 @@ ELSEWHERE = {
         "last iteration",
         "held until step()",
         "at the host's pace",
+        "with 1 GB more",
         "a tensor, saved as an object",
         "a number or object, saved as a tensor",
         "the metadata does not say where it is",
@@ -1132,8 +1214,7 @@ ELSEWHERE = {
         "has no chunk at",
         "expected chunks of a tensor of shape",
         "a ShardTensor is being copied into a plain tensor",
-        "expected first >= 0 and count >= 1",
-        "expected expert_parallel_rank >= 0 and num_local_experts >= 1",
+        "must be  or more, got",
         "local experts are 0 to",
     ),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_offload.engine.engine import Engine
-from tests.parity import Run, adamw, attach, make_pair, params_of
+from tests.parity import Run, adamw, attach, make_pair, params_of, train_step
 
 
 class Twins(nn.Module):
@@ -235,3 +235,37 @@ def test_a_pickled_copy_of_the_state_is_a_plain_one() -> None:
     assert type(restored) is defaultdict
     for state, original in zip(restored.values(), pair.offloaded.optimizer.state.values(), strict=True):
         assert all(torch.equal(state[name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_part_of_the_state_that_is_gone_is_refused_before_any_update(name: str, is_deleted: bool) -> None:
+    """Of a parameter in a later bucket: the class would have updated others before it fails."""
+    pair = make_pair(Twins, adamw)
+    pair.train(3)
+    optimizer, model = pair.offloaded.optimizer, pair.offloaded.model
+    state = optimizer.state[model.weights[1]]
+    kept = state[name].clone()
+    if is_deleted:
+        del state[name]
+    else:
+        state[name] = None
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=f"has no {name}. Put a tensor there, or delete .* Nothing has been changed"):
+        train_step(pair.offloaded, 3)
+    assert all(map(torch.equal, before, model.parameters()))
+    state[name] = kept
+    if is_deleted:  # the order of names counts
+        plain = pair.plain.optimizer.state[pair.plain.model.weights[1]]
+        plain[name] = plain.pop(name)
+    pair.train(3)
+
+
+def test_none_is_no_state() -> None:
+    """A step makes it anew, as if the entry had been deleted; the plain class fails."""
+    pair = make_pair(Twins, adamw)
+    pair.train(2)
+    for run in pair:
+        run.optimizer.state.pop(run.model.weights[1])
+    pair.offloaded.optimizer.state[pair.offloaded.model.weights[1]] = None
+    pair.train(3)

@@ -327,7 +327,11 @@ def test_policies_in_the_text_can_be_made(page: str) -> None:
 
 def test_the_readme_says_what_to_write() -> None:
     """Its table has five rows at most; each but the first, the defaults, has one policy in the second column."""
-    table = text_of("README.md").partition("| your loop | write | GPU memory freed | time |\n")[2].partition("\n\n")[0]
+    table = (
+        text_of("README.md")
+        .partition("| your loop | write | GPU freed | host taken | time |\n")[2]
+        .partition("\n\n")[0]
+    )
     rows = table.splitlines()[1:]
     assert 3 <= len(rows) <= 5
     for row in rows[1:]:

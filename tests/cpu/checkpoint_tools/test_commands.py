@@ -92,7 +92,7 @@ def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert "model-00001-of-00001.safetensors" in planned
     assert "to be written: 7 tensors as safetensors" in planned
     assert tool.names(tmp_path) == []
-    last = tool.shown("convert", saved, "made", "--shard-size", "100", "--threads", 1, cwd=tmp_path).splitlines()[-1]
+    last = tool.shown("convert", saved, "made", "--shard-size", 100, "--threads", 1, cwd=tmp_path).splitlines()[-1]
     assert last.startswith("made: 7 tensors as safetensors, ")
     tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
     tool.assert_same(tmp_path / "back", saved)
@@ -147,6 +147,7 @@ split @fused @link/new --rules @rules         | lies inside of
 split @fused @no/new --rules @rules           | is not a folder; make it first
 split @fused file://@fused/new --rules @rules | lies inside of
 split @fused unheard-of://x --rules @rules    | cannot be opened
+split '' @new --rules @rules                  | SRC is empty; give the folder of a checkpoint
 split @fused '' --rules @rules                | DST is empty; give the name of a new folder
 split @fused @new                             | no rules; give --preset NAME or --rules FILE: no preset matches its keys
 split @towers @new | presets that match its keys: gpt-oss, hf-experts-transposed, hf-gate-up, megatron-swiglu
@@ -192,6 +193,8 @@ convert @made @new --exclude *                | has nothing that would be conver
 convert @saved @new --exclude *.weight --exclude x        | --exclude that matches nothing: x.
 convert @made @new --exclude x                | --exclude that matches nothing: x.
 convert @saved @new --shard-size large        | 'large' is not a size
+convert @saved @new --shard-size 5            | 5 is 5 bytes; write 5MiB or 5GiB, or 5bytes if you mean that
+convert @saved @new --max-memory 1            | 1 is 1 bytes; write 1MiB or 1GiB
 convert @saved @made                          | made exists; give a name that is not taken
 convert @made @made/new                       | lies inside of
 convert @made file://@made/new                | lies inside of
@@ -201,7 +204,7 @@ convert @damaged.pt @new                      | is not what torch.save writes
 convert @nowhere.pt @new                      | nowhere.pt: No such file
 convert @list.pt @new --dtype bf16            | all is taken: leave out other options, and convert the result
 convert @saved @new.pt                        | new.pt is a file's name: give --to torch
-convert @saved @new.pt --to torch --max-memory 256        | do not fit into --max-memory
+convert @saved @new.pt --to torch --max-memory 256bytes     | do not fit into --max-memory
 convert @object @new.pt --to torch            | has more than tensors and plain values
 convert @saved @own.pt --to torch             | own.pt.partial: File exists
 convert @saved file:///tmp/x.pt --to torch    | on this machine alone

@@ -94,6 +94,9 @@ def test_sizes_and_order() -> None:
     assert {count: human_bytes(count) for count in counts} == counts
     sizes = {"4096": 4096, "2GiB": 2 << 30, "1.5 k": 1536, "2GB": 2 * 10**9, "7 bytes": 7}
     assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("1", "0.5", "1023"):
+        with pytest.raises(CheckpointError, match=f"{text} is {text} bytes; write {text}MiB or {text}GiB"):
+            parse_bytes(text)
     for text in ("", "much", "-1", "0", "2XB", "GiB", "9" * 5000):
         with pytest.raises(CheckpointError, match="is not a size"):
             parse_bytes(text)

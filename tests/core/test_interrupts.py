@@ -1,0 +1,189 @@
+"""An interrupt at any line of ours leaves all of a step, or nothing of it, or an optimizer that says what is half done.
+
+A line is drawn of those that one iteration of training runs, and ``KeyboardInterrupt`` is raised there, as Ctrl-C does
+in a notebook, where training goes on afterwards.
+"""
+
+import gc
+import os
+import random
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp_offload
+from fsdp_offload import OffloadPolicy, clip_grad_norm_
+from fsdp_offload.engine import step as steps
+from fsdp_offload.engine.engine import engine_of
+from tests.core.test_step_ends import LEARNT, look
+from tests.overlapping import Loop, adamw, same_values
+from tests.parity import leaves
+
+OURS = str(Path(fsdp_offload.__file__).parent)
+WARM, BEHIND = 5, 3
+"""Iterations before the one that is interrupted, and behind it."""
+
+INTERRUPTED = {
+    "timeline._noted": "gathers of a forward that was not the last one of its step, as if gradients added up",
+    "timeline.at": "the same",
+}
+"""What else is other behind an interrupt."""
+
+TRIALS = int(os.environ.get("INTERRUPTS", "8"))
+"""Of each loop under each policy."""
+
+
+class Interrupted:
+    """Raises ``KeyboardInterrupt`` at line ``at`` of ours; counts lines where there is none."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines, self.where = at, 0, ""
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self) -> "Interrupted":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+
+RUNS = {"backward": False}
+"""An exception in the forward or in the backward leaves ``fully_shard`` itself half way."""
+
+
+def backward(loop: Loop, at: int) -> None:
+    RUNS["backward"] = True
+    loop.backward(at)
+    RUNS["backward"] = False
+
+
+def usual(loop: Loop, at: int) -> None:
+    backward(loop, at)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def clipped(loop: Loop, at: int) -> None:
+    backward(loop, at)
+    clip_grad_norm_(loop.optimizer, 1e9 if at % 4 else 1e-3)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def plain_clipped(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    torch.nn.utils.clip_grad_norm_(loop.params, 1e9 if at % 4 else 1e-3)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def values(loop: Loop) -> list[Tensor]:
+    """Copy parameters, state and counters. A forward that was interrupted has left the model's own gathered."""
+    states = [loop.optimizer.state[param] for param in loop.params if param in loop.optimizer.state]
+    found = [leaf for state in states for name in sorted(state) for leaf in leaves(state[name])]
+    return [one.detach().clone() for one in (*(param.to_local() for param in loop.params), *found)]
+
+
+LOOPS: dict[str, tuple[Callable[[Loop, int], None], Callable[[Loop, int], None]]] = {
+    "usual": (usual, usual),
+    "clipped": (clipped, plain_clipped),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "step": {},
+    "forward": {"overlap": "forward"},
+    "iteration": {"overlap": "iteration"},
+    "parameters": {"overlap": "iteration", "parameters": True},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_interrupt_leaves_all_of_a_step_or_nothing_or_says_so(mesh: DeviceMesh, policy: str, name: str) -> None:
+    iterate, plainly = LOOPS[name]
+    plain = Loop(mesh, adamw, None)
+    plain.train(WARM, plainly)
+    kept = [values(plain)]
+    plain.train(1, plainly, WARM)
+    kept.append(values(plain))
+    fields = OffloadPolicy(bucket_bytes=8192, device_bytes=12 * 8192, **POLICIES[policy])
+    counted = Loop(mesh, adamw, fields).train(WARM, iterate)
+    with Interrupted() as counting:
+        iterate(counted, WARM)
+    assert same_values(values(counted), kept[1])
+    rng, outcomes = random.Random(policy + name), []
+    for _ in range(TRIALS):
+        interrupted = Interrupted(rng.randrange(1, counting.lines))
+        outcomes.append(check(mesh, fields, iterate, kept, interrupted))
+    assert set(outcomes) <= {"before", "behind", "said"}
+
+
+def check(
+    mesh: DeviceMesh,
+    policy: OffloadPolicy,
+    iterate: Callable[[Loop, int], None],
+    kept: list[list[Tensor]],
+    interrupted: Interrupted,
+) -> str:
+    loop = Loop(mesh, adamw, policy).train(WARM, iterate)
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    before = look(engine)
+    opened: list[weakref.ref[steps.Step]] = []
+    made = steps.Step.__init__
+
+    def noted(step: steps.Step, *args: Any, **options: Any) -> None:
+        made(step, *args, **options)
+        opened.append(weakref.ref(step))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.Step, "__init__", noted)
+        with interrupted:
+            iterate(loop, WARM)
+    where, in_backward = interrupted.where, RUNS["backward"]
+    for param in loop.params:
+        param.grad = None
+    try:
+        loop.optimizer.zero_grad()
+        found = values(loop)
+    except RuntimeError as said:  # half of it has been updated, and cannot be undone
+        if re.search("parameters have been updated in the backward|may be half updated", str(said)) is None:
+            raise
+        return "said"
+    gc.collect()
+    assert not [one for one in opened if one() is not None], f"{where}: the step is still reachable"
+    after = look(engine)
+    other = {name: (before.get(name), after[name]) for name in after if before.get(name) != after[name]}
+    assert not {name: pair for name, pair in other.items() if name not in LEARNT | INTERRUPTED}, where
+    if engine.failure:  # what the next step() says
+        return "said"
+    sides = [same_values(found, side) for side in kept]
+    assert any(sides), f"{where}: neither the state before the step nor behind it"
+    side = sides.index(True)
+    if in_backward:
+        return ("before", "behind")[side]
+    plain = Loop(mesh, adamw, None)
+    plain.train(WARM + side, LOOPS["clipped" if iterate is clipped else "usual"][1])
+    loop.train(BEHIND, iterate, WARM + 1)
+    plain.train(BEHIND, LOOPS["clipped" if iterate is clipped else "usual"][1], WARM + 1)
+    assert same_values(values(loop), values(plain)), f"{where}: other bits later"
+    return ("before", "behind")[side]
