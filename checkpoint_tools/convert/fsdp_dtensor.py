@@ -13,7 +13,6 @@ rectangle of an old one. Of ``args``, plain values are kept, and nothing is run.
 """
 
 import argparse
-import contextlib
 import functools
 import io
 import re
@@ -104,10 +103,8 @@ class _Plan:
                     "that is not fp32; leave it out with --exclude"
                 )
             self.state[name.fqn][name.kind] = tensor
-        others = [key.partition("/shard_")[0] for key in keys if key in checkpoint.objects]
-        extra = [key for key in others if key.endswith("_extra_state")]
-        left = [*[f"{len(extra)} _extra_state"] * bool(extra), *dict.fromkeys(k for k in others if k not in extra)]
-        left += [".".join(map(str, path)) for path in unread]
+        objects = (re.sub(r"/shard_.*|.*\.(?=_extra_state)", "", key) for key in keys if key in checkpoint.objects)
+        left = [*dict.fromkeys([*objects, *unread])]
         self.notes = [f"left out: {some_of(left, 20)}"] * bool(left)
         self.notes += ["without rng_state, Megatron loads it with --no-load-rng"]
         apart = sum(found[2][0] == "." for key in self.state if (found := _WITHIN.search(key)))
@@ -129,7 +126,8 @@ class _Plan:
         if trained:
             self._add_options(trained)
         self.notes += [f"{counted(mains, 'weight')} from the fp32 mains, as Megatron-FSDP has them"] * bool(mains)
-        self._add_values((), {name: value for name, value in self.common.items() if name != "optimizer"})
+        for name, value in self.common.items():
+            self._add_values((name,), value if name != "optimizer" else {})
         new = as_dcp(self.checkpoint, self.new, self.pieces, self.contents, self.paths, self.wanted.shard_bytes)
         size = f"{human_bytes(new.nbytes)} in {counted(len(new.files), 'file')}"
         headline = f"{counted(len(new.tensors), 'tensor')} as fsdp_dtensor, {size}"
@@ -187,6 +185,10 @@ class _Plan:
                 self._add(own, tensor, _Part("", (), (0,) * len(shape), shape))
                 continue
             if id(each) not in self.saved:
+                if any(isinstance(one, Tensor) for one in values_in(vars(each) if path == ("args",) else each)):
+                    raise CheckpointError(
+                        f"{self.checkpoint.path}/{COMMON_FILE}: {'.'.join(map(str, own))} has a tensor"
+                    )
                 torch.save(each, buffer := io.BytesIO())
                 self.saved[id(each)] = buffer.getvalue()
             self.contents[self._new_key(own)] = self.saved[id(each)]
@@ -248,31 +250,28 @@ class _Plan:
         return fitting[0]
 
 
-def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Path]]:
-    """Read Megatron's common state, and list what is left out of it: what is no plain value, or of torch_dist alone."""
+def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """Read Megatron's common state, and name what is left out of it: what is no plain value, or of torch_dist alone."""
+    unread: list[str] = []
     with told(f"{checkpoint.path}/{COMMON_FILE}"):
         reading = Reading(checkpoint.folder, COMMON_FILE, allowed("common"))
-        pickled = reading.pickled
-        if isinstance(args := pickled.get("args"), PickledObject) and args.name == "Namespace":
-            pickled = {**pickled, "args": dict(args.state)}
-        unread: list[Path] = [(name,) for name in pickled if name.startswith(_OTHERS)]
-        common = dict(_plain(reading, {k: v for k, v in pickled.items() if (k,) not in unread}, (), unread))
-        if any(path[0] == "optimizer" for path in unread):
-            raise DamagedError(f"{'.'.join(map(str, unread[-1]))} of the optimizer is no plain value")
+        if isinstance(args := reading.pickled.get("args"), PickledObject) and args.name == "Namespace":
+            reading.pickled["args"] = dict(args.state)
+        unread += [name for name in reading.pickled if name.startswith(_OTHERS)]
+        common = dict(_plain(reading, {k: v for k, v in reading.pickled.items() if k not in unread}, "", unread))
+        if wrong := [name for name in unread if name.startswith("optimizer")]:
+            raise DamagedError(f"{wrong[0]} is no plain value")
         if "args" in common:
             common["args"] = argparse.Namespace(**common["args"])
     return {"checkpoint_version": 3.0, **common}, unread
 
 
-def _plain(reading: Reading, values: Mapping[Any, Any], path: Path, unread: list[Path]) -> Iterator[tuple[Any, Any]]:
+def _plain(reading: Reading, values: Mapping[Any, Any], lead: str, unread: list[str]) -> Iterator[tuple[Any, Any]]:
     for name, value in values.items():
-        at = (*path, str(name))
-        with contextlib.suppress(DamagedError):
-            found = dict(_plain(reading, value, at, unread)) if isinstance(value, dict) else reading.plain(value)
-            holders = [each for each in values_in([found]) if at[0] == "args" or isinstance(each, tuple)]
-            if not any(
-                isinstance(one, Tensor) for each in holders for one in (each if isinstance(each, tuple) else [each])
-            ):
-                yield name, found
-                continue
-        unread.append(at)
+        try:
+            is_dict = isinstance(value, dict)
+            found = dict(_plain(reading, value, f"{lead}{name}.", unread)) if is_dict else reading.plain(value)
+        except DamagedError:
+            unread.append(f"{lead}{name}")
+            continue
+        yield name, found

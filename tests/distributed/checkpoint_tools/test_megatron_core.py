@@ -235,6 +235,7 @@ def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     gate_and_up = {"mlp.linear_fc1.weight": torch.arange(24.0).view(8, 3), "mlp.linear_fc2.weight": torch.ones(3, 4)}
+    gate_and_up["optimizer.state.exp_avg.mlp.linear_fc1.weight"] = torch.ones(8, 3)
 
     def by_older(name: str, mcore_data: dict[str, Any]) -> Path:
         folder = save(tmp_path / name, gate_and_up)
@@ -250,3 +251,6 @@ def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.Mon
     flattened = by_older("flattened", {"mlp.linear_fc1.weight": {"nd_reformulated_orig_global_shape": (8, 3)}})
     result = run("split", flattened, tmp_path / "new", "--preset", "megatron-swiglu", "--value", "tp_size=1")
     assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with")
+    (flattened / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    result = run("convert", flattened, tmp_path / "new", "--to", "fsdp_dtensor")
+    assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with", "'*optimizer.*'")
