@@ -176,6 +176,20 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
         training.save_fsdp_dtensor(folder / "own", split=True)
 
 
+def test_state_of_any_ranks_becomes_that_of_fsdp_dtensor(written: tuple[Path, int, int], tmp_path: Path) -> None:
+    folder, lead = written[0], "optimizer.state.exp_avg."
+    before = values_of(folder / "layers")
+    after = values_of(made("convert", folder / "layers", tmp_path / "new", "--to", "fsdp_dtensor"))
+    names = [key.removeprefix(lead) for key in before if key.startswith(lead)]
+    assert len(names) == 15
+    for name in names:
+        ends = ("_w", "_v") if name.endswith("linear_fc1.weight") else ("",)
+        parts = [after[f"optimizer.state.module.module.module.{name}{end}.exp_avg"] for end in ends]
+        assert same_bits(torch.cat(parts), before[f"{lead}{name}"]), name
+        weights = [after[f"model.module.{name}{end}"] for end in ends]
+        assert same_bits(torch.cat(weights), before[f"optimizer.state.param.{name}"]), name
+
+
 def test_megatron_fsdp_loads_what_is_made_of_torch_dist_and_trains_on(one_rank: Path, tmp_path: Path) -> None:
     """Gate and up apart, layers and experts one by one, its fp32 weights, its state and its counter: as it goes on."""
     forms = ("stacked", "by hand", "experts", "plain")
