@@ -92,6 +92,7 @@ class _Plan:
         self.paths: dict[str, Path] = {}
         self.saved: dict[int, bytes] = {}  # by the identity of an option, which many parameters share
         self.common, unread = _common(checkpoint)
+        self.args: dict[str, Any] = vars(self.common.get("args", argparse.Namespace()))
         names = sorted_out(keys, checkpoint.paths)
         self.state: dict[str, dict[str, StoredTensor]] = {key: {} for key in names.others if key in tensors}
         for name in names.states:
@@ -136,7 +137,7 @@ class _Plan:
     def _parts(self) -> dict[str, list[_Part]]:
         """Return what becomes of each tensor of the model: a part for each layer and expert, gate and up."""
         tensors, path = self.checkpoint.tensors, self.checkpoint.path
-        form = _GROUPED if getattr(self.common.get("args"), "moe_grouped_gemm", True) else _SEQUENTIAL
+        form = _GROUPED if self.args.get("moe_grouped_gemm", True) else _SEQUENTIAL
         placed: dict[str, tuple[str, Shape]] = {}  # parameter → where it is stored
         counts: dict[str, int] = {}
         for key in self.state:
@@ -237,7 +238,8 @@ class _Plan:
             fitting = [
                 group for group, own in zip(groups, names, strict=False) if isinstance(own, list) and name in own
             ]
-        is_small = dims == 1 or name.endswith(".bias")
+        has_decay = self.args.get("apply_wd_to_qk_layernorm") and re.search(r"[qk]_layernorm\.", name)
+        is_small = (dims == 1 or name.endswith(".bias")) and not has_decay
         kept_apart = ("is_expert_parallel", ".experts." in name), ("wd_mult", 1.0 - is_small)
         for option, value in () if names else kept_apart:
             if len({repr(group.get(option)) for group in fitting}) > 1:

@@ -174,6 +174,16 @@ def test_counters_that_torchs_optimizers_have(source: Source, tmp_path: Path) ->
         assert same_bits(found[f"optimizer.state.module.module.module.{name}.step"], torch.tensor(float(step)))
 
 
+def test_layernorms_of_qwen3_next_that_decay(source: Source, tmp_path: Path) -> None:
+    key = "decoder.layers.0.self_attention.q_layernorm.weight"
+    source.values |= {key: torch.ones(4), f"optimizer.state.exp_avg.{key}": torch.ones(4)}
+    for is_set, decay in ((False, 0.0), (True, 1.0)):
+        source.args.apply_wd_to_qk_layernorm = is_set
+        folder = source.save(tmp_path / f"{is_set}")
+        found = values_of(made("convert", folder, tmp_path / f"{is_set} new", "--to", "fsdp_dtensor"))
+        assert found[f"optimizer.param_to_group_meta.module.module.module.{key}.wd_mult"] == decay
+
+
 def test_groups_that_are_not_megatrons_own_are_asked_for(source: Source, tmp_path: Path) -> None:
     source.common["optimizer"]["optimizer"]["param_groups"] = [GROUPS[0], GROUPS[0] | {"lr": 0.125}]
     folder = source.save(tmp_path / "source")
