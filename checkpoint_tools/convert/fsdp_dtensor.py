@@ -73,8 +73,8 @@ def plan(source: str, wanted: Wanted, threads: int) -> Rewrite:
     opened = replace(opened, own_files=(*(opened.own_files or ()), COMMON_FILE, FORMAT_FILE))
     checkpoint = rewrite.whole(opened, threads)
     keys = wanted_keys(checkpoint, wanted.excluded)
-    is_in_buckets = any("optimizer.distributed." in key for key in keys)
-    refusal = _BUCKETS if is_in_buckets else checkpoint.refusal
+    is_unnamed = any("optimizer." in key for key in sorted_out(keys, checkpoint.paths).others)
+    refusal = _BUCKETS if is_unnamed else checkpoint.refusal
     if refusal and any("optimizer." in key for key in keys):
         raise CheckpointError(
             f"{source}: {refusal}; load it in Megatron, and save it with --dist-ckpt-optim-fully-reshardable, or leave "

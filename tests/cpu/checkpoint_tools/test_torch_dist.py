@@ -227,6 +227,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "a layer twice": (_put("decoder.layers.0.self_attention.linear_qkv.bias", torch.ones(8)), "twice: alone, and"),
     "another gate": (_put("mtp.layers.0.mlp.linear_fc1.weight", torch.ones(6, 4)), "which is not there"),
     "buckets": (_put("optimizer.distributed.dp_group_idx_0.exp_avg", torch.ones(9)), "--dist-ckpt-optim-fully-resh"),
+    "state that is no parameter's": (_put("optimizer.mean", torch.ones(9)), "--dist-ckpt-optim-fully-resh"),
     "no groups": (_common(optimizer={"state": {}}), "the optimizer in "),
     "no optimizer": (lambda source, _: source.common.pop("optimizer"), "the optimizer in "),
     "groups of anything": (_common(optimizer={"param_groups": [{"wd_mult": []}, {"wd_mult": 1}]}), "of 2 param groups"),
