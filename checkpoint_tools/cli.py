@@ -19,7 +19,7 @@ import rich.progress
 import typer
 
 from . import rewrite
-from .convert import convert, torch_files, translate
+from .convert import convert, fsdp_dtensor, torch_files, translate
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
 from .fuse.files import Request
 from .fuse.rules import Way, load_rules, preset, preset_lines
@@ -28,38 +28,32 @@ from .stored.rank_files import read_names
 from .stored.safetensors_folder import open_checkpoint
 from .stored.storage import TORCH_SUFFIXES, is_file_of
 
-Checkpoint = Annotated[
-    str,
-    typer.Argument(metavar="CHECKPOINT", help="Folder with a .metadata file or with safetensors, or its fsspec URL."),
-]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its folder or its fsspec URL.")]
-Destination = Annotated[
-    str, typer.Argument(metavar="DST", help="The new one. A folder that is not there yet, or an fsspec URL.")
-]
-Patterns = Annotated[
-    list[str] | None, typer.Argument(metavar="PATTERN", help="Only keys like these: '*.weight' 'optim.*'.")
-]
-Presets = Annotated[
-    list[str] | None,
-    typer.Option("--preset", metavar="NAME", help="Rules that come with the tools, listed below. Several may be."),
-]
-RuleFiles = Annotated[list[Path] | None, typer.Option("--rules", metavar="FILE", help="Your own rules: TOML or JSON.")]
-Values = Annotated[
-    list[str] | None,
-    typer.Option("--value", metavar="NAME=NUMBER", help="A value of the model's config that the rules name."),
-]
-Kept = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave keys like these as they are.")
-]
-LeftOut = Annotated[list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys like these.")]
-Only = Annotated[
-    list[str] | None,
-    typer.Option("--only", metavar="PATTERN", help="Only fused tensors, or parts, whose names are like these."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, with all sizes in bytes.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be written.")]
-Threads = Annotated[int, typer.Option(min=1, help="How many files, or blocks of them, are in work at the same time.")]
-MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="For data, over all threads: 512MiB, 2GiB, bytes.")]
+_HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_text())
+
+
+def _option(flag: str, entry: str = "", **more: Any) -> Any:
+    """Make an option of what help.toml says of the flag, or under ``entry``."""
+    return typer.Option(flag, **_HELP["options"][entry or flag], **more)
+
+
+def _argument(entry: str) -> Any:
+    return typer.Argument(**_HELP["arguments"][entry])
+
+
+Checkpoint = Annotated[str, _argument("CHECKPOINT")]
+Source = Annotated[str, _argument("SRC")]
+Destination = Annotated[str, _argument("DST")]
+Patterns = Annotated[list[str] | None, _argument("PATTERN")]
+Presets = Annotated[list[str] | None, _option("--preset")]
+RuleFiles = Annotated[list[Path] | None, _option("--rules")]
+Values = Annotated[list[str] | None, _option("--value")]
+Kept = Annotated[list[str] | None, _option("--exclude", "--exclude of split")]
+LeftOut = Annotated[list[str] | None, _option("--exclude")]
+Only = Annotated[list[str] | None, _option("--only")]
+Json = Annotated[bool, _option("--json")]
+DryRun = Annotated[bool, _option("--dry-run")]
+Threads = Annotated[int, _option("--threads")]
+MaxMemory = Annotated[str, _option("--max-memory")]
 
 # Printing -------------------------------------------------------------------------------------------------------------
 
@@ -143,9 +137,7 @@ def _fail(message: str) -> NoReturn:
 def _inspect(
     path: Checkpoint,
     patterns: Patterns = None,
-    tiling_key: Annotated[
-        str | None, typer.Option("--tiling", metavar="KEY", help="List which file has which part of this tensor.")
-    ] = None,
+    tiling_key: Annotated[str | None, _option("--tiling")] = None,
     as_json: Json = False,
 ) -> None:
     checkpoint = open_checkpoint(path)
@@ -168,12 +160,8 @@ def _inspect(
 
 def _verify(
     path: Checkpoint,
-    data: Annotated[
-        bool, typer.Option("--data", help="Also read all data, and compare them with their CRC-32.")
-    ] = False,
-    finite: Annotated[
-        bool, typer.Option("--finite", help="Also read floating-point data: no infinity, no NaN, and as written.")
-    ] = False,
+    data: Annotated[bool, _option("--data")] = False,
+    finite: Annotated[bool, _option("--finite")] = False,
     threads: Threads = 4,
     as_json: Json = False,
 ) -> None:
@@ -200,14 +188,12 @@ def _verify(
 
 
 def _diff(
-    path_a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its folder or its fsspec URL.")],
-    path_b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    path_a: Annotated[str, _argument("A")],
+    path_b: Annotated[str, _argument("B")],
     patterns: Patterns = None,
-    rtol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much of B's.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0, help="Values of tensors may differ by this much.")] = 0.0,
-    key_prefix: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model's keys begin with on one side alone.")
-    ] = None,
+    rtol: Annotated[float, _option("--rtol")] = 0.0,
+    atol: Annotated[float, _option("--atol")] = 0.0,
+    key_prefix: Annotated[str | None, _option("--key-prefix", "--key-prefix of diff")] = None,
     threads: Threads = 2,
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
@@ -288,14 +274,7 @@ def _exchange(way: Way) -> Callable[..., None]:
         values: Values = None,
         excluded: Kept = None,
         only: Only = None,
-        yes: Annotated[
-            bool,
-            typer.Option(
-                "--yes",
-                hidden=way == "split",
-                help="Merge all that the rules match, whether or not split took it apart.",
-            ),
-        ] = False,
+        yes: Annotated[bool, _option("--yes", hidden=way == "split")] = False,
         threads: Threads = 4,
         max_memory: MaxMemory = "2GiB",
         dry_run: DryRun = False,
@@ -312,27 +291,13 @@ def _exchange(way: Way) -> Callable[..., None]:
 
 
 def _convert(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="DCP, safetensors, files of ranks (verl, SkyRL), or of torch.save.")
-    ],
+    source: Annotated[str, _argument("SRC of convert")],
     destination: Destination,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="safetensors, dcp, or torch (one file of torch.save).")
-    ] = None,
-    key_prefix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="What the model's keys begin with in DCP alone. Else 'model.' if nested, or what was taken away.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floats: fp32, bf16, fp16 or fp64.")
-    ] = None,
-    names: Annotated[
-        Path | None, typer.Option("--names", metavar="FILE", help="JSON: names for an optimizer's numbers, in order.")
-    ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
+    to: Annotated[str | None, _option("--to")] = None,
+    key_prefix: Annotated[str | None, _option("--key-prefix")] = None,
+    dtype: Annotated[str | None, _option("--dtype")] = None,
+    names: Annotated[Path | None, _option("--names")] = None,
+    shard_size: Annotated[str, _option("--shard-size")] = "5GB",
     excluded: LeftOut = None,
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
@@ -349,6 +314,10 @@ def _convert(
         ),
         (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),
+        (
+            to == "fsdp_dtensor" and (dtype or key_prefix),
+            "--dtype and --key-prefix are not for fsdp_dtensor, which has the names and dtypes of Megatron-FSDP",
+        ),
         (of_torch and excluded and to != "torch", "--exclude is not for files of torch.save; use it on the result"),
     ):
         if is_wrong:
@@ -361,20 +330,17 @@ def _convert(
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
         wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to, read_names(names))
-        new = convert.plan(source, wanted, to=to, threads=threads)
+        is_megatron = to == "fsdp_dtensor"
+        new = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else convert.plan(source, wanted, to, threads)
         run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
 
 def _rename(
     source: Source,
     destination: Destination,
-    family: Annotated[
-        str, typer.Option(metavar="NAME", help="llama, mixtral, qwen3, qwen3-moe, or a file like theirs.")
-    ],
-    from_framework: Annotated[
-        str, typer.Option("--from", metavar="NAME", help="hf, torchtitan, megatron, or transformers5 (mixtral).")
-    ],
-    to_framework: Annotated[str, typer.Option("--to", metavar="NAME", help="Another one of them.")],
+    family: Annotated[str, _option("--family")],
+    from_framework: Annotated[str, _option("--from")],
+    to_framework: Annotated[str, _option("--to", "--to of rename")],
     values: Values = None,
     excluded: LeftOut = None,
     threads: Threads = 4,
@@ -407,15 +373,12 @@ def _print_version(is_wanted: bool) -> None:
 
 @app.callback()
 def _of_all_commands(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    _version: Annotated[bool, _option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     pass
 
 
 _PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in preset_lines().items())
-_HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_text())
 for _command in (_inspect, _verify, _seal, _diff, _exchange("split"), _exchange("merge"), _rename, _convert):
     _name = _command.__name__.strip("_")
     app.command(_name, help=_HELP[_name], epilog=_PRESETS if _name in ("split", "merge") else None)(

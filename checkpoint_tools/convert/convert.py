@@ -23,7 +23,7 @@ from ..core.text import natural_order as in_order
 from ..fuse.names import sorted_out
 from ..rewrite import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored import safetensors_folder as folder
-from ..stored.checkpoint import Checkpoint, StoredTensor
+from ..stored.checkpoint import Checkpoint, Path, StoredTensor
 from ..stored.foreign import state_beside, works_for_state
 from ..stored.items import ItemReader
 from ..stored.metadata import open_dcp
@@ -48,10 +48,10 @@ class Wanted(NamedTuple):
     names: Sequence[Any] | None = None  # of parameters that an optimizer has by number
 
 
-def plan(source: str, wanted: Wanted, *, to: str | None = None, threads: int = 4) -> Rewrite:
+def plan(source: str, wanted: Wanted, to: str | None = None, threads: int = 4) -> Rewrite:
     """Open a checkpoint, find it whole, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
-        raise CheckpointError(f"--to is safetensors, dcp or torch, not {to}")
+        raise CheckpointError(f"--to is safetensors, dcp, torch or fsdp_dtensor, not {to}")
     of_ranks = is_rank_files(source)
     expected = "dcp" if (of_ranks and to != "safetensors") or folder.is_safetensors(source) else "safetensors"
     if to not in (None, expected):
@@ -189,16 +189,25 @@ def _to_dcp(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, str]:
         for chunk in checkpoint.tensors[key].chunks:
             for small in stretches(chunk.region, numel):
                 pieces += _pieces(checkpoint, new, key, small)
-    shards = in_files(pieces, lambda piece: piece.nbytes, wanted.shard_bytes) or [[]]
-    objects = tuple(key for key in keys if key in checkpoint.objects)
-    for key in objects:
-        content = checkpoint.objects[key].content
-        assert content is not None, "opening safetensors reads all objects"
-        shards[-1].append(given(key, content))
+    objects = {key: checkpoint.objects[key].content or b"" for key in keys if key in checkpoint.objects}
+    paths = {key: checkpoint.paths[key] for key in keys}
+    return as_dcp(checkpoint, new, pieces, objects, paths, wanted.shard_bytes), checkpoint.key_prefix
+
+
+def as_dcp(
+    checkpoint: Checkpoint,
+    new: Mapping[str, StoredTensor],
+    pieces: Sequence[Piece],
+    objects: Mapping[str, bytes],
+    paths: Mapping[str, Path],
+    shard_bytes: int,
+) -> Rewrite:
+    """Plan a checkpoint of DCP of these tensors, their pieces, and contents of objects."""
+    shards = in_files(pieces, lambda piece: piece.nbytes, shard_bytes) or [[]]
+    shards[-1] += [given(key, content) for key, content in objects.items()]
     files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
-    paths, beside = {key: checkpoint.paths[key] for key in keys}, dict.fromkeys(checkpoint.beside)
-    made = Rewrite(checkpoint, new, objects, files, paths, notes=checkpoint.notes, beside=beside)
-    return made, checkpoint.key_prefix
+    beside = dict.fromkeys(checkpoint.beside)
+    return Rewrite(checkpoint, new, tuple(objects), files, paths, notes=checkpoint.notes, beside=beside)
 
 
 def _new_tensors(

@@ -77,6 +77,21 @@ def values_in(value: Any) -> Iterator[Any]:
             pending += each
 
 
+def flattened(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield the values in nested dicts, and in lists that hold dicts or tensors, by their paths, as DCP has them."""
+    if not _is_nested(value):
+        yield path, value
+        return
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for name, each in inside:
+        yield from flattened(each, (*path, str(name) if isinstance(value, Mapping) else name))
+
+
+def _is_nested(value: Any) -> bool:
+    is_list = isinstance(value, list)
+    return isinstance(value, Mapping) or (is_list and any(isinstance(v, Tensor) or _is_nested(v) for v in value))
+
+
 def has_more_values(value: Any, most: int) -> bool:
     """Tell whether a tree holds more than so many values."""
     return any(True for _ in itertools.islice(values_in(value), most, most + 1))

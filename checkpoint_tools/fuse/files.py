@@ -265,7 +265,7 @@ def with_told(
     """Complete the given values of these names with those that the checkpoint contains, and note their source."""
     wanted = set(names)
     found = {**_of_config(checkpoint), **_of_args(checkpoint)} if wanted else {}
-    if _json(checkpoint, FORMAT_FILE).get("sharded_backend") == "torch_dist":
+    if is_torch_dist(checkpoint):
         one = _Known(1, "torch_dist, which stores gate and up as one rank has them", is_layout=True)
         found.update({DENSE_RANKS: one, EXPERT_RANKS: one})
     values, notes = dict(given), []
@@ -279,6 +279,11 @@ def with_told(
         elif given[name] != value:
             notes.append(f"{name} = {given[name]} as given; {where} has {value}")
     return values, notes
+
+
+def is_torch_dist(checkpoint: Checkpoint) -> bool:
+    """Tell whether Megatron-Core has written it, and says so."""
+    return bool(_json(checkpoint, FORMAT_FILE).get("sharded_backend") == "torch_dist")
 
 
 def _json(checkpoint: Checkpoint, file: str) -> dict[str, Any]:

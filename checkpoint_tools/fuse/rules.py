@@ -80,7 +80,7 @@ class Rule:
         has_sizes = self.sizes != "equal"
         is_alike = not isinstance(self.sizes, str) and len(self.sizes) == len(self.parts)
         for is_wrong, text in (
-            (len(self.parts) < 2 and not self.each, f"expected at least two parts, got {list(self.parts)}"),
+            (not self.parts, "expected at least one part, got none"),
             (self.layout not in get_args(Layout), f"layout must be one of {get_args(Layout)}, got {self.layout!r}"),
             (
                 self.groups != 1 and self.layout != "grouped",

@@ -17,37 +17,32 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_offload.checkpoint import chunks_of
 from fsdp_offload.checkpoint.chunks import contiguous_strides
 
 from ..core.regions import Shape, replaced
 from ..core.text import CheckpointError, is_count, natural_order, shortened, some_of
-from ..core.values import MAX_VALUES, has_more_values, same_values
+from ..core.values import MAX_VALUES, flattened, has_more_values, same_values
 from .checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from .items import TENSOR_NAMES, Archive, DamagedError, crc32, layout_of, tensor_of
-from .storage import Folder, open_folder
+from .storage import Folder, files_without_metadata, open_folder
 from .unpickle import ForbiddenNameError, PickledObject, allowed, unpickle
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_SHARDED = {name: names | TENSOR_NAMES.get(name, frozenset()) for name, names in allowed("sharded").items()}
+_SHARDED = allowed("sharded")
 
 
 def is_rank_files(path: str | os.PathLike[str]) -> bool:
     """Tell whether there is a file for each rank, and no DCP checkpoint."""
-    try:
-        files = open_folder(path).files()
-    except OSError:
-        return False
-    return ".metadata" not in files and any(map(_FILE.fullmatch, files))
+    return any(map(_FILE.fullmatch, files_without_metadata(path)))
 
 
 def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = None) -> Checkpoint:
@@ -81,13 +76,15 @@ def with_optimizer(checkpoint: Checkpoint, file: str, names: Sequence[Any]) -> C
 
 def _with(checkpoint: Checkpoint, trees: Sequence[dict[str, Any]], files: Sequence[str]) -> Checkpoint:
     """Add the state dicts of all ranks."""
-    flat, paths = zip(*map(flatten_state_dict, trees), strict=True)
-    at = {key: path for each in paths for key, path in each.items()}
+    by_path = [dict(flattened(tree)) for tree in trees]
+    at = {".".join(map(str, path)): path for each in by_path for path in each}
+    if len(at) < len({path for each in by_path for path in each}):
+        raise DamagedError("two values have one name")
     if taken := at.keys() & {*checkpoint.tensors, *checkpoint.objects}:
         raise CheckpointError(f"{checkpoint.path} has {min(taken)} beside {files[0]} already; move that away")
     found = {
         key: _joined(
-            checkpoint.folder, key, {rank: each[key] for rank, each in enumerate(flat) if key in each}, files[0]
+            checkpoint.folder, key, {rank: own[at[key]] for rank, own in enumerate(by_path) if at[key] in own}, files[0]
         )
         for key in sorted(at, key=natural_order)
     }
@@ -139,19 +136,22 @@ def told(where: str) -> Iterator[None]:
 
 def _read(folder: Folder, rank: int, name: str) -> dict[str, Any]:
     with told(f"{folder.path}/{name}"):
-        archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
-        archive.read_all()
-        pickled = unpickle(archive.pickled(), {**TENSOR_NAMES, **_SHARDED})
-        if not isinstance(pickled, dict) or has_more_values(pickled, MAX_VALUES):
+        reading = Reading(folder, name, _SHARDED, rank)
+        return dict(reading.plain(reading.pickled))
+
+
+class Reading:
+    """Reads one file of a state dict, of which its pickle may ask for tensors and these names."""
+
+    def __init__(self, folder: Folder, file: str, names: Mapping[str, Set[str]], rank: int = 0) -> None:
+        self.file, self.rank, self.archive = file, rank, Archive(folder.view(file, 0, folder.size_bytes(file)))
+        self.archive.read_all()
+        both = {
+            name: names.get(name, frozenset()) | TENSOR_NAMES.get(name, frozenset()) for name in (*names, *TENSOR_NAMES)
+        }
+        self.pickled: Any = unpickle(self.archive.pickled(), both)
+        if not isinstance(self.pickled, dict) or has_more_values(self.pickled, MAX_VALUES):
             raise DamagedError(f"it is no state dict, or has more than {MAX_VALUES:,} values")
-        return dict(_Reading(name, rank, archive).plain(pickled))
-
-
-class _Reading:
-    """Reads what the unpickler has made of one file."""
-
-    def __init__(self, file: str, rank: int, archive: Archive) -> None:
-        self.file, self.rank, self.archive = file, rank, archive
 
     def plain(self, value: Any) -> Any:
         """Return plain values, with a placeholder for each tensor."""

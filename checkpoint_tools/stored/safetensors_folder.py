@@ -27,7 +27,7 @@ from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTenso
 from .foreign import state_beside
 from .metadata import misnamed, open_dcp
 from .rank_files import is_rank_files, open_rank_files
-from .storage import Folder, is_file_of, open_folder, read_file
+from .storage import Folder, files_without_metadata, is_file_of, open_folder, read_file
 
 # One file -------------------------------------------------------------------------------------------------------------
 
@@ -130,11 +130,7 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Tell whether there are safetensors, and no DCP checkpoint."""
     if is_file_of(os.fspath(path), SUFFIX):
         return True
-    try:
-        files = open_folder(path).files()
-    except OSError:
-        return False
-    return ".metadata" not in files and any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files)
+    return any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files_without_metadata(path))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -123,6 +123,15 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return RemoteFolder(path) if isinstance(path, str) and "://" in path else Folder(path)
 
 
+def files_without_metadata(path: str | os.PathLike[str]) -> list[str]:
+    """List the files of a folder; none, if it is not there, or has metadata of DCP."""
+    try:
+        files = open_folder(path).files()
+    except OSError:
+        return []
+    return [] if ".metadata" in files else files
+
+
 def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
     """Read a whole file; FileNotFoundError or NotADirectoryError where there is none."""
     try:

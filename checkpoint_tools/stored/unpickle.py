@@ -84,7 +84,8 @@ class _Unpickler(pickle._Unpickler):
             return _stand_in(_Opaque, name)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if name not in self.allowed.get(module, ()):
+        names = self.allowed.get(module) or self.allowed.get(f"{module.partition('.')[0]}.*") or ()
+        if name not in names and "*" not in names:
             raise ForbiddenNameError(f"{module}.{name}")
         return _stand_in(PickledObject, name)
 

@@ -5,7 +5,7 @@ but its random numbers for dropout, which there is none of.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.overrides import TorchFunctionMode
 
 from tests.fused_adam_reference import FusedAdam
@@ -81,6 +82,13 @@ class CountsByGroup(FusedAdam):
     def __init__(self, *args: Any, adam_w_mode: bool, **options: Any) -> None:
         assert adam_w_mode
         super().__init__(*args, **options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Megatron-FSDP gives names for numbers, which torch takes from the groups."""
+        numbers = {name: n for n, name in enumerate(name for g in state_dict["param_groups"] for name in g["params"])}
+        groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in state_dict["param_groups"]]
+        state = {numbers[name]: entries for name, entries in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
 
 class Training:
@@ -210,17 +218,32 @@ class Training:
 
     def save_fsdp_dtensor(self, folder: Path, *, split: bool) -> None:
         """As Megatron-LM's training does it with functions of Megatron-Core; ``split``: with gate and up apart."""
+        dcp.save(self._fsdp_dtensor(split=split, is_loading=False)[1], checkpoint_id=folder)
+
+    def load_fsdp_dtensor(self, folder: Path, renamed: Callable[[str], str]) -> None:
+        """By plain DCP, which has to find every key; ``renamed``: those of the file for names of this model."""
+        raw, wanted = self._fsdp_dtensor(split=True, is_loading=True)
+        flat = {renamed(key): value for key, value in flatten_state_dict(wanted)[0].items()}
+        dcp.load(flat, checkpoint_id=folder)
+        meta = raw["optimizer"]["param_to_group_meta"]
+        for name, options in meta.items():
+            meta[name] = {k: flat[renamed(f"optimizer.param_to_group_meta.{name}.{k}")] for k in options}
+        self.model.load_state_dict(raw["model"])
+        self.optimizer.load_state_dict(raw["optimizer"])
+
+    def _fsdp_dtensor(self, *, split: bool, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
         from megatron.core.transformer import fsdp_dtensor_checkpoint
 
         model = dict(self.model.state_dict_for_save_checkpoint())
         metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-        optimizer = self.optimizer.sharded_state_dict(model, metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         fsdp_dtensor_checkpoint.handle_fp8_extra_state_case(model)
+        raw = {"model": model, "optimizer": optimizer}
         if split:
             model, _ = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(self.model, model, None)
             # One module less before the names in the optimizer: there is no Float16Module here.
             inner = self.model.module
             _, optimizer = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(inner, {}, optimizer)
         state = {"model": model, "optimizer": optimizer}
-        dcp.save(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state), checkpoint_id=folder)
+        return raw, uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)

@@ -186,7 +186,7 @@ convert @only @new --key-prefix model.        | has no tensor of a model
 convert @saved @new --key-prefix net.         | has no tensor of a model whose key begins with 'net.'
 convert @saved @new --to dcp                  | is a checkpoint of DCP already
 convert @made @new --to safetensors           | is safetensors already
-convert @saved @new --to gguf                 | --to is safetensors, dcp or torch
+convert @saved @new --to gguf                 | --to is safetensors, dcp, torch or fsdp_dtensor
 convert @saved @new --exclude *               | has nothing that would be converted
 convert @objects @new                         | has nothing that would be converted: no tensors
 convert @made @new --exclude *                | has nothing that would be converted

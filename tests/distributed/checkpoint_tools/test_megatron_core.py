@@ -7,7 +7,7 @@ import pickle
 import shutil
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def args(tp: int) -> argparse.Namespace:
     """Megatron's have more than plain values."""
     from megatron.core.transformer.enums import AttnBackend
 
-    own = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "seed": 0}
+    own = {"attention_backend": AttnBackend.auto, "params_dtype": torch.float32, "seed": 0, "moe_grouped_gemm": False}
     return argparse.Namespace(**SIZES, **own, tensor_model_parallel_size=tp, group_query_attention=True)
 
 
@@ -176,6 +176,49 @@ def write_fsdp_dtensor(rank: int, world_size: int, folder: Path) -> None:
         training.save_fsdp_dtensor(folder / "own", split=True)
 
 
+def test_state_of_any_ranks_becomes_that_of_fsdp_dtensor(written: tuple[Path, int, int], tmp_path: Path) -> None:
+    folder, lead = written[0], "optimizer.state.exp_avg."
+    before = values_of(folder / "layers")
+    after = values_of(made("convert", folder / "layers", tmp_path / "new", "--to", "fsdp_dtensor"))
+    names = [key.removeprefix(lead) for key in before if key.startswith(lead)]
+    assert len(names) == 15
+    for name in names:
+        ends = ("_w", "_v") if name.endswith("linear_fc1.weight") else ("",)
+        parts = [after[f"optimizer.state.module.module.module.{name}{end}.exp_avg"] for end in ends]
+        assert same_bits(torch.cat(parts), before[f"{lead}{name}"]), name
+        weights = [after[f"model.module.{name}{end}"] for end in ends]
+        assert same_bits(torch.cat(weights), before[f"optimizer.state.param.{name}"]), name
+
+
+def test_megatron_fsdp_loads_what_is_made_of_torch_dist_and_trains_on(one_rank: Path, tmp_path: Path) -> None:
+    """Gate and up apart, layers and experts one by one, its fp32 weights, its state and its counter: as it goes on."""
+    forms = ("stacked", "by hand", "experts", "plain")
+    for name in forms:
+        made("convert", one_rank / name, tmp_path / name, "--to", "fsdp_dtensor")
+    spawn(train_fsdp_on, 1, tmp_path, one_rank, tmp_path, forms)
+
+
+def train_fsdp_on(rank: int, world_size: int, written: Path, made_in: Path, forms: Sequence[str]) -> None:
+    del rank, world_size
+    expected = json.loads((written / "losses.json").read_text())
+    expected["by hand"] = expected["layers"]
+    with cpu_for_cuda():
+        for name in forms:
+            experts = {"experts": 3} if name == "experts" else {}
+            training = Training(1, is_fsdp=True, seed=7, **experts)
+            training.load_fsdp_dtensor(made_in / name, as_transformer_engine_names_it)
+            steps = 2 if name == "plain" else 3  # torch's AdamW was its optimizer, which rounds otherwise in the end
+            assert training.steps(steps) == expected[name][:steps], name
+            assert [group["step"] for group in training.optimizer.optimizer.param_groups] == [2 + steps] * 2
+
+
+def as_transformer_engine_names_it(key: str) -> str:
+    """With the layernorms in the linear layers, and one module more around the model."""
+    key = key.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    key = key.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+    return key.replace("module.module.", "module.module.module.")
+
+
 # Values that the checkpoint tells ------------------------------------------------------------------------------------
 
 
@@ -206,6 +249,7 @@ def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     gate_and_up = {"mlp.linear_fc1.weight": torch.arange(24.0).view(8, 3), "mlp.linear_fc2.weight": torch.ones(3, 4)}
+    gate_and_up["optimizer.state.exp_avg.mlp.linear_fc1.weight"] = torch.ones(8, 3)
 
     def by_older(name: str, mcore_data: dict[str, Any]) -> Path:
         folder = save(tmp_path / name, gate_and_up)
@@ -221,3 +265,6 @@ def test_metadata_of_older_megatron_core(tmp_path: Path, monkeypatch: pytest.Mon
     flattened = by_older("flattened", {"mlp.linear_fc1.weight": {"nd_reformulated_orig_global_shape": (8, 3)}})
     result = run("split", flattened, tmp_path / "new", "--preset", "megatron-swiglu", "--value", "tp_size=1")
     assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with")
+    (flattened / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    result = run("convert", flattened, tmp_path / "new", "--to", "fsdp_dtensor")
+    assert_one_line(result, "flattened in the way of Megatron-Core before 0.16; save it there with", "'*optimizer.*'")

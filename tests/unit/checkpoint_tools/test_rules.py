@@ -117,7 +117,7 @@ def test_rules_from_toml_and_json(tmp_path: Path) -> None:
         ("a = 1", "expected \\[\\[rule\\]\\] tables"),
         ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nsize = 1", "unexpected keyword argument 'size'"),
         ("[[rule]]\nfused = 'x'", "parts"),
-        ("[[rule]]\nfused = 'x'\nparts = ['a']", "at least two parts"),
+        ("[[rule]]\nfused = 'x'\nparts = []", "at least one part"),
         ("[[rule]]\nfused = '{p}x'\nparts = ['{q}a', '{p}b']", "other placeholders"),
         ("[[rule]]\nfused = 'x'\nparts = ['a', 'b']\nlayout = 'mixed'", "layout"),
         ("rule = ['x']", "expected \\[\\[rule\\]\\] tables"),
