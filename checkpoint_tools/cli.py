@@ -332,15 +332,18 @@ def _convert(
     names: Annotated[
         Path | None, typer.Option("--names", metavar="FILE", help="JSON: names for an optimizer's numbers, in order.")
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About how large the new files are.")] = "5GB",
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="About how large the new files are.", show_default="5GB")
+    ] = None,
     excluded: LeftOut = None,
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
-    shard_bytes = parse_bytes(shard_size)
+    shard_bytes = parse_bytes(shard_size or "5GB")
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
-    takes_all = dtype is None and key_prefix is None and names is None and not dry_run and to != "safetensors"
+    options = dtype, key_prefix, names, shard_size
+    takes_all = all(one is None for one in options) and not dry_run and to != "safetensors"
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (

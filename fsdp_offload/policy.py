@@ -1,10 +1,12 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 if TYPE_CHECKING:
     Bytes = int
@@ -152,10 +154,43 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
     for name in asked:
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1)
-            meant = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
+            raise ValueError(f"OffloadPolicy has no {name}.{nearest_to(name, known)} It has {', '.join(known)}.")
     return OffloadPolicy(**asked)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
+    """Let the error of arguments that a function has not say the line to write; ``others`` by the argument."""
+
+    def told(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = [name for name in kwargs if name not in signature.parameters][:1]
+                meant = [nearest_to(name, signature.parameters) for name in unknown if name not in others]
+                advice = [f".{''.join(meant)}", *(text for name, text in others.items() if name in kwargs)]
+                name = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{name}: {error}{' '.join(advice)} Write {line}.") from None
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return told
+
+
+def nearest_to(name: object, known: Iterable[str]) -> str:
+    """Return the question whether the most similar of the ``known`` names was meant; empty if none is similar."""
+    nearest = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
+
+
+OffloadPolicy.__init__ = tells("OffloadPolicy(overlap='forward', device_bytes='8GB')")(OffloadPolicy.__init__)  # type: ignore[method-assign]
 
 
 def listed(names: Iterable[str]) -> str:

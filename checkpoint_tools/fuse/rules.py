@@ -329,6 +329,8 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         ValueError: it is no such file; names the field.
         OSError: it cannot be read.
     """
+    if not isinstance(path, str | Path):
+        raise CheckpointError(f"expected the path of a file of rules, TOML or JSON, got {path!r:.60}")
     return rules_of(tables_in(path), str(path))
 
 

@@ -4,12 +4,14 @@ Those of :func:`offload_optimizer` come first, in the order in which they are as
 forward or step, that the optimizer was attached too early, or that another one steps.
 """
 
+import dataclasses
 import functools
 import gc
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -51,13 +53,18 @@ def refuse(sentences: Iterable[str]) -> None:
 
 def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
     """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
-    fields = ", ".join(f"{name}={value!r}" for name, value in by_name.items() if name in vars(OffloadPolicy))
-    if by_place or by_name:
-        raise TypeError(
-            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
-            f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer(optimizer, "
-            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
-        )
+    if not (by_place or by_name):
+        return
+    own, known = ["policy", "exist_ok"], [field.name for field in dataclasses.fields(OffloadPolicy)]
+    meant = {name: (get_close_matches(name, ["model", *own, *known], n=1) or [""])[0] for name in by_name}
+    given = {right: f"{right}={by_name[name]!r}" for name, right in meant.items()}
+    fields = ", ".join(given[name] for name in known if name in given)
+    more = [given[name] for name in own if name in given] + [f"policy=OffloadPolicy({fields})"] * bool(fields)
+    raise TypeError(
+        "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
+        f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer("
+        f"{', '.join(['optimizer', 'model=model', *more])})."
+    )
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------

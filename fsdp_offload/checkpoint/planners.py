@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ..api.wrapped import offloaded
 from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
-from ..policy import check_choices, check_is, listed
+from ..policy import check_choices, check_is, listed, tells
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
-from .names import by_bare_name, parameter_of, tells, without_wrappers
+from .names import by_bare_name, parameter_of, without_wrappers
 from .plain import refuse_templates
 from .shard_tensor import in_one_dimension
 
@@ -368,7 +368,7 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
-    _check_where("load", storage_reader, StorageReader, checkpoint_id)
+    _check_where("load", storage_reader, StorageReader, checkpoint_id, process_group)
     check_choices("load", no_dist=no_dist)
     planner = planner or LoadPlanner()
     says = "load: planner must be a LoadPlanner (dcp.load takes any other)"
@@ -517,7 +517,7 @@ def save(
         OSError, ...: as :func:`load`; the cause is the first error of a rank.
     """
     check_is(state_dict, Mapping, "save: expected a dict", "save(state_dict, checkpoint_id=path)")
-    _check_where("save", storage_writer, StorageWriter, checkpoint_id)
+    _check_where("save", storage_writer, StorageWriter, checkpoint_id, process_group)
     check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
     planner.waits_for_stores = True
@@ -530,8 +530,10 @@ def save(
         raise _told("save", error, storage_writer, checkpoint_id) from next(iter(error.failures.values()))[0]
 
 
-def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object) -> None:
+def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object, group: object) -> None:
     line, name = f"{function}(state_dict, checkpoint_id=path)", kind.__name__
+    says = f"{function}: process_group must be a torch.distributed.ProcessGroup"  # or the number of a group of others
+    check_is(group, dist.ProcessGroup | int | None, says, "process_group=torch.distributed.new_group(backend='gloo')")
     check_is(storage, kind | None, f"{function}: storage_{name[7:].lower()} must be a {name}", line)
     if storage is None:
         check_is(checkpoint_id or None, str | os.PathLike, f"{function}: checkpoint_id must be a path", line)

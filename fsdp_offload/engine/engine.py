@@ -34,7 +34,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, is_exchanged
+from ..state.store import StateStore, UserState, adopt, counts_as, is_exchanged
 from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
 from .step import Contents, Step
@@ -503,7 +503,7 @@ class Engine:
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, without which its class cannot step.
+            ValueError: a part of some parameter's state is gone, or no counter, and its class cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
@@ -519,6 +519,13 @@ class Engine:
                         f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
                         "optimizer.state[param] as a whole. Nothing has been changed."
                     )
+                for name, example in shard.layout.scalars.items():
+                    if not counts_as(example, value := state.get(name, example)):
+                        raise ValueError(
+                            f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got "
+                            f"{value!r:.60}. Write optimizer.state[param][{name!r}] = torch.tensor(1.0), with its "
+                            "number of steps. Nothing has been changed."
+                        )
             adopt(edited)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:

@@ -75,6 +75,7 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
     """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; nothing if not offloaded. Waits for it."""
     if not all(attachment_of(one) is not None for one in optimizers_in(optimizer, "metrics_of")):
         return {}
+    check_is(prefix, str, "metrics_of: the prefix must be text", "metrics_of(optimizer, 'offload/')")
     return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}
 
 
@@ -82,7 +83,9 @@ def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str,
     """Return those of several, with their number in the prefix ``numbered``; of one, without."""
     line = 'metrics_of_each([optimizer], "optimizer{}/")'
     check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
+    if not isinstance(numbered, str) or "{}" not in numbered:
+        raise TypeError(f"metrics_of_each: the prefix needs {{}} for the number, got {numbered!r}. Write {line}.")
     found: dict[str, float] = {}
     for number, optimizer in enumerate(optimizers):
-        found |= metrics_of(optimizer, numbered.format(number) if len(optimizers) > 1 else "offload/")
+        found |= metrics_of(optimizer, numbered.replace("{}", str(number)) if len(optimizers) > 1 else "offload/")
     return found

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..fsdp.dtensor import version_of
+from ..policy import check_is
 from .layout import forms_of, leaves_of
 from .shard import StateShard
 
@@ -202,6 +203,12 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         offered = [value for *_, value in self._there()] if among is None else list(filter(self.was_offered, among))
         return bool(offered) and all(map(self.is_untouched, offered))
 
+    def __setitem__(self, key: Tensor, entry: UserState) -> None:
+        if isinstance(key, Tensor):  # users add entries by names, with anything in them
+            says = "optimizer.state[param] is a dict of the parameter's state"
+            check_is(entry, Mapping | None, says, "optimizer.state[param]['exp_avg'] = tensor")
+        super().__setitem__(key, entry)
+
     __getitem__ = _waiting(defaultdict.__getitem__)
     get = _waiting(defaultdict.get)
     pop = _waiting(defaultdict.pop)
@@ -276,10 +283,15 @@ def is_exchanged(shard: StateShard, state: UserState, *, or_lacks: bool = False)
     for name, home in shard.homes.items():  # a generator would cost as much as all the rest of a step
         if state.get(name, None if or_lacks else home) is not home:
             return True
-    for name in shard.layout.scalars if or_lacks else ():  # noqa: SIM110
-        if name not in state or state[name] is None:
+    for name, example in shard.layout.scalars.items() if or_lacks else ():
+        if not counts_as(example, state.get(name)):
             return True
     return False
+
+
+def counts_as(example: object, value: object) -> bool:
+    """Return whether ``value`` can be in the place of a counter like ``example``, as a class of torch takes it."""
+    return value.numel() == 1 if isinstance(value, Tensor) else not (value is None or isinstance(example, Tensor))
 
 
 def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
