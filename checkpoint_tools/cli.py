@@ -332,9 +332,7 @@ def _convert(
     names: Annotated[
         Path | None, typer.Option("--names", metavar="FILE", help="JSON: names for an optimizer's numbers, in order.")
     ] = None,
-    shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="About how large the new files are.", show_default="5GB")
-    ] = None,
+    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="About how large new files are: 5GB.")] = None,
     excluded: LeftOut = None,
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
@@ -342,13 +340,15 @@ def _convert(
 ) -> None:
     shard_bytes = parse_bytes(shard_size or "5GB")
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
-    options = dtype, key_prefix, names, shard_size
-    takes_all = all(one is None for one in options) and not dry_run and to != "safetensors"
+    flags = "--dtype", "--key-prefix", "--names", "--shard-size"
+    asked = zip(flags, (dtype, key_prefix, names, shard_size), strict=True)
+    given = [name for name, value in asked if value is not None] + ["--dry-run"] * dry_run
+    given += ["--to safetensors"] * (to == "safetensors")
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (
-            of_torch and not takes_all,
-            "between torch.save and DCP all is taken: leave out other options, and convert the result once more",
+            of_torch and given,
+            f"between torch.save and DCP all is taken: leave out {', '.join(given)}, and convert the result once more",
         ),
         (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),

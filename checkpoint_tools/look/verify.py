@@ -282,12 +282,11 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         OSError: its folder cannot be written to.
     """
     _check_threads("seal", threads)
-    folder = open_folder(path)
     if is_safetensors(path):
         raise CheckpointError(
             f"{os.fspath(path)} has safetensors, which have no checksums; list those of the files, with sha256sum"
         )
-    content = read_content(folder)
+    content = read_content(open_folder(path))
     checkpoint = open_checkpoint(path)
     if MANIFEST_FILE in checkpoint.folder.files():
         raise CheckpointError(

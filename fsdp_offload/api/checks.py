@@ -4,7 +4,6 @@ Those of :func:`offload_optimizer` come first, in the order in which they are as
 forward or step, that the optimizer was attached too early, or that another one steps.
 """
 
-import dataclasses
 import functools
 import gc
 import sys
@@ -31,7 +30,7 @@ from ..fsdp.homed import is_homed
 from ..model.sleep import is_asleep
 from ..optimizers import Capabilities
 from ..optimizers.masters import WithMasters
-from ..policy import OffloadPolicy, listed
+from ..policy import OffloadPolicy, listed, nearest_to
 from ..state.layout import leaves_of, params_of
 from .wrapped import Attachment, attached, attachment_of, offloaded
 
@@ -55,14 +54,15 @@ def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> Non
     """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
     if not (by_place or by_name):
         return
-    own, known = ["policy", "exist_ok"], [field.name for field in dataclasses.fields(OffloadPolicy)]
-    meant = {name: (get_close_matches(name, ["model", *own, *known], n=1) or [""])[0] for name in by_name}
-    given = {right: f"{right}={by_name[name]!r}" for name, right in meant.items()}
-    fields = ", ".join(given[name] for name in known if name in given)
-    more = [given[name] for name in own if name in given] + [f"policy=OffloadPolicy({fields})"] * bool(fields)
+    known = ["model", "policy", "exist_ok", *vars(OffloadPolicy())]
+    right = {(get_close_matches(name, known, n=1) or [name])[0]: value for name, value in by_name.items()}
+    given = {name: f"{name}={value!r}" for name, value in right.items()}
+    fields = ", ".join(given[name] for name in known[3:] if name in given)
+    more = [given[name] for name in known[1:3] if name in given] + [f"policy=OffloadPolicy({fields})"] * bool(fields)
+    hints = "".join(nearest_to(name, ()) for name in by_name)
     raise TypeError(
         "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
-        f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer("
+        f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}.{hints} Write offload_optimizer("
         f"{', '.join(['optimizer', 'model=model', *more])})."
     )
 

@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import re
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ class Problem(Enum):
 Found = tuple[Problem, str, str]  # with a key, and details
 
 
+@tells("LoadPlanner(allow_missing=['model.head.*'])")
 class LoadPlanner(default_planner.DefaultLoadPlanner):
     """A DCP load planner that refuses what would be silently wrong.
 
@@ -404,7 +406,10 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
     consolidates = False  # that writer, which then writes zeros for tensors without dimensions
-    waits_for_stores = False  # nobody has staged the state dict, as for an asynchronous save, which plans in a thread
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._made_by = threading.get_ident()  # an asynchronous save plans in another thread, what has been staged
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """As DCP's, if it is a save."""
@@ -436,7 +441,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: consolidated by HuggingFaceStorageWriter, tensors without dimensions are 0: "
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
-        if self.waits_for_stores:
+        if self._made_by == threading.get_ident():
             for engine in refuse_templates(self.state_dict, offloaded):
                 engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
         plan = super().create_local_plan()
@@ -520,7 +525,6 @@ def save(
     _check_where("save", storage_writer, StorageWriter, checkpoint_id, process_group)
     check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
-    planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     planner.consolidates = bool(getattr(storage_writer, "enable_consolidation", False))
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "process_group": process_group}

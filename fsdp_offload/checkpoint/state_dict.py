@@ -50,6 +50,7 @@ _OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others c
 @tells(
     "get_optimizer_state_dict(model, optimizer)",
     options=_OPTIONS.format("cpu_offload and flatten_optimizer_state_dict"),
+    full_state_dict="torch's function gathers full ones, by options=StateDictOptions(full_state_dict=True).",
 )
 def get_optimizer_state_dict(
     model: nn.Module,

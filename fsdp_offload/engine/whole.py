@@ -218,7 +218,8 @@ class _Visit:
         engine, core = self._engine, self._engine.core
         torn = error is not None and self._is_torn(states)
         kept = [leaf for tensor in self._kept(states) for leaf in _dense(tensor) if leaf.numel()]
-        borrowed = self._part_under(kept)
+        over = param_under((part.sharded.param for part in self._parts), kept)
+        borrowed = "" if over is None else engine.names[over]
         try:
             self._store(states, {leaf.untyped_storage().data_ptr() for leaf in kept})
         except BaseException as failed:
@@ -325,11 +326,6 @@ class _Visit:
             for name, value in states.get(param).items():
                 if param not in shards or value is not self._lent.get((shards[param], name)):
                     yield from tensors_in(value)
-
-    def _part_under(self, kept: Sequence[Tensor]) -> str:
-        """Name a parameter over whose place a tensor lies that the optimizer keeps; empty: there is none."""
-        param = param_under((part.sharded.param for part in self._parts), kept)
-        return "" if param is None else self._engine.names[param]
 
 
 # Which values move ----------------------------------------------------------------------------------------------------

@@ -25,8 +25,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
     as it is.
 
     Raises:
-        ValueError: there is no field of that name, in ``values`` or in the environment.
-        TypeError, ValueError: a field does not take that value.
+        TypeError, ValueError: there is no field of that name, here or in the environment, or it has another value.
     """
     if not isinstance(values, Mapping | None):
         return as_policy(values)
@@ -83,7 +82,7 @@ def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str,
     """Return those of several, with their number in the prefix ``numbered``; of one, without."""
     line = 'metrics_of_each([optimizer], "optimizer{}/")'
     check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
-    if not isinstance(numbered, str) or "{}" not in numbered:
+    if "{}" not in str(numbered):
         raise TypeError(f"metrics_of_each: the prefix needs {{}} for the number, got {numbered!r}. Write {line}.")
     found: dict[str, float] = {}
     for number, optimizer in enumerate(optimizers):

@@ -2,11 +2,11 @@
 
 import bisect
 import functools
+import operator
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, Mapping, ValuesView
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """
         self._offered = {at: one._replace(refer=TensorWeakRef(value)) for at, one, value in self._there()} | {
             at: _Offered(
-                TensorWeakRef(value) if id(value) in homes else partial(_itself, value), _versions(value), after
+                TensorWeakRef(value) if id(value) in homes else functools.partial(operator.getitem, [value], 0),
+                _versions(value),
+                after,
             )
             for value in values
             if (at := address_of(value))
@@ -258,10 +260,6 @@ class _Offered(NamedTuple):
 
 STALE = frozenset[Any]()
 """In the place of a step: another load has given the optimizer its state since."""
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def address_of(value: object) -> int:
