@@ -29,7 +29,7 @@ LIMITS = {
     "fsdp_offload/model": 500,  # 28 refuse what is no model, and let an interrupted one be woken
     "fsdp_offload/optimizers": 1_620,  # 270 are the step and the loading of an optimizer with masters; 15 move
     "fsdp_offload/plan": 1_525,  # 32 refuse wrong numbers and models; 80 are room by position and the rate GPUs share
-    "fsdp_offload/state": 661,  # 6 look at entries; 70 are what was offered to load into, twice, too; 70 count who holds what
+    "fsdp_offload/state": 661,  # 76 are what was offered to load into, twice, too, and entries; 70 count holders
     "fsdp_offload/fsdp": 1_470,  # planned 940; 80 name checkpoints, 100 count writes; 40 the next torch; 35 allocations
     "checkpoint_tools": 6_533,  # planned 5,500; 270 know and read folders of others; 150 refuse what takes all memory
     "examples/benchmarks": 2_820,  # 865 are the front: models that users train, each row in a process of its own

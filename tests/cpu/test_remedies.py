@@ -4,6 +4,7 @@ A message with a line to write is obeyed to the letter: the line is executed, wi
 """
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import re
@@ -708,6 +709,220 @@ def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(
     with pytest.raises((TypeError, ValueError), match=says):
         call(script)
     script.train()
+
+
+# Names that are like others -------------------------------------------------------------------------------------------
+
+
+MEANT: dict[str, tuple[str, Callable[[Script], object]]] = {
+    "a field": (r"Did you mean device_bytes\? Write OffloadPolicy\(", lambda _: OffloadPolicy(device_byte=1)),
+    "a field of a copy": ("Did you mean serial", lambda _: dataclasses.replace(OffloadPolicy(), serail=True)),
+    "a field in a dict": ("Did you mean device_bytes", lambda s: s.attach(device_byte=1)),
+    "a field of a trainer": (
+        "Did you mean device_bytes",
+        lambda _: integration("transformers").OffloadTrainer(None, offload_policy={"device_byte": 1}),
+    ),
+    "a field by place": (r"too many .* Write OffloadPolicy\(", lambda _: OffloadPolicy("forward")),  # type: ignore[misc]
+    "a field for the optimizer": (
+        r"Write offload_optimizer\(optimizer, model=model, policy=OffloadPolicy\(device_bytes=1\)\)",
+        lambda s: offload_optimizer(s.optimizer, model=s.model, device_byte=1),
+    ),
+    "the policy": (
+        r"Write offload_optimizer\(optimizer, model=model, policy=\{'overlap': 'forward'\}\)",
+        lambda s: offload_optimizer(s.optimizer, model=s.model, offload_policy={"overlap": "forward"}),
+    ),
+    "exist_ok": (r"model=model, exist_ok=True\)", lambda s: offload_optimizer(s.optimizer, exists_ok=True)),
+    "masters": (r"add_masters\(optimizer, kind\) adds", lambda s: offload_optimizer(s.optimizer, masters="fp32")),
+    "masters in a policy": (r"add_masters\(optimizer, kind\) adds", lambda s: s.attach(masters="fp32")),
+    "a kind": (r"Write add_masters\(optimizer, kind\)", lambda s: fsdp_offload.add_masters(s.optimizer, dtype=1)),
+    "a norm": (
+        r"Did you mean norm_type\? Write clip_grad_norm_\(optimizer, max_norm\)",
+        lambda s: fsdp_offload.clip_grad_norm_(s.optimizer, 1.0, norm_typ=2),
+    ),
+    "gradients": (
+        r"Did you mean gradients\? Write offload_model\(model\)",
+        lambda s: fsdp_offload.offload_model(s.model, gradient="drop"),
+    ),
+    "waking": (r"Did you mean free_host_memory", lambda s: fsdp_offload.reload_model(s.model, free_host=True)),
+    "state": (r"Did you mean free_host_memory", lambda s: fsdp_offload.reload_states(s.optimizer, free_host=True)),
+    "initialize": (r"Did you mean initialize", lambda s: fsdp_offload.materialize_on_host(s.model, initial=len)),
+    "full state": (
+        r"'full_state_dict'\. torch's function gathers full ones",
+        lambda s: ours.get_optimizer_state_dict(s.model, s.optimizer, full_state_dict=True),
+    ),
+    "what may be missing": ("Did you mean allow_missing", lambda _: ours.LoadPlanner(allow_mising=True)),
+    "a stager's class": (
+        r"Write async_stager=ArenaStager\(optimizer\)",
+        lambda _: ours.ArenaStager.stage({"a": 1}),
+    ),
+    "ranks": (r"Did you mean ranks\? Write plan\(", lambda _: plan("Qwen3-14B", tokens_per_step=4096, rank=8)),
+    "values": (
+        r"Write split_state_dict\(.*, values=\{'tp_size': 2\}\)",
+        lambda s: checkpoint_tools.split_state_dict(s.model.state_dict(), {}, (), tp_size=2),
+    ),
+    "a trainer's policy": (
+        "'policy' Did you mean offload_policy",
+        lambda s: integration("transformers").OffloadTrainer(s.model, policy={}),
+    ),
+    "a callback's field": (
+        r"Write OffloadCallback\(\{'overlap': 'forward'\}\)",
+        lambda _: integration("lightning").OffloadCallback(overlap="forward"),
+    ),
+    "Fabric's policy": (
+        r"Did you mean policy\? Write optimizer = setup_optimizers\(",
+        lambda s: integration("lightning").setup_optimizers(None, s.model, s.optimizer, polcy={}),
+    ),
+    "Fabric's policy by place": (
+        r"got SimpleNamespace, .*, AdamW, dict\. Write optimizer = setup_optimizers\(",
+        lambda s: integration("lightning").setup_optimizers(FABRIC, s.model, s.optimizer, {}),
+    ),
+    "accelerate's policy": (
+        "takes the policy by its name. Write model, optimizer = prepare",
+        lambda s: integration("accelerate").prepare(
+            SimpleNamespace(prepare=len), s.model, s.optimizer, offload_policy={}
+        ),
+    ),
+    "torchtitan's field": (
+        r"Write offloaded\(config\.optimizer, \{'overlap': 'forward'\}\)",
+        lambda _: integration("torchtitan").offloaded(None, overlap="forward"),
+    ),
+}
+"""What a message asks or says to write for a name that is like another one, or in another's place."""
+
+FABRIC: Any = SimpleNamespace(setup_optimizers=len)
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_name_that_is_like_another_gets_that(name: str) -> None:
+    says, call = MEANT[name]
+    script: Any = Script()
+    with pytest.raises((TypeError, ValueError), match=says):
+        call(script)
+    assert not is_offloaded(script.optimizer)
+    script.attach().train()
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_of_the_state_that_is_no_dict_is_refused_where_it_is_written() -> None:
+    for overlap, steps in (("step", 0), ("iteration", 3)):
+        script = Script(attach=True) if overlap == "step" else Script().attach(overlap=overlap)
+        script.train(steps)
+        weights, param = script.weights(), next(script.model.parameters())
+        for wrong in ([1], "x", torch.ones(3)):
+            with pytest.raises(
+                TypeError, match=r"is a dict of the parameter's state, got \w+\. Write optimizer\.state\["
+            ):
+                script.optimizer.state[param] = wrong
+        script.optimizer.state["epochs"] = [1]  # of the user's own
+        script.train()
+        assert not all(map(torch.equal, weights, script.weights()))
+
+
+@pytest.mark.parametrize("overlap", ["step", "iteration"])
+@pytest.mark.parametrize("wrong", ["x", 3, torch.ones(3)], ids=repr)
+def test_a_counter_that_is_none_is_refused_before_any_update(wrong: object, overlap: str) -> None:
+    """Of the parameter whose bucket is updated last: the class would have updated others before it fails."""
+    script = Script(torch.optim.NAdam, attach=False).attach(overlap=overlap, bucket_bytes=1024)
+    script.train(3)
+    params = list(script.model.parameters())
+    for param in (params[0], params[-1]):
+        counters = script.optimizer.state[param]
+        kept, weights = counters["step"], script.weights()
+        counters["step"] = wrong
+        with pytest.raises(
+            ValueError, match=r"\['step'\] must be a tensor of one element, got .*Nothing has been changed"
+        ):
+            script.train(1)
+        assert all(map(torch.equal, weights, script.weights()))
+        counters["step"] = kept
+        script.optimizer.zero_grad()
+        script.train(1)
+
+
+def test_what_was_made_to_load_into_is_not_saved_by_torchs_function_either(tmp_path: Path) -> None:
+    for script in (Script(attach=True), Script()):
+        made = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+        with pytest.raises(CheckpointException, match="nothing has been written: for_load=True made this state dict"):
+            dcp.save({"o": made}, checkpoint_id=tmp_path, planner=ours.SavePlanner())
+    script.attach().train()
+    state = {"o": ours.get_optimizer_state_dict(script.model, script.optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path, planner=ours.SavePlanner())
+
+
+@pytest.mark.parametrize("function", [ours.save, ours.load])
+def test_the_name_of_a_backend_is_no_group(function: Any, tmp_path: Path) -> None:
+    ours.save({"seen": 5}, checkpoint_id=tmp_path)
+    with pytest.raises(
+        TypeError, match=r"must be a torch\.distributed\.ProcessGroup, got str\. Write process_group="
+    ) as error:
+        function({"seen": 5}, checkpoint_id=tmp_path, process_group="gloo")
+    group = eval(str(error.value).partition("process_group=")[2].rstrip("."), {"torch": torch})
+    path = tmp_path if function is ours.load else tmp_path / "again"
+    function({"seen": 5}, checkpoint_id=path, process_group=group)
+
+
+def test_no_largest_norm_is_below_zero() -> None:
+    """torch's function would turn the gradients round."""
+    script = Script(attach=True)
+    script.backward()
+    for wrong in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=r"max_norm must be 0 or more, got .*To clip nothing, leave it out"):
+            fsdp_offload.clip_grad_norm_(script.optimizer, wrong)
+    fsdp_offload.clip_grad_norm_(script.optimizer, 0)
+    assert not any(param.grad.any() for param in script.model.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("prefix", [None, 3, "optimizer/", "{number}"], ids=repr)
+def test_a_prefix_of_metrics_is_text_and_has_room_for_the_number(prefix: Any) -> None:
+    script = Script(attach=True)
+    script.train()
+    for optimizers in ([script.optimizer], [script.optimizer, script.optimizer]):
+        with pytest.raises(TypeError, match=r"needs \{\} for the number, got .* Write metrics_of_each\("):
+            metrics_of_each(optimizers, prefix)
+    if not isinstance(prefix, str):
+        with pytest.raises(TypeError, match=r"prefix must be text, got .* Write metrics_of\(optimizer, 'offload/'\)"):
+            metrics_of(script.optimizer, prefix)
+
+
+def test_a_sparse_gradient_gets_the_option_without_which_it_is_dense() -> None:
+    model = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters()), model=model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"only dense ones move: nn\.Embedding\(\.\.\., sparse=False\)"):
+        optimizer.step()
+
+
+def test_groups_without_their_hyperparameters_are_told_in_order_and_in_short() -> None:
+    script = Script(attach=True)
+    script.train()
+    script.optimizer.param_groups = [{"params": list(script.model.parameters())}]
+    with pytest.raises(
+        ValueError, match=r"without 'amsgrad', .* without 'decoupled_weight_decay' and \d+ more: KeyError"
+    ):
+        script.optimizer.step()
+
+
+def test_an_optimizer_in_the_place_of_parameters_gets_accelerates_own_line() -> None:
+    clip_with, script = integration("accelerate").clip_with, Script(attach=True)
+    accelerator = SimpleNamespace(clip_grad_norm_=len, unscale_gradients=lambda: None)
+    clip_with(accelerator, script.optimizer)
+    with pytest.raises(TypeError, match=r"got OffloadedAdamW\. Write accelerator") as error:
+        accelerator.clip_grad_norm_(script.optimizer, 1.0)
+    script.backward()
+    line = str(error.value).partition("Write ")[2].rstrip(".")
+    exec(line, {**vars(script), "accelerator": accelerator, "max_norm": 1.0})
+    script.optimizer.step()
+
+
+def test_no_path_is_told_by_the_tools() -> None:
+    for call, says in (
+        (checkpoint_tools.seal, "expected the folder"),
+        (checkpoint_tools.load_rules, "None is no TOML"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call(None)  # type: ignore[operator]
 
 
 def state_dicts(function: Callable[..., object], *more: object) -> Callable[[Script, dict[str, Any]], object]:
