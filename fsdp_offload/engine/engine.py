@@ -455,7 +455,7 @@ class Engine:
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
-        self._adopt_exchanged(states)
+        self._adopt_exchanged(states, optimizer)
         return Step(self._contents, optimizer, states, {}, is_guess=self.core.guess is not None)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
@@ -491,19 +491,19 @@ class Engine:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         self.add(optimizer, [one for one in self._unplanned if eager or gradient(one) is not None], states)
-        self._adopt_exchanged(states)  # also of neighbours without a gradient, whose bytes move as well
+        self._adopt_exchanged(states, optimizer)  # also of neighbours without a gradient, whose bytes move as well
         return [
             shard
             for param, shard in self.plan.shards.items()
             if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
 
-    def _adopt_exchanged(self, states: StateStore) -> None:
+    def _adopt_exchanged(self, states: StateStore, of: Optimizer | None = None) -> None:
         """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, or no counter, and its class cannot step.
+            ValueError: a part of some parameter's state is gone, or no counter, and its class, ``of``, cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
@@ -512,7 +512,8 @@ class Engine:
             self.settle()  # what was put there may be another parameter's home, still being stored
             self.lending.wait()
             for shard, state in edited if self.layouts.capabilities.known else ():
-                names = {*shard.homes, *shard.layout.scalars} - {MASTER}
+                kept = self._learnt(of, shard).values.keys() if of is not None and shard.group >= 0 else set()
+                names = {*(shard.homes.keys() & kept), *shard.layout.scalars} - {MASTER}
                 lacking = [name for name in sorted(names) if state.get(name) is None]
                 if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
                     raise ValueError(
