@@ -4,9 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from fsdp_offload.cpu_update import host_worker
+from fsdp_offload.engine.engine import engine_of
 
 TIMEOUT_SECONDS = 60  # only a test that fails waits that long
 
@@ -40,11 +38,14 @@ def open_all() -> None:
 
 
 @contextmanager
-def closed(device: torch.device | None = None) -> Iterator[Gate]:
-    """Within it, whatever is submitted waits until the gate is opened."""
+def closed(optimizer: object) -> Iterator[Gate]:
+    """Within it, updates of ``optimizer`` on the host wait until the gate is opened."""
     gate = Gate()
     _gates.append(gate)
-    host_worker(device or torch.device("cpu")).updates.submit(gate.hold)
+    engine = engine_of(optimizer)
+    assert engine is not None
+    assert engine.host is not None
+    engine.host._updates.submit(gate.hold)
     assert gate.reached.wait(TIMEOUT_SECONDS)
     try:
         yield gate

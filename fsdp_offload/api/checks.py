@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
-from ..engine.whole import kept_by, param_under
 from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
 from ..model.sleep import is_asleep
 from ..optimizers import Capabilities
+from ..optimizers.capabilities import row_of
 from ..optimizers.masters import WithMasters
 from ..policy import OffloadPolicy, listed, nearest_to
 from ..state.layout import leaves_of, params_of
@@ -217,9 +217,10 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
     if is_host_offloaded(param) and not is_homed(param):
         yield f"{name} is on the host. {_HOST_OFFLOADED}"
     if is_homed(param) and not policy.parameters:
+        whole = "Materialize the model on its device: this optimizer moves as a whole."
         yield (
-            f"{name} is on the host, where materialize_on_host or another optimizer has put it. Write "
-            "policy=OffloadPolicy(parameters=True)."
+            f"{name} is on the host, where materialize_on_host or another optimizer has put it. "
+            f"{whole if capabilities.moves_whole else 'Write policy=OffloadPolicy(parameters=True).'}"
         )
     if capabilities.refuses_dtensor and is_dtensor(param):
         yield f"{name} is sharded. {capabilities.refuses_dtensor}"
@@ -231,6 +232,13 @@ def wrong_to_stream(
     optimizer: Optimizer, capabilities: Capabilities, model: nn.Module | None, names: Mapping[Tensor, str]
 ) -> Iterator[str]:
     """Parameters that cannot have a home on the host: ``fully_shard`` does not gather them, or state shares them."""
+    if capabilities.moves_whole:
+        divides = row_of(type(optimizer)).get("verdict") not in (None, "mixed")
+        yield (
+            f"{type(optimizer).__name__} moves as a whole, and OffloadPolicy(parameters=True) moves parameters in "
+            f"pieces. Use parameters=False{', or trust_separable=True' if divides else ''}."
+        )
+        return
     if model is not None and is_asleep(model):
         yield "OffloadPolicy(parameters=True): the model is asleep. Call reload_model(model) first."
         return
@@ -247,11 +255,6 @@ def wrong_to_stream(
                 f"{names[param]} is a {type(local_shard(param)).__name__}, which says itself how it is gathered; "
                 "OffloadPolicy(parameters=True) is for dense parameters. Leave it out to offload only the state."
             )
-    if capabilities.moves_whole and (under := param_under(names, kept_by(optimizer))) is not None:
-        yield (
-            f"{type(optimizer).__name__} keeps a tensor over the memory of {names[under]}, which "
-            "OffloadPolicy(parameters=True) moves to the host. Use parameters=False."
-        )
 
 
 def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:

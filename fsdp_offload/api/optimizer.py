@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ..device.arena import normal_tensors
 from ..device.lanes import refuse_capture
@@ -249,9 +248,8 @@ def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
             stacklevel=3,
         )
     if isinstance(engine, WholeEngine):
-        with engine.step_whole(self, lambda: states_of(self).unwaited) as between, no_global_step_hooks(self):
-            seeing, named = tree_map(lambda one: between(one) if callable(one) else one, (args, kwargs))
-            result = plain_step_of(self._plain_class)(self, *seeing, **named)
+        with engine.step_whole(self, lambda: states_of(self).unwaited), no_global_step_hooks(self):
+            result = plain_step_of(self._plain_class)(self, *args, **kwargs)
         updated = any(map(callable, (*args, *kwargs.values()))) or any(
             param.grad is not None for param in params_of(self)
         )

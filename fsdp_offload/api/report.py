@@ -328,7 +328,7 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     moved, watch = engine.core.last_moved, engine.core.cache.stopwatch
     if moved is None:
         return None, None
-    fields = asdict(moved) | ({} if engine.host is None else engine.host.last_times())
+    fields = asdict(moved) | ({} if engine.host is None else engine.host.times)
     last = None if watch is None else watch.last()
     if last is None:
         return StepRecord(**fields), None

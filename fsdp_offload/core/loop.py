@@ -55,6 +55,7 @@ class Updates:
 
     Attributes:
         joined_bytes: of state, for which one update is better than one for each bucket; 0: an update has one bucket.
+        way_back: how to undo them, which may be wrong; ``None``: they are certain.
         done: buckets that it has updated, in order.
         torn: the buckets whose update runs; after an exception, they may be half updated.
         ready: buckets that may be updated now.
@@ -62,8 +63,8 @@ class Updates:
         is_seen: a forward has used parameters that it has updated before ``step()``.
     """
 
-    def __init__(self, joined_bytes: int) -> None:
-        self.joined_bytes, self.is_seen = joined_bytes, False
+    def __init__(self, joined_bytes: int, way_back: "WayBack | None" = None) -> None:
+        self.joined_bytes, self.way_back, self.is_seen = joined_bytes, way_back, False
         self.done: dict[Bucket, None] = {}
         self.torn: tuple[Bucket, ...] = ()
         self.ready: list[Bucket] = []
@@ -137,7 +138,6 @@ class Core:
         stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update in each lane, by its name.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        guess: how to undo the updates of this backward, which may be wrong; ``None``: they are certain.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
             ``frees_all``, it does all the same.
         steps: how many have ended.
@@ -163,7 +163,6 @@ class Core:
         self.last_moved: Moved | None = None
         self.away = False
         self.frees_gradients = self.frees_all = False
-        self.guess: WayBack | None = None
         self.steps = 0
         self.lock = threading.Condition(threading.RLock())
         self.trained_by(None)
@@ -314,7 +313,7 @@ class Core:
         number: int,
         event: object,
         begin: Callable[[], Updates | None] | None,
-        may_guess: Callable[[Bucket], bool],
+        may_update: Callable[[Bucket], bool],
     ) -> None:
         """Gradients of a group have been reduced, as of ``event`` of torch's.
 
@@ -322,7 +321,7 @@ class Core:
             number: of the group.
             event: marks the end of the reduction.
             begin: begins a step, if it may begin here; ``None``: not in this backward.
-            may_guess: whether an update may be a guess, where updates are; if not, it waits for ``step()``.
+            may_update: whether a bucket may be updated now; if not, it waits for ``step()``.
         """
         self.reductions.count(number)
         is_early = self.mode.begin == "final" and number in self.weights
@@ -331,7 +330,7 @@ class Core:
         if not (is_early and (self.updates is not None or begin is not None)):
             self.prefetch()
             return
-        ready = self._final(number, may_guess)
+        ready = self._final(number, may_update)
         if ready and self.updates is None:
             self.updates = None if begin is None else begin()
             self._began_at = self.lanes.compute.mark()
@@ -344,7 +343,7 @@ class Core:
         if self.frees_gradients:
             self._let_go(self.updates, [bucket.number for bucket in list(self.updates.done)[before:]])
 
-    def _final(self, number: int, may_guess: Callable[[Bucket], bool]) -> list[Bucket]:
+    def _final(self, number: int, may_update: Callable[[Bucket], bool]) -> list[Bucket]:
         """Buckets of a group whose gradients are final, each followed by those with later ranges of its parameters."""
         found: list[Bucket] = []
         updated = {bucket.number for bucket in self.done}
@@ -358,7 +357,7 @@ class Core:
                 self.held.add(bucket)  # what they see changes in step(), as without offload
                 if not self.frees_all:
                     continue
-            if self.guess is None or may_guess(bucket):
+            if may_update(bucket):
                 found.append(bucket)
                 updated.add(bucket.number)
                 looked_at += self._followers.get(bucket.number, ())
@@ -472,7 +471,7 @@ class Core:
         cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
-        guess = self.guess if self.stepping is None else None
+        guess = updates.way_back if self.stepping is None else None
         if guess is not None:
             for one in buckets:
                 guess.guard(one)
@@ -644,6 +643,7 @@ class Core:
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned = ()
+        self._gradients.clear()  # their updates have ended
         if self.updates is not None:
             self.updates.torn = ()
             self.updates.abandon(self.buckets)
@@ -658,7 +658,7 @@ class Core:
         self.cache.pinned, self.updates = (), None
 
     def _updated_items(self) -> set[Item]:
-        return {item for bucket in self.done for item in bucket.streamed}
+        return {item for bucket in self.done for item in (bucket.state, *bucket.streamed)}
 
     def reset(self) -> None:
         """Begin anew, with whatever is at home."""
@@ -741,8 +741,3 @@ class WayBack:
                     item.written(mark)
                 lanes.compute.wait(mark)  # R3: the user may read them without a gather
         core.forget_updates()
-        self.end()
-
-    def end(self) -> None:
-        self._before, self._stored, self._versions = {}, set(), {}
-        self.core.guess = None

@@ -193,32 +193,15 @@ def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
     return joined
 
 
-# The CPU's share ------------------------------------------------------------------------------------------------------
+def choose_host_share(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Choose which of the parameters with so many bytes of state the CPU updates; 0: it cannot.
 
-
-def choose_host_share(
-    sizes: Sequence[int], fraction: float, taken_bytes: int = 0, taken_by_host: int = 0
-) -> list[bool]:
-    """Choose which of some parameters the CPU updates.
-
-    From the end: their gradients are there first in a backward, and the next forward needs them last. What is too large
-    for what is left of the share is passed over. Every rank that holds a copy of the same shard has to choose the same,
-    as the CPU's kernels round differently from the device's, and the choice is saved nowhere.
-
-    Args:
-        sizes: bytes of state of each parameter, in forward order; 0 where it cannot be the CPU's.
-        fraction: of all bytes, those included that have been divided before.
-        taken_bytes: divided before.
-        taken_by_host: the CPU's share of these.
+    From the end: their gradients are there first in a backward. One is taken where the share comes nearer to the
+    fraction by it. Every rank that holds a copy of the same shard has to choose the same, as the CPU's kernels round
+    differently from the device's, and the choice is saved nowhere.
     """
-    left = round(fraction * (taken_bytes + sum(sizes))) - taken_by_host
-    chosen = [False] * len(sizes)
+    left_bytes, chosen = round(fraction * sum(sizes)), [False] * len(sizes)
     for index in reversed(range(len(sizes))):
-        if 0 < sizes[index] <= left:
-            chosen[index] = True
-            left -= sizes[index]
-    others = [index for index, size in enumerate(sizes) if size and not chosen[index]]
-    if others:
-        smallest = min(others, key=lambda index: (sizes[index], -index))
-        chosen[smallest] = sizes[smallest] < 2 * left  # nearer to the share with it than without
+        chosen[index] = 0 < sizes[index] < 2 * left_bytes
+        left_bytes -= sizes[index] * chosen[index]
     return chosen

@@ -155,7 +155,7 @@ class Engine:
         """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
         self.guesses.take_back()
         if self.host is not None:
-            self.host.wait_quietly()
+            self.host.wait()
         self.core.wait_updated()
         self.core.settle()
 
@@ -243,13 +243,13 @@ class Engine:
         problem = self._problem_of_early(optimizer, states, kwargs)
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
-        if problem or (guesses.made and guesses.way_back.is_written()):
+        if problem or (guesses.made and guesses.ahead.way_back.is_written()):
             guesses.take_back()
         try:
             if core.updates is None:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                guesses.freed,
+                guesses.ahead.freed,
                 "Nothing has been changed." if core.updates is None else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
@@ -268,15 +268,15 @@ class Engine:
         wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
         try:
             if guesses.step is None:
-                guesses.way_back.end()  # the backward may have chosen to guess, and begun nothing
+                guesses.ahead.is_guess = False  # the backward may have chosen to guess, and begun nothing
                 core.updates = Step(self._contents, optimizer, states, kwargs)
             step = guesses.step
             assert step is not None
             step.leave_out(ended)
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
-            core.step(wanted, late=set(filter(step.is_late, core.done)))
+            core.step(wanted, set(filter(step.is_late, core.done)))
             if self.host is not None:
-                self.host.wait_created()
+                self.host.finish()
             new = [param for param in step.without_state if states.get(param)]
             self._take_results(step, optimizer, new, states)
             if core.cache.restore_room() or new:
@@ -292,15 +292,12 @@ class Engine:
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
-        """Ahead of the first update on the CPU: until one is waited for, it holds tensors over homes itself."""
+        """Ahead of the first update on the CPU: until it has ended, it holds tensors over homes itself."""
         if self.host is None or self.core.updates is not None:
             return
-        homes = [bucket.state.home for bucket in self.core.buckets if bucket.on_host]
-        if any(home.exposed_at is not None for home in homes):
-            self.host.wait_quietly()
-        for home in homes:
-            if not home.waits_for_step():
-                home.exposed_at = None
+        for bucket in self.core.buckets:
+            if bucket.on_host and not bucket.state.home.waits_for_step():
+                bucket.state.home.exposed_at = None
 
     def _leave_room(self, creating: Iterable[Bucket]) -> None:
         """Leave out a block where updates of these create state, which takes as much."""
@@ -338,7 +335,7 @@ class Engine:
             self.guesses.take_back()
             core.reset()
             return
-        if core.done or core.torn:
+        if (core.done or core.torn) and (self.host is None or error is not self.host.error):
             done, torn = list(core.done), core.torn
             self.failure = (
                 f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
@@ -393,7 +390,7 @@ class Engine:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
-                may_begin = core.guess is not None
+                may_begin = self.guesses.ahead.is_guess
             # Last: with many groups it takes long. What is trained and not planned, step() will take over.
             if may_begin and self._groups_as_before(optimizer) and not any(map(is_trained, self._unplanned)):
                 begin = partial(self._begin, optimizer, states)
@@ -456,7 +453,8 @@ class Engine:
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states, optimizer)
-        return Step(self._contents, optimizer, states, {}, is_guess=self.core.guess is not None)
+        ahead = self.guesses.ahead
+        return Step(self._contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
 
     def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
         """Say what differs between this step and the one that the backward has begun; empty: nothing."""
@@ -498,36 +496,39 @@ class Engine:
             if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
 
-    def _adopt_exchanged(self, states: StateStore, of: Optimizer | None = None) -> None:
+    def _adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
         """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, or no counter, and its class, ``of``, cannot step.
+            ValueError: a part of some parameter's state is gone, or no counter, and ``optimizer`` cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
-        edited = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state, or_lacks=True)]
-        if edited:
-            self.settle()  # what was put there may be another parameter's home, still being stored
-            self.lending.wait()
-            for shard, state in edited if self.layouts.capabilities.known else ():
-                kept = self._learnt(of, shard).values.keys() if of is not None and shard.group >= 0 else set()
-                names = {*(shard.homes.keys() & kept), *shard.layout.scalars} - {MASTER}
+        for shard, state in entries if optimizer is not None and self.layouts.capabilities.known else ():
+            # A home need not have a value: a load may have brought none back.
+            is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
+            if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
+                assert optimizer is not None
+                needed = self._learnt(optimizer, shard)
+                names = {*needed.values, *needed.scalars} - {MASTER}
                 lacking = [name for name in sorted(names) if state.get(name) is None]
                 if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
                     raise ValueError(
                         f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
                         "optimizer.state[param] as a whole. Nothing has been changed."
                     )
-                for name, example in shard.layout.scalars.items():
-                    if (value := state.get(name)) is not None and not counts_as(example, value):
-                        raise ValueError(
-                            f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got "
-                            f"{value!r:.60}. Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing "
-                            "has been changed."
-                        )
-            adopt(edited)
+            for name, example in shard.layout.scalars.items():
+                if (value := state.get(name)) is not None and not counts_as(example, value):
+                    raise ValueError(
+                        f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got {value!r:.60}. "
+                        f"Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing has been changed."
+                    )
+        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        if exchanged:
+            self.settle()  # what was put there may be another parameter's home, still being stored
+            self.lending.wait()
+            adopt(exchanged)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
@@ -629,24 +630,22 @@ class Engine:
     @property
     def failure(self) -> str:
         """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
-        return self._failure or (self.host.failure if self.host is not None else "")
+        return self._failure or str((self.host is not None and self.host.error) or "")
 
     @failure.setter
     def failure(self, failure: str) -> None:
         self._failure = failure
         if self.host is not None and not failure:
-            self.host.failure = ""
+            self.host.error = None
 
     @_looking
     def check_whole(self, what: str) -> None:
         """Refuse to hand out, or to go on with, what an earlier step has half updated."""
-        if self.host is not None:
-            self.host.raise_failure()
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of this optimizer (load_state_dict "
                 "or get_optimizer_state_dict(for_load=True), which work now) and then of the model before going on."
-            )
+            ) from (None if self.host is None else self.host.error)
 
     @_looking
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
@@ -727,8 +726,6 @@ class Engine:
         self.settle()
         self._is_taken = False
         self.plan.add(optimizer, params, states, self.names)
-        if self.host is not None:
-            self.host.forget()  # buckets are others from now on
         self._take_plan()
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
@@ -777,6 +774,7 @@ class Engine:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         self.lending.wait()
+        self.failure = "a load of optimizer state did not come to its end, and some of it may be loaded"
         if self.conventions.keeps_raw_state:
             for param, saved in loaded.items():
                 states.of(param).update(saved)
@@ -858,8 +856,6 @@ class Engine:
         self._param_ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
         self.plan.clear()
         self._take_plan()
-        if self.host is not None:
-            self.host.forget()
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
         """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
@@ -922,7 +918,10 @@ class Engine:
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
         self.guesses.take_back()
+        had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
+        if not had_failed:
+            self.check_whole("a look at the state")  # what was waited for may be an update on the CPU, and have failed
 
     @_looking
     def wait_updated(self) -> None:

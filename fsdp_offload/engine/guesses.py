@@ -62,50 +62,67 @@ def _from_any_thread(method: AnyMethod) -> AnyMethod:
     return cast(AnyMethod, call)
 
 
+class Ahead:
+    """Holds what backwards do ahead of one ``step()``, and the loop with their gradients. It is dropped with that step.
+
+    Attributes:
+        way_back: undoes it; a forward begins to prepare that.
+        is_guess: it is to be undone if it turns out wrong.
+        is_off: the updates wait for ``step()``: what they had done has been taken back, or would be.
+        is_touched: a loop that does not clip has touched gradients.
+        used: by parameter, the gradient that an update has used or would have; its version, and that of the parameter
+            then.
+        freed: parameters whose gradient was let go of with its update, and their versions then.
+        without_state: parameters that have none.
+        all_one: whether all factors of clipping are 1.
+        put_off: gradients that clipping has not scaled, and how to.
+    """
+
+    def __init__(self, way_back: WayBack) -> None:
+        self.way_back = way_back
+        self.is_guess = self.is_off = self.is_touched = False
+        self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
+        self.freed: dict[Tensor, Version] = {}
+        self.without_state: set[Tensor] = set()
+        self.all_one: Tensor | None = None
+        self.put_off: list[tuple[list[Tensor], Scale]] = []
+
+
 class Guesses:
     """Decides when the updates of one optimizer are guesses, and watches what makes them wrong.
 
     Attributes:
         announced: the loop clips with ``clip_grad_norm_`` of this package.
         unavailable: why updates wait for ``step()``; empty if they need not.
-        blocked: this step has been taken back: its updates wait for ``step()``.
         committed, taken_back: steps.
-        used: by parameter, the gradient that an update of this step has used or would have; its version, and that of
-            the parameter then.
         old: the memory that it takes to take a step back.
-        freed: parameters whose gradient was let go of with its update, and their versions then.
+        ahead: of the step to come.
         ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
     def __init__(self, core: Core, contents: Contents, capabilities: Capabilities, names: Mapping[Tensor, str]) -> None:
         self._core, self._contents, self._plan, self._names = core, contents, contents.plan, names
         self.old = OldParameters(contents.plan)
-        self.announced = self.blocked = False
+        self.announced = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.way_back = WayBack(core, self.old.pairs_of)
-        self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
-        self._without_state: set[Tensor] = set()
+        self.ahead = Ahead(WayBack(core, self.old.pairs_of))
         self._is_on = True
         self._history: deque[bool] = deque(maxlen=REMEMBERED)
-        self._changed = self._learns_later = False
+        self._learns_later = False
         self._flags = HostFlag(core.cache.device), HostFlag(core.cache.device)  # of this step, and of the one before
-        self._all_one: Tensor | None = None  # the factors of this step
-        self._put_off: list[tuple[list[Tensor], Scale]] = []
         self._watched: list[TensorWeakRef] = []  # gradients
         self._written: list[Tensor] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
-        self.freed: dict[Tensor, Version] = {}
         self.ended: set[Tensor] = set()
-        self._touched = False  # in this step, by a loop that does not clip
         self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
     @property
     def made(self) -> bool:
         """Return whether this step has guesses that are neither committed nor taken back."""
-        return self._core.guess is not None and self._core.updates is not None
+        return self.ahead.is_guess and self._core.updates is not None
 
     @property
     def step(self) -> Step | None:
@@ -146,7 +163,7 @@ class Guesses:
 
     def may_begin(self) -> bool:
         """Return whether the updates of the backward that runs are guesses."""
-        if not self.is_ready or self.blocked or self._contents.writes_gradients:
+        if not self.is_ready or self.ahead.is_off or self._contents.writes_gradients:
             return False
         # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
         return not [one for one in self._plan.housed() if (spare := one.spare) is not None and spare.is_read()]
@@ -154,42 +171,50 @@ class Guesses:
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
         """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
         # Updates with Nesterov's momentum write gradients, where they are those of torch._foreach_*.
-        is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
-        self._core.guess = self.way_back if is_guess else None
-        shards = self._plan.shards.items() if is_guess else ()
-        self._without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
+        ahead = self.ahead
+        ahead.is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
+        shards = self._plan.shards.items() if ahead.is_guess else ()
+        ahead.without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
     def takes(self, bucket: Bucket) -> bool:
-        """Return whether the update of ``bucket`` may be a guess now; if not, it waits for ``step()``."""
-        if self.blocked or bucket not in self.old.buckets:
+        """Return whether ``bucket`` may be updated now; a guess that may not be made waits for ``step()``."""
+        if not self.ahead.is_guess:
+            return True
+        if self.ahead.is_off or bucket not in self.old.buckets:
             return False
         return all(map(self._may_use, bucket.params))
 
     def _may_use(self, param: Tensor) -> bool:
         if (grad := param.grad) is None:
             return len(self._plan.shards[param].buckets) == 1  # else bytes would stay behind when neighbours move
-        return grad not in self._shared and is_watched(grad, self) and param not in self._without_state
+        return grad not in self._shared and is_watched(grad, self) and param not in self.ahead.without_state
 
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
         core = self._core
-        if core.updates is not None or self.blocked or not core.reductions.next_is_final(number) or not self.is_ready:
+        if (
+            core.updates is not None
+            or self.ahead.is_off
+            or not core.reductions.next_is_final(number)
+            or not self.is_ready
+        ):
             return
         for bucket in core.buckets_of(number):
             if bucket in self.old.buckets:
                 self.watch((), self._on_device(bucket.params))
-                self.way_back.keep(bucket)
+                self.ahead.way_back.keep(bucket)
 
     def settle(self) -> None:
         """``step()`` is called: commit the guesses, or take them back. The host waits only for the factor."""
         if not self.made:
             return
-        if self._all_one is not None and not self._flags[0].get():
+        ahead = self.ahead
+        if ahead.all_one is not None and not self._flags[0].get():
             self.take_back()
             return
         core, step = self._core, self.step
         assert step is not None and step.own is not None
-        self.way_back.end()  # first: what an interrupt leaves of the rest can be taken back no more
+        step.way_back, ahead.is_guess = None, False  # first: an interrupt leaves nothing that can be taken back
         lane = core.lanes.update
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
         lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing their copies
@@ -198,45 +223,50 @@ class Guesses:
         core.lanes.update_kept.wait(mark)  # R3: updates that step() runs there count on from these
         step.certain()
         self.committed += 1
-        self._put_off = []
+        ahead.put_off = []
 
     def take_back(self) -> None:
         """Undo what this step has updated: parameters, state and counters are those from before the backward."""
         if not self.made:
             return
-        self.blocked = self._changed = True
+        ahead = self.ahead
+        ahead.is_off = True
         self.taken_back += 1
-        self.way_back.roll_back()
+        ahead.way_back.roll_back()
+        ahead.is_guess = False
         self._contents.lending.drop_guesses()
-        self.used = {}  # they are still watched: a view of a gradient is noticed
+        ahead.used = {}  # they are still watched: a view of a gradient is noticed
         self._unwatch_parameters()
-        self._scale_now()
+        put_off, ahead.put_off = ahead.put_off, []
+        for grads, scale in put_off:
+            scale(grads)
 
     def step_ended(self, scaler_decides: bool) -> None:
         """``step()`` has issued everything: learn from it. A GradScaler that decides about a step changes gradients."""
-        for param in self.freed:
+        ahead = self._end()
+        for param in ahead.freed:
             note_freed(param)
-        used, touched = self.used, self._touched
-        self.freed, self.used, self._touched = {}, {}, False
-        if used and 0 <= self._clean_steps < _CLEAN_STEPS and not self.announced:
-            if touched or _exchanged(used) or scaler_decides:
+        if ahead.used and 0 <= self._clean_steps < _CLEAN_STEPS and not self.announced:
+            if ahead.is_touched or _exchanged(ahead.used) or scaler_decides:
                 logger.info("gradients are changed between the backward and step(): all updates stay in step()")
                 self._clean_steps = -1
             else:
                 self._clean_steps += 1
-        self._decide_on_next()
+        self._decide_on_next(ahead)
 
-    def _decide_on_next(self) -> None:
+    def _end(self) -> Ahead:
+        """Begin with the next step: first where one ends, so that an interrupt leaves nothing of that one."""
+        ahead, self.ahead = self.ahead, Ahead(WayBack(self._core, self.old.pairs_of))
+        return ahead
+
+    def _decide_on_next(self, ahead: Ahead) -> None:
         if self._learns_later:
             self._history.append(not self._flags[1].get())
         self._learns_later = False
-        if self._changed or self._all_one is None:
-            self._history.append(self._changed)
+        if ahead.is_off or ahead.all_one is None:
+            self._history.append(ahead.is_off)
         else:
             self._flags, self._learns_later = self._flags[::-1], True
-        self._changed = self.blocked = False
-        self._all_one, self._put_off = None, []
-        self.way_back.end()
         if not self.announced or self.unavailable:
             return
         share, was_on = sum(self._history) / max(1, len(self._history)), self._is_on
@@ -251,9 +281,9 @@ class Guesses:
     def skip(self) -> None:
         """Gradients are about to be cleared; if there was a backward, this ends its step."""
         self.take_back()
-        if self.blocked or self._all_one is not None:
+        if self.ahead.is_off or self.ahead.all_one is not None:
             self.unwatch()
-            self._decide_on_next()
+            self._decide_on_next(self._end())
 
     # Clipping ---------------------------------------------------------------------------------------------------------
 
@@ -277,24 +307,20 @@ class Guesses:
     @_from_any_thread
     def put_off(self, is_one: Tensor, scale: Scale) -> set[int]:
         """Note whether a factor is 1. Returns ids of gradients that updates have used: only take-back scales these."""
-        self._all_one = is_one if self._all_one is None else self._all_one & is_one
-        self._flags[0].put(self._all_one)
+        ahead = self.ahead
+        ahead.all_one = is_one if ahead.all_one is None else ahead.all_one & is_one
+        self._flags[0].put(ahead.all_one)
         if not self.made:
             return set()
-        used = [grad for grad, _, _ in self.used.values()]
-        self._put_off.append((used, scale))
+        used = [grad for grad, _, _ in ahead.used.values()]
+        ahead.put_off.append((used, scale))
         return {id(grad) for grad in used}
 
     def _decide_now(self) -> None:
         """Somebody looks at gradients whose scaling was put off."""
-        if self._put_off and self.made and not self._flags[0].get():
+        if self.ahead.put_off and self.made and not self._flags[0].get():
             self.take_back()
-        self._put_off = []
-
-    def _scale_now(self) -> None:
-        put_off, self._put_off = self._put_off, []
-        for grads, scale in put_off:
-            scale(grads)
+        self.ahead.put_off = []
 
     # Gradients that updates ahead of step() have used, or would have --------------------------------------------------
 
@@ -312,7 +338,7 @@ class Guesses:
         used = {param: grad for param in params if (grad := param.grad) is not None}
         grads = used.values()
         self.watch(() if self.made else grads, self._on_device(params))
-        self.used.update(zip(used, zip(grads, versions_of(grads), versions_of(used), strict=True), strict=True))
+        self.ahead.used.update(zip(used, zip(grads, versions_of(grads), versions_of(used), strict=True), strict=True))
 
     def _on_device(self, params: Iterable[Tensor]) -> Iterable[Tensor]:
         streamed = self._plan.streamed
@@ -326,33 +352,35 @@ class Guesses:
             if shard.group < 0:
                 continue  # it has left the param groups: its gradient has not been used, and goes on adding up
             if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
-                self.freed[param] = version_of(param)
+                self.ahead.freed[param] = version_of(param)
                 spend(param)
 
     def forget(self) -> None:
         """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
         self.unwatch()
-        self.used, self.freed, self._touched = {}, {}, False
+        self.ahead.used, self.ahead.freed, self.ahead.is_touched = {}, {}, False
 
     def look(self) -> None:
         """``step()`` is called: note what the loop has done since the backward, and watch no more."""
         self.unwatch()
-        self._touched = self._touched or bool(self.written())
+        self.ahead.is_touched |= bool(self.written())
 
     def written(self) -> list[Tensor]:
         """List parameters that somebody else has written since their update, as their versions tell."""
-        seen = {param: version for param, (_, _, version) in self.used.items()} | self.freed
+        ahead = self.ahead
+        seen = {param: version for param, (_, _, version) in ahead.used.items()} | ahead.freed
         now = versions_of(seen)
         return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
     def problem(self, step: Step, states: StateStore) -> str:
         """Say what somebody has changed since the updates of this step; empty: nothing."""
-        if self._touched and (written := self.written()):
+        ahead = self.ahead
+        if ahead.is_touched and (written := self.written()):
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
-        exchanged = [*(param for param in self.freed if not is_spent(param)), *_exchanged(self.used)]
+        exchanged = [*(param for param in ahead.freed if not is_spent(param)), *_exchanged(ahead.used)]
         if exchanged:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been changed since then"
-        if self._touched:
+        if ahead.is_touched:
             return "gradients have been changed since then"
         done = self._core.done
         used = set[StateShard]().union(*step.used.values())
@@ -405,10 +433,10 @@ class Guesses:
 
     def _note_write(self) -> None:
         if not self.announced:
-            self._touched = True
+            self.ahead.is_touched = True
             return
         self.take_back()
-        self.blocked = self._changed = True
+        self.ahead.is_off = True
 
     @_from_any_thread
     def shares(self, tensors: Sequence[Tensor]) -> None:
@@ -419,7 +447,7 @@ class Guesses:
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Parameters may be looked at, and written, until an update that is a guess has written them."""
-        written = self.used if self.made else ()
+        written = self.ahead.used if self.made else ()
         return all(tensor.requires_grad and tensor not in written for tensor in tensors)
 
 

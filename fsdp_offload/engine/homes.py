@@ -229,12 +229,14 @@ class Plan:
                 layout = in_dtypes_of(self._layouts.learn(optimizer, param, group, name), state)
             shards.append(StateShard(param, name, elementwise, False, layout, group_of[param]))
         if not self.buckets:
-            sizes = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
+            both = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
             self.bucket_bytes, self._joined = bucketing(
-                self._policy, elementwise=elementwise, together=self._together, sizes=sizes
+                self._policy, elementwise=elementwise, together=self._together, sizes=both
             )
-        self._choose_host(shards)
-        for shard in shards:
+        fraction = self._policy.host_fraction
+        sizes = [_largest_numel(one) if fraction and not has_inner_tensors(one.param) else 0 for one in shards]
+        for shard, on_host in zip(shards, choose_host_share(sizes, fraction), strict=True):
+            shard.on_host = on_host
             shard.together = self._joined.get(shard.param, ELSEWHERE)
             shard.cuttable = self.may_cut(shard, optimizer.param_groups[shard.group])
         self._take_homes(shards)
@@ -256,18 +258,6 @@ class Plan:
             and not shard.layout.left_out
             and (implementation, device_type, dtype) in self._layouts.capabilities.cuttable
         )
-
-    def _choose_host(self, shards: Sequence[StateShard]) -> None:
-        """Choose by the largest shard of each parameter, as every rank has to choose the same."""
-        if not self._policy.host_fraction:
-            return
-        sizes = [_largest_nbytes(shard) for shard in shards]
-        eligible = [size if not has_inner_tensors(s.param) else 0 for s, size in zip(shards, sizes, strict=True)]
-        before = [(_largest_nbytes(shard), shard.on_host) for shard in self.shards.values()]
-        divided_bytes, host_bytes = sum(size for size, _ in before), sum(size for size, on_host in before if on_host)
-        chosen = choose_host_share(eligible, self._policy.host_fraction, divided_bytes, host_bytes)
-        for shard, on_host in zip(shards, chosen, strict=True):
-            shard.on_host = on_host
 
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
@@ -535,12 +525,9 @@ def _spec(shard: StateShard) -> ShardSpec:
     return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
 
 
-def _largest_nbytes(shard: StateShard) -> int:
-    """Bytes of the largest shard of this state over all ranks: the same figure on each of them."""
-    local = local_shard(shard.param)
-    largest = largest_local_numel(shard.param)
-    sizes = [leaf.dtype.itemsize * largest if leaf.shape == local.shape else leaf.nbytes for leaf in shard.leaf_layouts]
-    return sum(map(aligned, sizes))
+def _largest_numel(shard: StateShard) -> int:
+    """The elements of the largest shard of this state over all ranks, which have to choose the same."""
+    return largest_local_numel(shard.param) if shard.layout.values else 0
 
 
 def versions_of(homes: Iterable[ShardHome]) -> list[tuple[int, ...]]:

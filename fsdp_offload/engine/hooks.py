@@ -36,9 +36,7 @@ class ModelHooks:
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
-        last = self._left_behind = LeftBehind(
-            self._model, None if engine.host is None else engine.host.wait_without_owner
-        )
+        last = self._left_behind = LeftBehind(self._model, {} if engine.host is None else engine.host.ended)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
             points = Points(*(partial(_call, hooks, last, f"_{name}", number) for name in Points._fields))
@@ -79,7 +77,7 @@ class ModelHooks:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
         refuse_capture(engine.device)
-        if engine.core.guess is not None:
+        if engine.guesses.ahead.is_guess:
             engine.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
@@ -88,7 +86,7 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        if engine.core.guess is not None:
+        if engine.guesses.ahead.is_guess:
             engine.before_gather(number)
         step = engine.core.updates
         if step is not None and engine.core.has_updated(number):

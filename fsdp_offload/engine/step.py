@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import LARGEST_BYTES, Bucket
-from ..core.loop import Updates
+from ..core.loop import Updates, WayBack
 from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
@@ -72,7 +72,7 @@ class Step(Updates):
         states: StateStore,
         kwargs: Mapping[str, Any],
         *,
-        is_guess: bool = False,
+        way_back: WayBack | None = None,
     ) -> None:
         self._contents, plan, layouts = contents, contents.plan, contents.layouts
         self._gradient = layouts.capabilities.conventions.gradient
@@ -80,11 +80,11 @@ class Step(Updates):
         # What foreach allocates grows with what a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         most_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
-        super().__init__(most_bytes if layouts.capabilities.joins else 0)
+        super().__init__(most_bytes if layouts.capabilities.joins else 0, way_back)
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
-        self.own = OwnCounters(states, plan.shards) if is_guess else None
+        self.own = None if way_back is None else OwnCounters(states, plan.shards)
         self.states: StateStore = states if self.own is None else self.own
         contents.lending.guessing = self.own
         self.without_state = [param for param in plan.shards if not states.get(param)]
@@ -160,14 +160,16 @@ class Step(Updates):
         def job() -> None:
             if isinstance(states, OwnCounters):
                 states.copy([one.shard.param for one in ranges])
-            for one, grad in found:
-                one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
-            before = _versions(ranges)
-            with torch.no_grad(), bare(seen) if seen else nullcontext():
-                update_bucket(shared, ranges, states)
-            self._contents.writes_gradients |= before != _versions(ranges)
-            for one in ranges:
-                one.gradient = None  # keeps no gradient
+            try:
+                for one, grad in found:
+                    one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
+                before = _versions(ranges)
+                with torch.no_grad(), bare(seen) if seen else nullcontext():
+                    update_bucket(shared, ranges, states)
+                self._contents.writes_gradients |= before != _versions(ranges)
+            finally:
+                for one in ranges:
+                    one.gradient = None  # a range outlives its update, and the step
 
         return read, job
 

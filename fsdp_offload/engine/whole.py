@@ -11,7 +11,6 @@ gone. What is not a dense tensor of its own (lists, what shares memory with some
 """
 
 import copy
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,23 +36,17 @@ class WholeEngine(Engine):
     """The engine of an optimizer that moves as a whole."""
 
     @contextmanager
-    def step_whole(
-        self, optimizer: Optimizer, get_states: Callable[[], StateStore]
-    ) -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-        """Within it, ``optimizer`` makes one plain step on everything; its closures see the middle of that as yielded.
+    def step_whole(self, optimizer: Optimizer, get_states: Callable[[], StateStore]) -> Iterator[None]:
+        """Within it, ``optimizer`` makes one plain step on everything.
 
-        Args:
-            optimizer: the user's.
-            get_states: returns its state; asked again after the step, which may exchange it.
+        ``get_states`` returns its state; it is asked again after the step, which may exchange it.
 
         Raises:
-            RuntimeError: an earlier step stopped half way. Or the optimizer keeps tensors over the memory of parameters
-                that live on the host.
+            RuntimeError: an earlier step stopped half way.
         """
         with self.core.lock, torch.no_grad():
             states = get_states()
             self.check_usable("step()")
-            self._make_zeroed_gradients(self.plan.shards)
             self.lending.check_unspoiled()
             self.core.away = False
             self._follow_groups(optimizer, states)
@@ -64,7 +57,7 @@ class WholeEngine(Engine):
             self.core.is_visited = True
         error: BaseException | None = None
         try:
-            yield visit.between
+            yield
         except BaseException as raised:
             error = raised
             raise
@@ -148,19 +141,13 @@ class WholeEngine(Engine):
 
 
 class _Visit:
-    """``optimizer.state`` holds copies of all homes on the device, and parameters that stream have their places.
+    """``optimizer.state`` holds copies of all homes on the device, with memory of their own: optimizers may keep them.
 
-    The copies have memory of their own, so that an optimizer may keep them. They are made, stored and freed in the
-    order of the compute stream.
+    They are made, stored and freed in the order of the compute stream.
     """
 
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
-        self._engine, self._optimizer = engine, optimizer
-        core, weights = engine.core, engine.weights
-        trained = set(params_of(optimizer))
-        self._parts = [part for param, part in weights.parts.items() if param in trained]
-        self._streamed = [weights.items[number] for number in dict.fromkeys(part.number for part in self._parts)]
-        self._counts = [(pool, pool.count) for pool in core.cache.pools]
+        self._engine, self._optimizer, core = engine, optimizer, engine.core
         core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing, on another stream
         self._lent = {
             (shard, name): shard.on_device(name, engine.device, non_blocking=True)
@@ -171,88 +158,33 @@ class _Visit:
         loaded = [leaf for value in self._lent.values() for leaf in leaves_of(value)]
         core.cache.moved.loads += len(loaded)
         core.cache.moved.loaded_bytes += sum(leaf.nbytes for leaf in loaded)
-        try:
-            for pool in core.cache.pools:
-                pool.count = pool.most
-            core.cache.pinned = tuple(self._streamed)
-            for item in self._streamed:
-                core.cache.fetch(item)
-        except BaseException:
-            self._give_back()
-            raise
-        for item in self._streamed:
-            core.lanes.compute.wait(item.ready)  # R3: loads may still be writing the place
-            core.lanes.compute.wait(*item.used.values())  # R1: gathers, or a store, may still be reading it
-            item.dirty = True  # from now on the place counts, also for gathers inside of a closure
-        for part in self._parts:
-            param = part.sharded.param
-            place = weights.place(param, 0, local_shard(param).numel())
-            assert place is not None, "a part has a place"
-            part.sharded.visit(place)
         for (shard, name), value in self._lent.items():
             states.get(shard.param)[name] = value
         self._versions = self._written(states)
 
-    def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Let gathers inside of a closure read what the step has written so far."""
-        if not self._streamed:
-            return closure
-        compute = self._engine.core.lanes.compute
-
-        @functools.wraps(closure)
-        def seeing() -> Any:
-            mark = compute.mark()
-            for item in self._streamed:
-                item.ready = mark  # R3: the step may still be writing the place
-                item.known_to.clear()
-            try:
-                return closure()
-            finally:
-                for item in self._streamed:
-                    compute.wait(*item.used.values())  # R1: a gather may still read what the step goes on to write
-
-        return seeing
-
     def end(self, states: StateStore, error: BaseException | None) -> None:
         """Send home what is on the device, and let ``optimizer.state`` hold the homes again."""
         engine, core = self._engine, self._engine.core
-        torn = error is not None and self._is_torn(states)
-        kept = [leaf for tensor in self._kept(states) for leaf in _dense(tensor) if leaf.numel()]
-        over = param_under((part.sharded.param for part in self._parts), kept)
-        borrowed = "" if over is None else engine.names[over]
+        if error is not None and self._is_torn(states):
+            engine.failure = self._failure(error)
         try:
-            self._store(states, {leaf.untyped_storage().data_ptr() for leaf in kept})
+            self._store(states)
         except BaseException as failed:
-            engine.failure = self._failure(failed, "")
-            for part in self._parts:
-                part.live_at_home()
-            self._give_back()
+            engine.failure = self._failure(failed)
             raise
         mark = core.lanes.compute.mark()  # R2: stores run up to there
         core.updated = {core.lanes.compute.name: mark}
-        for item in self._streamed:
-            core.cache.changed(item, mark)
-        for part in self._parts:
-            part.live_at_home()
         engine.lending.commit(states)
-        core.cache.flush(self._streamed)
-        for item in self._streamed:
-            if item.home.exposed_at is not None and item.home.stored is not None:
-                item.home.stored.synchronize()  # R2, on the host, for whoever still has tensors over the home
-        self._give_back()
         if error is None:
             core.cache.moved.updates += len(core.buckets)
         core.end()
-        if torn or borrowed:
-            engine.failure = self._failure(error, borrowed)
-        elif error is None:
+        if error is None:
             engine.take_over(self._optimizer, states)
-        if borrowed and error is None:
-            raise RuntimeError(f"step(): {engine.failure}.")
 
-    def _store(self, states: StateStore, kept: Container[int]) -> None:
-        """Store copies, and what the step has put in their place, unless the optimizer has ``kept`` their memory."""
+    def _store(self, states: StateStore) -> None:
+        """Store copies, and what the step has put in their place, unless the optimizer keeps their memory."""
         engine, moved = self._engine, self._engine.core.cache.moved
+        kept = {leaf.untyped_storage().data_ptr() for leaf in self._kept(states) if leaf.numel()}
         engine.lending.turn([*engine.plan.shards.values()])
         changed = any(states.get(shard.param).get(name) is not value for (shard, name), value in self._lent.items())
         stay = staying(self._optimizer, states, engine.plan.shards) if changed else frozenset()
@@ -275,38 +207,21 @@ class _Visit:
         moved.stores += len(copies)
         moved.stored_bytes += sum(source.nbytes for _, source in copies)
 
-    def _give_back(self) -> None:
-        """Give back the memory that only a step needs, in the order of the compute stream."""
-        cache = self._engine.core.cache
-        cache.pinned = ()
-        for pool, count in self._counts:
-            cache.resize(pool, count)
-
-    def _failure(self, error: BaseException | None, borrowed: str) -> str:
-        engine = self._engine
-        if borrowed:
-            return (
-                f"{engine.cls.__name__} keeps tensors over the memory of {borrowed}, which it leaves after each step "
-                "with OffloadPolicy(parameters=True). Use parameters=False"
-            )
+    def _failure(self, error: BaseException) -> str:
         return (
-            f"an earlier step() stopped with {type(error).__name__}: {error}. {engine.cls.__name__} moves as a whole; "
-            f"{listed(engine.names.values())} and their state may be half updated"
+            f"an earlier step() stopped with {type(error).__name__}: {error}. {self._engine.cls.__name__} moves as a "
+            f"whole; {listed(self._engine.names.values())} and their state may be half updated"
         )
 
     # What the step has done -------------------------------------------------------------------------------------------
 
     def _is_torn(self, states: StateStore) -> bool:
-        """Return whether a step that failed has written anything.
-
-        Versions count most writes; where state is written together with parameters, its bits tell of all.
-        """
-        if self._versions != self._written(states):
-            return True
-        pairs = [pair for item in self._streamed for pair in item.copies(item.home.bytes)]
+        """Return whether a failed step has written anything. Versions count most writes; the bits of state show all."""
+        pairs: list[tuple[Tensor, Tensor]] = []
         for (shard, name), value in self._lent.items():
             pairs += zip(shard.home.leaves[name], leaves_of(value), strict=True)
-        return not all(same_bits(home, copy.to(home.device)) for home, copy in pairs)
+        is_written = self._versions != self._written(states)
+        return is_written or not all(same_bits(home, copy.to(home.device)) for home, copy in pairs)
 
     def _written(self, states: StateStore) -> list[object]:
         """Changes with what the step writes or exchanges."""
@@ -319,32 +234,16 @@ class _Visit:
         return found
 
     def _kept(self, states: StateStore) -> Iterator[Tensor]:
-        """Tensors that the optimizer keeps beside what was put into its state, or under another name there."""
-        yield from _kept_beside(self._optimizer)
-        shards = self._engine.plan.shards
+        """Yield what the optimizer keeps beside what was put into its state, or under another name there."""
+        shards, others = self._engine.plan.shards, list(_kept_beside(self._optimizer))
         for param in params_of(self._optimizer):
             for name, value in states.get(param).items():
                 if param not in shards or value is not self._lent.get((shards[param], name)):
-                    yield from tensors_in(value)
+                    others += tensors_in(value)
+        yield from (leaf for tensor in others for leaf in _dense(tensor))
 
 
 # Which values move ----------------------------------------------------------------------------------------------------
-
-
-def param_under(params: Iterable[Tensor], tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter over whose memory one of the tensors lies, if there is one."""
-    begins = [leaf.data_ptr() for tensor in tensors for leaf in _dense(tensor) if leaf.numel()]
-    for param in params if begins else ():
-        begin, end = span_of(local_shard(param))
-        if any(begin <= other < end for other in begins):
-            return param
-    return None
-
-
-def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Tensors in the optimizer's state, in its attributes and in entries of its groups, parameters aside."""
-    yield from tensors_in([list(state.values()) for state in optimizer.state.values()])
-    yield from _kept_beside(optimizer)
 
 
 def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = ()) -> frozenset[int]:

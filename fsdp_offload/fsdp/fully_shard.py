@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -281,8 +281,9 @@ def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
 class LeftBehind:
     """Keeps, for hooks on a model, what they need when the optimizer that they were for is gone."""
 
-    def __init__(self, model: "weakref.ref[nn.Module]", wait: Callable[[], None] | None) -> None:
-        self._model, self._wait = model, wait
+    def __init__(self, model: "weakref.ref[nn.Module]", under_way: Mapping[int, Any]) -> None:
+        """``under_way``: marks of updates on the CPU, which may write parameters still."""
+        self._model, self._under_way = model, under_way
         self.is_half_updated = False  # a backward had updated parameters, and there was no step()
 
     def call(self, method: str, *args: Any) -> None:
@@ -295,8 +296,8 @@ class LeftBehind:
         if refuses:
             abandon_backward(model)
             raise RuntimeError(_DROPPED)
-        if self._wait is not None:
-            self._wait()  # dropped right after its last step
+        for mark in self._under_way.values():
+            mark.synchronize()
 
 
 _USES = ("_before_gather", "_before_use", "_before_reduce", "_before_state_dict")

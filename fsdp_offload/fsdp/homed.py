@@ -190,11 +190,6 @@ class ShardedParameter:
         self._point_at(local)
         return stand_in
 
-    def visit(self, local: Tensor) -> None:
-        """Let ``local``, its shard on the device, be the shard until :meth:`live_at` says otherwise."""
-        take_from_home(self.param)
-        self._point_at(local)
-
     def _point_at(self, local: Tensor) -> None:
         self._fsdp_param.sharded_param._local_tensor = local
         # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
@@ -206,7 +201,8 @@ class ShardedParameter:
         padded = torch.zeros(size, dtype=local.dtype, device=device)
         dim = self._fsdp_param.fsdp_placement.dim
         own = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
-        self.visit(own.copy_(local))
+        take_from_home(self.param)
+        self._point_at(own.copy_(local))
         self.lend(padded.view(-1))
 
     def lend(self, data: Tensor) -> None:

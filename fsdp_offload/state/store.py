@@ -276,13 +276,10 @@ def _versions(value: Tensor) -> tuple[int, ...]:
 # Homes for what others made: state from before attaching, loaded, or exchanged by the user ----------------------------
 
 
-def is_exchanged(shard: StateShard, state: UserState, *, or_lacks: bool = False) -> bool:
-    """Return whether ``state`` holds another tensor where a home should be; ``or_lacks``: or not all that it had."""
-    for name, home in shard.homes.items():  # a generator would cost as much as all the rest of a step
-        if state.get(name, None if or_lacks else home) is not home:
-            return True
-    for name, example in shard.layout.scalars.items() if or_lacks else ():
-        if not counts_as(example, state.get(name)):
+def is_exchanged(shard: StateShard, state: UserState) -> bool:
+    """Return whether ``state`` holds another tensor where a home should be."""
+    for name, home in shard.homes.items():  # noqa: SIM110  # a generator would cost as much as all the rest of a step
+        if state.get(name, home) is not home:
             return True
     return False
 

@@ -375,6 +375,8 @@ RULES: tuple[Rule, ...] = (
     rule(lambda case: case.host > 0 and case.masters != "none", {"host": 0.0}, {"masters": "none"}),
     # What the device streams for the forward is not updated on the CPU.
     rule(lambda case: case.host > 0 and case.parameters, {"host": 0.0}, {"parameters": False}),
+    # What moves as a whole leaves parameters on the device.
+    rule(lambda case: case.parameters and case.optimizer == "unlisted", {"parameters": False}, {"optimizer": "adamw"}),
     # Muon's step fails on a matrix of fewer rows than ranks, in torch itself.
     rule(
         lambda case: case.optimizer == "muon" and case.layout in {"empty", "thirds"},

@@ -232,7 +232,7 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], para
     """An optimizer that is let go is gone at once, as its memory is too much to wait for the collector."""
     loop = train(Loop(mesh, adamw, policy_of(fields, parameters=parameters)), [NEVER] * 4)
     engine: Any = engine_of(loop.optimizer)
-    parts = (engine, engine.plan, engine.core, engine.guesses, engine.guesses.way_back)
+    parts = (engine, engine.plan, engine.core, engine.guesses, engine.guesses.ahead)
     gone = [weakref.ref(one) for one in parts if one is not None]
     del engine, parts
     gc.collect()

@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from fsdp_offload.api import attach
 from fsdp_offload.core.buckets import Bucket
 from fsdp_offload.core.items import Item
 from fsdp_offload.core.loop import Core
-from fsdp_offload.cpu_update import HostUpdates, HostWorker, Slot
+from fsdp_offload.cpu_update import HostUpdates
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine import whole
 from fsdp_offload.engine.engine import Engine
@@ -55,7 +54,6 @@ class LateLanes(DeferredLanes):
         super().__init__(seed, LateWorld(seed))
         self.world.eagerness = random.Random(seed).choice([0.05, 0.3, 0.3, 0.6])
         self.copy_in = DeferredLane(self.world, "copy in", at_once=True)
-        self.ahead: Any = object()  # the stream of that lane
 
     def synchronize(self) -> None:
         """Block the host until the device has done everything."""
@@ -73,24 +71,27 @@ class LateLanes(DeferredLanes):
 
 
 class Threads:
-    """The threads of a :class:`HostWorker`, as queues: stages run when somebody waits for one, or now and then."""
+    """The threads that update on the CPU, as queues: what they are given runs when somebody waits, or now and then."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.slots = world, deque[Slot]()
-        self.queues = [Queue(self) for _ in range(3)]
-        self.worker = HostWorker(torch.device("cpu"))
-        self.worker.slots = self  # type: ignore[assignment]
-        self.worker.down, self.worker.updates, self.worker.up = self.queues  # type: ignore[assignment]
+        self.world, self.queues = world, list[Queue]()
         self._is_within = False
 
+    def pool(self, *args: object) -> "Queue":
+        """Return one more thread, in the place of a ``ThreadPoolExecutor``."""
+        self.queues.append(Queue(self))
+        return self.queues[-1]
+
     def run_one(self) -> None:
-        """Run the next stage of some thread, which knows what it knew, and who submitted that stage."""
+        """Run what is next in some thread, which knows what it knew, and who submitted that."""
         queue = self.world.random.choice([one for one in self.queues if one.may_run()])
-        stage, known = queue.stages.popleft()
+        function, args, ended = queue.given.popleft()
         main, self.world.host = self.world.host, queue.clock
-        merge(self.world.host, known)
+        merge(self.world.host, ended.known)
         self._is_within = True
-        stage()
+        ended.value = function(*args)
+        ended.known = dict(self.world.host)
+        ended.is_done = True
         self._is_within, self.world.host = False, main
 
     def run_some(self) -> None:
@@ -99,93 +100,40 @@ class Threads:
                 return
             self.run_one()
 
-    def put(self, slot: Slot) -> None:
-        self.slots.append(slot)
-
-    def get(self) -> Slot:
-        while not self.slots:
-            self.run_one()
-        return self.slots.popleft()
-
 
 class Queue:
     """One thread."""
 
     def __init__(self, threads: Threads) -> None:
         self.threads, self.clock = threads, Clock()
-        self.stages: deque[tuple[Callable[[], None], Clock]] = deque()
+        self.given: deque[tuple[Callable[..., Any], tuple[Any, ...], Ended]] = deque()
 
     def may_run(self) -> bool:
-        is_down = self is self.threads.queues[0]
-        return bool(self.stages) and (bool(self.threads.slots) or not is_down)
+        if not self.given:
+            return False
+        function, (_, given), _ = self.given[0]
+        host: Any = function.__self__  # type: ignore[attr-defined]
+        return given.is_done if isinstance(given, Ended) else not host._slots.empty()
 
-    def submit(self, stage: Callable[..., None], *args: Any) -> None:
-        self.stages.append((partial(stage, *args), dict(self.threads.world.host)))
+    def submit(self, function: Callable[..., Any], *args: Any) -> "Ended":
+        ended = Ended(self.threads)
+        self.given.append((function, args, ended))
         self.threads.run_some()
+        return ended
 
 
-class Done:
-    """The event of a job."""
+class Ended:
+    """The future of a call."""
 
     def __init__(self, threads: Threads) -> None:
-        self.threads = threads
-        self.clock: Clock | None = None
+        self.threads, self.known = threads, dict(threads.world.host)
+        self.is_done, self.value = False, None
 
-    def set(self) -> None:
-        self.clock = dict(self.threads.world.host)
-
-    def is_set(self) -> bool:
-        merge(self.threads.world.host, self.clock or {})
-        return self.clock is not None
-
-    def wait(self) -> None:
-        while not self.is_set():
+    def result(self) -> Any:
+        while not self.is_done:
             self.threads.run_one()
-
-
-def told(visits: type[Any], lanes: LateLanes) -> type[Any]:
-    """``visits``, of which the lanes know what a plain step reads and writes; gathers that nobody uses go ahead of it.
-
-    Others read what they have gathered on the compute stream, where only one rank has a part.
-    """
-
-    def gather_ahead(core: Core) -> None:
-        for number in (number for number, item in core.weights.items() if item.nbytes):
-            core.gather(number, lanes.ahead)
-            core.gathered(number, lanes.ahead, counts=False)
-
-    class Visit(visits):  # type: ignore[misc]
-        def __init__(self, engine: Any, *args: Any) -> None:
-            gather_ahead(engine.core)
-            super().__init__(engine, *args)
-            self.write()
-
-        def write(self) -> None:
-            for item in self._streamed:
-                lanes.compute.touch(reads=item.place(), writes=item.place())
-
-        def between(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-            def evaluate() -> Any:
-                gather_ahead(self._engine.core)
-                return closure()
-
-            seeing = super().between(evaluate)
-
-            def writing() -> Any:
-                self.write()
-                result = seeing()
-                self.write()
-                return result
-
-            return writing
-
-        def end(self, *args: Any) -> None:
-            self.write()
-            super().end(*args)
-            held = [home for item in self._streamed if item.home.exposed_at is not None for home, _ in item.home.bytes]
-            lanes.world.check("host", lanes.world.host, held, [])
-
-    return Visit
+        merge(self.threads.world.host, self.known)
+        return self.value
 
 
 @contextmanager
@@ -194,7 +142,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     lanes = LateLanes(seed)
     threads = Threads(lanes.world)
     module = sys.modules[host_updates.__module__]
-    job, reduced, step, wait_home = module.HostJob, Engine.reduced, Core.step, Core.wait_home
+    reduced, step, wait_home = Engine.reduced, Core.step, Core.wait_home
     on_device, part_of = StateShard.on_device, BoundRange.part_of
 
     known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
@@ -262,11 +210,10 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceLink, "lanes", lambda link, *, serial: lanes)
         patch.setattr(DeviceLink, "synchronize", lambda link: lanes.synchronize())
-        patch.setattr(whole, "_Visit", told(visits, lanes))
+        patch.setattr(whole, "_Visit", visits)
         patch.setattr(whole, "adopt", adopt_late)
         patch.setattr(attach, "HostUpdates", host_updates)
-        patch.setattr(module, "host_worker", lambda device: threads.worker)
-        patch.setattr(module, "HostJob", lambda **fields: job(**fields, done=Done(threads)))
+        patch.setattr(module, "ThreadPoolExecutor", threads.pool)
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
         patch.setattr(Core, "come", come_late)

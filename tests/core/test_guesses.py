@@ -288,7 +288,7 @@ def test_parameters_go_down_in_the_last_forward(
     """Once each, before the backward needs the link for state; not in an evaluation, whose weights may be others."""
     loop = Loop(mesh, adamw, clipping(), net=small_net, micro_batches=micro_batches)
     train(loop, [NEVER] * 5)
-    way_back, found = guesses_of(loop).way_back, [0]
+    way_back, found = guesses_of(loop).ahead.way_back, [0]
     store, copy_ = way_back.core.lanes.store, way_back.core.lanes.store.copy
     old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in way_back.pairs_of(bucket)}
 

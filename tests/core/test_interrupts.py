@@ -1,7 +1,7 @@
-"""An interrupt at any line of ours leaves all of a step, or nothing of it, or an optimizer that says what is half done.
+"""An interrupt at any line of ours leaves all of a call, or nothing of it, or an optimizer that says what is half done.
 
-A line is drawn of those that one iteration of training runs, and ``KeyboardInterrupt`` is raised there, as Ctrl-C does
-in a notebook, where training goes on afterwards.
+A line is drawn of those that an iteration of training, or another call, runs. ``KeyboardInterrupt`` is raised there, as
+Ctrl-C does in a notebook, where training goes on afterwards.
 """
 
 import gc
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_offload
-from fsdp_offload import OffloadPolicy, clip_grad_norm_
+from fsdp_offload import OffloadPolicy, clip_grad_norm_, is_offloaded, offload_optimizer, remove_offload
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import engine_of
 from tests.core.test_step_ends import LEARNT, look
@@ -187,3 +187,62 @@ def check(
     plain.train(BEHIND, LOOPS["clipped" if iterate is clipped else "usual"][1], WARM + 1)
     assert same_values(values(loop), values(plain)), f"{where}: other bits later"
     return ("before", "behind")[side]
+
+
+def load(loop: Loop, saved: dict[str, Any]) -> None:
+    loop.optimizer.load_state_dict(saved)
+
+
+def remove(loop: Loop, _: object) -> None:
+    remove_offload(loop.optimizer)
+
+
+def attach(loop: Loop, policy: OffloadPolicy) -> None:
+    offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
+
+
+def read(loop: Loop, _: object) -> None:
+    loop.optimizer.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", [load, remove, attach, read])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_interrupt_between_steps_changes_nothing_or_all_of_it(
+    mesh: DeviceMesh, policy: str, call: Callable[[Loop, Any], None]
+) -> None:
+    """``load`` exchanges all state or none, or the optimizer asks for another one. Otherwise training goes on."""
+    fields = OffloadPolicy(bucket_bytes=8192, device_bytes=12 * 8192, **POLICIES[policy])
+    plain, sides = Loop(mesh, adamw, None), []
+    for at in range(WARM + BEHIND):
+        plain.train(1, usual, at)
+        sides.append(values(plain))
+
+    def prepared() -> tuple[Loop, Any]:
+        if call is attach:
+            return Loop(mesh, adamw, None).train(WARM, usual), fields
+        loop = Loop(mesh, adamw, fields).train(WARM - 2, usual)
+        saved = loop.optimizer.state_dict()
+        saved["state"] = {
+            key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
+        }
+        return loop.train(2, usual, WARM - 2), saved
+
+    loop, argument = prepared()
+    with Interrupted() as counting:
+        call(loop, argument)
+    rng = random.Random(policy + call.__name__)
+    for _ in range(max(1, TRIALS // 4)):
+        loop, argument = prepared()
+        with Interrupted(rng.randrange(1, counting.lines)) as interrupted:
+            call(loop, argument)
+        engine = engine_of(loop.optimizer) if is_offloaded(loop.optimizer) else None
+        if engine is not None and engine.failure:
+            continue
+        found, params = values(loop), len(loop.params)
+        if call is load and same_values(found[params:], sides[WARM - 3][params:]):
+            assert same_values(found[:params], sides[WARM - 1][:params]), interrupted.where
+            continue
+        assert same_values(found, sides[WARM - 1]), interrupted.where
+        loop.train(BEHIND, usual, WARM)
+        assert same_values(values(loop), sides[-1]), f"{interrupted.where}: other bits later"

@@ -35,7 +35,7 @@ LATE = AXES | {"masters": ("none",), "serial": (False,), "looks": ("each", "end"
 KINDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "by elements": {"optimizer": ("adamw-fused",), "host": (0.0,)},
     "on the CPU": {"optimizer": ("adamw-fused",), "host": (0.5, 1.0)},
-    "as a whole": {"optimizer": ("unlisted",), "parameters": (False, True, True)},
+    "as a whole": {"optimizer": ("unlisted",), "parameters": (False,)},
 }
 
 

@@ -37,10 +37,10 @@ class Counting(Updates):
         self.weights, self.grads = weights, grads
         self.marks: dict[int, Item] = {}
 
-    def again(self) -> "Counting":
-        """For another step."""
+    def again(self, way_back: Any = None) -> "Counting":
+        """For another step; ``way_back``: its updates are guesses."""
         other = Counting(self.weights, self.grads)
-        other.marks, other.joined_bytes = self.marks, self.joined_bytes
+        other.marks, other.joined_bytes, other.way_back = self.marks, self.joined_bytes, way_back
         return other
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Any]:
@@ -175,7 +175,9 @@ class Trial:
         return [(self.old[g].view(torch.uint8), self.weights[g].view(torch.uint8)) for g in fixed]
 
     def takes(self, bucket: Bucket) -> bool:
-        """A bucket waits for step() if it has no state yet, or its spare home is none or being read."""
+        """A guess waits for step() if its bucket has no state yet, or its spare home is none or being read."""
+        if self.guessed is None:
+            return True
         g = bucket.number
         if g not in self.spares or not bucket.state.exists:
             return False
@@ -193,7 +195,7 @@ class Trial:
             for group in bucket.groups:
                 self.counts[group] -= 1
         self.way_back.roll_back()
-        self.guessed = None
+        self.way_back, self.guessed = self.way_back_class(self.core, self.pairs_of), None
         for bucket in self.core.buckets:  # its writer still reads the home that the bucket has again
             if (mark := self.reading.get(self.homes[bucket.number].data_ptr())) is not None:
                 bucket.state.home.read["reader"] = mark
@@ -213,7 +215,9 @@ class Trial:
         for g in self.streams:
             if self.marks[g].home in guessed:
                 self.weights[g], self.weight_spares[g] = self.weight_spares[g], self.weights[g]
-        self.way_back.end()
+        self.way_back = self.way_back_class(self.core, self.pairs_of)
+        if self.core.updates is not None:
+            self.core.updates.way_back = None
 
     def come(self) -> None:
         """A point of the iteration, with other room than the one before."""
@@ -260,7 +264,8 @@ class Trial:
         before = set(self.core.done)
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
-            self.core.reduced(g, event, self.updates.again, self.takes)
+            way_back = None if self.guessed is None else self.way_back
+            self.core.reduced(g, event, lambda: self.updates.again(way_back), self.takes)
             self.note(before)
         except IssuedError:
             self.note(before)
@@ -301,7 +306,7 @@ class Trial:
                 if g not in self.streams:
                     self.way_back.keep(bucket)
         if guesses:
-            core.guess, self.guessed = self.way_back, {}
+            self.guessed = {}
         if rng.random() < 0.4:
             self.resize()
         if rng.random() < 0.2:  # an evaluation of a part

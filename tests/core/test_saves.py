@@ -28,8 +28,7 @@ ROWS = [
     ("adamw", policy_of(overlap="forward", snapshot_bytes=ALL)),
     ("adamw", policy_of(overlap="iteration", snapshot_bytes=ALL)),
     # As a whole, also where each step makes new tensors, and gives old ones another name.
-    *(("coupled", one) for one in (policy_of(parameters=False), policy_of(), policy_of(snapshot_bytes=ALL))),
-    *(("replacing", one) for one in (policy_of(parameters=False), policy_of(), policy_of(snapshot_bytes=ALL))),
+    *((kind, policy_of(parameters=False, snapshot_bytes=one)) for kind in ("coupled", "replacing") for one in (0, ALL)),
 ]
 
 

@@ -40,7 +40,12 @@ def look(engine: Engine) -> dict[str, object]:
     """Summarize all fields of the objects of which an optimizer has one."""
     found: dict[str, object] = {}
     parts = {"engine": engine, "core": engine.core, "cache": engine.core.cache, "guesses": engine.guesses}
-    parts |= {"lending": engine.lending, "way_back": engine.guesses.way_back, "timeline": engine.core.timeline}
+    parts |= {
+        "lending": engine.lending,
+        "ahead": engine.guesses.ahead,
+        "way_back": engine.guesses.ahead.way_back,
+        "timeline": engine.core.timeline,
+    }
     for owner, part in parts.items():
         for name, value in vars(part).items():
             if isinstance(value, bool | int | str | None):
@@ -78,7 +83,8 @@ def looked_at(loop: Loop, at: int) -> None:
 def failing(loop: Loop, at: int) -> None:
     """The third update of a step raises."""
     if at < 12:
-        return complete(loop, at)
+        complete(loop, at)
+        return
     update, calls = steps.update_bucket, [0]
 
     def third(*args: Any) -> None:
@@ -90,9 +96,13 @@ def failing(loop: Loop, at: int) -> None:
     with pytest.MonkeyPatch.context() as patch, suppress(LookupError):
         patch.setattr(steps, "update_bucket", third)
         complete(loop, at)
+    gradients = [weakref.ref(param.grad) for param in loop.params if param.grad is not None]
+    gradients += [weakref.ref(param.grad.to_local()) for param in loop.params if param.grad is not None]
     for param in loop.params:
         param.grad = None
-    return None
+    gc.collect()
+    assert gradients
+    assert not [one for one in gradients if one() is not None]
 
 
 def loaded(loop: Loop, at: int) -> None:

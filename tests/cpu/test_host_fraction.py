@@ -5,15 +5,14 @@ has a fused CPU kernel that is right, which the host uses whatever the user has 
 """
 
 import copy
+import gc
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, cpu_update, is_offloaded, remove_offload
-from fsdp_offload.cpu_update import HostJob, HostUpdates, HostWorker, Slot, host_worker
+from fsdp_offload import OffloadPolicy, cpu_update, remove_offload
+from fsdp_offload.cpu_update import CpuMark, HostJob, HostUpdates
+from fsdp_offload.device.lanes import Mark
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
@@ -241,109 +241,73 @@ def changed_on(loop: Loop, before: dict[Tensor, Tensor]) -> dict[str, set[bool]]
     return found
 
 
-@pytest.mark.parametrize("name", ["forward", "iteration"])
-def test_a_slow_host_never_blocks_the_device(mesh: DeviceMesh, name: str) -> None:
-    """With the host standing still, ``step()`` returns, and everything that is not the host's is new."""
-    loop = two_sides(mesh, POLICIES[name])
-    loop.optimizer.synchronize()
-    before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
-    with host_worker_gate.closed() as gate:
-        loop.backward(3)
-        loop.step()
-        assert changed_on(loop, before) == {"host": {False}, "device": {True}}
-        mine = next(p for p in loop.model.parameters() if p not in set(host_params(loop.optimizer)))
-        loop.optimizer.state[mine]["exp_avg"].sum()  # waits for nobody else
-        gate.open()
-        loop.optimizer.synchronize()
-    assert changed_on(loop, before) == {"host": {True}, "device": {True}}
-    assert same(plain(mesh), loop)
-
-
-Waits = list[int]
+Waits = list[bool]
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    """Which buckets somebody has waited for while the gate was closed; it opens then."""
+    """Gates open when somebody waits for the host."""
     seen: Waits = []
-    wait_for = HostUpdates._wait_for
+    wait = CpuMark.wait
 
-    def waiting(self: HostUpdates, number: int) -> None:
-        if host_worker_gate.is_closed() and not self._jobs[number].done.is_set():
-            seen.append(number)
+    def waiting(self: CpuMark) -> Mark:
+        if host_worker_gate.is_closed() and not self.ended.done():
+            seen.append(True)
             host_worker_gate.open_all()
-        wait_for(self, number)
+        return wait(self)
 
-    monkeypatch.setattr(HostUpdates, "_wait_for", waiting)
+    monkeypatch.setattr(CpuMark, "wait", waiting)
     return seen
 
 
-def test_step_waits_without_overlap(mesh: DeviceMesh, waits: Waits) -> None:
-    loop = two_sides(mesh, {})
-    assert not waits
-    with host_worker_gate.closed():
-        loop.train(1, first=3)
+def test_a_slow_host_never_blocks_the_backward(mesh: DeviceMesh, waits: Waits) -> None:
+    """With the host standing still, the device updates its share; ``step()`` waits for the host's."""
+    loop = two_sides(mesh, POLICIES["iteration"])
+    before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
+    with host_worker_gate.closed(loop.optimizer):
+        loop.backward(3)
+        assert changed_on(loop, before) == {"host": {False}, "device": {True}}
+        assert not waits
+        loop.step()
+    assert changed_on(loop, before) == {"host": {True}, "device": {True}}
     assert waits
     assert same(plain(mesh), loop)
 
 
-def step_while_the_host_stands(loop: Loop, waits: Waits, then: Callable[[Loop], object]) -> None:
-    """The fourth; ``then`` needs what the host is to do, after it."""
-    if not is_offloaded(loop.optimizer):
-        gate: Any = nullcontext()
-    else:
-        loop.optimizer.synchronize()  # else a slow host may still be at the third step when the gate closes
-        gate = host_worker_gate.closed()
-    with gate:
+@EVERY_POLICY
+def test_step_waits(mesh: DeviceMesh, waits: Waits, fields: dict[str, Any]) -> None:
+    loop = two_sides(mesh, fields)
+    with host_worker_gate.closed(loop.optimizer):
         loop.backward(3)
-        loop.optimizer.step()
-        assert not waits
-        then(loop)
-
-
-@pytest.mark.parametrize("how", ["forward", "state", "state_dict", "model.state_dict", "zero-in-place", "scheduler"])
-def test_who_needs_it_waits(mesh: DeviceMesh, waits: Waits, how: str) -> None:
-    def make(params: Any) -> Optimizer:
-        return optim.AdamW(params, lr=torch.tensor(0.02), fused=True)
-
-    loops = [Loop(mesh, make, one).train(3) for one in (None, policy_of(POLICIES["forward"], host_fraction=0.5))]
-    for loop in loops:
-        step_while_the_host_stands(loop, waits, partial(use, how=how))
-    assert waits
-    assert same(*loops)
-
-
-def test_groups_edited_while_the_host_works(mesh: DeviceMesh, waits: Waits) -> None:
-    def edit(loop: Loop) -> None:
-        group = loop.optimizer.param_groups[0]
-        group["params"] = [p for p in group["params"] if p is not loop.model.head.weight]
         loop.step()
-
-    loops = [plain(mesh, 3), two_sides(mesh, POLICIES["forward"])]
-    for loop in loops:
-        step_while_the_host_stands(loop, waits, edit)
-    assert loops[1].model.head.weight in host_params(loops[1].optimizer)
+        host = engine_of(loop.optimizer).host
+        assert all(mark.ended.done() for mark in host.ended.values())
     assert waits
-    assert same(*loops)
+    assert same(plain(mesh), loop)
 
 
-def use(loop: Loop, how: str) -> None:
-    """Something that needs what the host has updated, after ``optimizer.step()``."""
-    if how == "zero-in-place":
-        loop.optimizer.zero_grad(set_to_none=False)
-        loop.optimizer.zero_grad()
-    else:
-        loop.optimizer.zero_grad()  # frees gradients that the host is still to read
-    if how == "scheduler":
-        loop.scheduler.step()  # writes the lr that the host is still to read
-    for param in loop.model.parameters():
-        if how == "state":
-            loop.seen.append(loop.optimizer.state[param]["exp_avg"].to_local().sum().item())
-    if how == "state_dict":
-        loop.seen += [float(state["step"]) for state in loop.optimizer.state_dict()["state"].values()]
-    if how == "model.state_dict":
-        loop.seen += [value.to_local().sum().item() for value in loop.model.state_dict().values()]
-    loop.train(2, first=4)
+def test_a_look_behind_the_backward_waits(mesh: DeviceMesh, waits: Waits) -> None:
+    """State, counters and parameters are those of after the update."""
+    loop, expected = two_sides(mesh, POLICIES["iteration"]), plain(mesh)
+    names = [
+        name
+        for name, param in loop.model.named_parameters()
+        if any(param is one for one in host_params(loop.optimizer))
+    ]
+    for look in ("state", "model"):
+        loop = two_sides(mesh, POLICIES["iteration"])
+        waits.clear()
+        with host_worker_gate.closed(loop.optimizer):
+            loop.backward(3)
+            model = loop.model.state_dict() if look == "model" else {}
+            for name in names:
+                if look == "model":
+                    assert torch.equal(local(model[name]), local(expected.model.get_parameter(name)))
+                    continue
+                state = loop.optimizer.state[loop.model.get_parameter(name)]
+                for key, value in expected.optimizer.state[expected.model.get_parameter(name)].items():
+                    assert torch.equal(local(state[key]), local(value))
+            assert waits
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -377,7 +341,8 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
     failing.append(broken)
     with pytest.raises(RuntimeError, match=f"BoomError: out of order.*{broken}.* may be half updated") as error:
         loop.train(2, first=3)
-    assert isinstance(error.value.__cause__, BoomError)
+    refused = error.value if isinstance(error.value.__cause__, BoomError) else error.value.__cause__
+    assert isinstance(refused.__cause__, BoomError)
     failing.clear()
     for action in (loop.optimizer.step, loop.optimizer.state_dict, lambda: remove_offload(loop.optimizer)):
         with pytest.raises(RuntimeError, match=r"refused: .*BoomError"):
@@ -390,52 +355,15 @@ def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields
     assert same(alone.train(3, first=3), loop.train(3, first=3))
 
 
-def test_weights_loaded_after_a_failure_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was updated before the failure, and is still on its way up, does not come over them."""
-    loop = two_sides(mesh, POLICIES["iteration"], host_fraction=1.0)
-    state = copy.deepcopy(loop.optimizer.state_dict())
-    weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-    begun, failed, may_go_up = threading.Semaphore(0), threading.Event(), threading.Event()
-    begin, update, fail, upload = HostJob.begin, HostJob._update, HostJob._fail, HostJob._issue_uploads
-    updated: list[HostJob] = []
-
-    def beginning(self: HostJob, memory: Tensor) -> None:
-        begin(self, memory)
-        begun.release()
-
-    def updating(self: HostJob) -> None:
-        if updated:
-            raise BoomError("the second one")
-        for _ in range(2):  # itself, and the one that fails
-            assert begun.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
-        update(self)
-        updated.append(self)
-
-    def failing(self: HostJob, error: BaseException) -> None:
-        fail(self, error)
-        failed.set()
-
-    def uploading(self: HostJob) -> None:
-        assert may_go_up.wait(host_worker_gate.TIMEOUT_SECONDS)
-        upload(self)
-
-    for name, function in (
-        ("begin", beginning),
-        ("_update", updating),
-        ("_fail", failing),
-        ("_issue_uploads", uploading),
-    ):
-        monkeypatch.setattr(HostJob, name, function)
-    loop.backward(3)
-    assert failed.wait(host_worker_gate.TIMEOUT_SECONDS)
-    timer = threading.Timer(0.2, may_go_up.set)
-    timer.start()
-    with pytest.raises(RuntimeError, match="BoomError: the second one"):
-        loop.optimizer.step()
-    loop.model.load_state_dict(weights)
-    timer.join()
-    loop.optimizer.load_state_dict(state)  # waits for everything
-    assert all(map(torch.equal, loop.model.state_dict().values(), weights.values()))
+def test_a_look_tells_of_an_update_that_fails_meanwhile(mesh: DeviceMesh, failing: list[str], waits: Waits) -> None:
+    loop = two_sides(mesh, POLICIES["iteration"])
+    (param, *_) = host_params(loop.optimizer)
+    failing.append(host_names(loop.optimizer)[0])
+    with host_worker_gate.closed(loop.optimizer):
+        loop.backward(3)
+        with pytest.raises(RuntimeError, match=r"a look at the state refused: .*BoomError"):
+            loop.optimizer.state[param]
+    assert waits
 
 
 def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> None:
@@ -460,7 +388,7 @@ def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: py
 
     start = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     with monkeypatch.context() as patch:
-        patch.setattr(HostUpdates, "wait_created", interrupted)
+        patch.setattr(HostUpdates, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_step(run, 0)
     for action in (run.optimizer.step, run.optimizer.state_dict):
@@ -480,20 +408,21 @@ class LostMark:
         raise BoomError("lost")
 
 
-@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_down"])
+@pytest.mark.parametrize("which", ["_issue_downloads", "_issue_uploads", "_download"])
 def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     net, optimizer = linear()
-    issue = HostJob._issue_downloads
+    download = HostUpdates._download
 
-    def failing(self: HostJob, *args: Any) -> None:
-        if which != "_down":
+    def failing(self: HostUpdates, job: HostJob, *args: Any) -> Any:
+        if which != "_download":
             raise BoomError("lost")
-        issue(self, *args)
-        self._down = LostMark()  # type: ignore[assignment]
+        slot = download(self, job, *args)
+        job.arrived = LostMark()  # type: ignore[assignment]
+        return slot
 
     backward(net)
     optimizer.step()
-    monkeypatch.setattr(HostJob, "_issue_downloads" if which == "_down" else which, failing)
+    monkeypatch.setattr(HostUpdates, which, failing)
     backward(net)
     with pytest.raises(RuntimeError, match="BoomError: lost"):
         optimizer.step()
@@ -513,21 +442,19 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     for net, optimizer in zip(nets, optimizers, strict=True):
         backward(net)
         optimizer.step()
-    (thread,) = threads_of_ours()
-    assert host_worker(CPU).slot_bytes > 0
-    worker = weakref.ref(host_worker(CPU))
+    threads = threads_of_ours()
+    assert len(threads) == 2
+    memory = [weakref.ref(engine_of(one).host._slots) for one in optimizers]
     del optimizer
     optimizers.pop()
     assert [engine() is None for engine in engines] == [False, True]
-    assert thread.is_alive()
+    assert [slots() is None for slots in memory] == [False, True]
     optimizers.pop()
     assert [engine() is None for engine in engines] == [True, True]
-    thread.join(60)
-    assert not thread.is_alive()
-    assert worker() is None, "with its memory"
-    again = attach(fused_adamw(nets[0].parameters()), policy=policy(1.0))
-    again.step()
-    assert len(threads_of_ours()) == 1
+    assert [slots() is None for slots in memory] == [True, True]
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_gradients_are_let_go_when_they_have_been_read() -> None:
@@ -539,29 +466,31 @@ def test_gradients_are_let_go_when_they_have_been_read() -> None:
     assert [gradient() for gradient in gradients] == [None] * 4
 
 
-@pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.parametrize("use", ["forward", "state_dict"])
-def test_a_model_whose_optimizer_was_dropped_waits_for_its_last_step(mesh: DeviceMesh, use: str) -> None:
-    """A function that trains returns, its optimizer goes, and the model is evaluated or saved."""
+def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was dropped between a backward and ``step()``, while the host was at work."""
+    loop = two_sides(mesh, POLICIES["iteration"])
+    weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+    reached, opened, update = threading.Semaphore(0), threading.Event(), HostUpdates._update
 
-    def result(loop: Loop) -> list[Tensor]:
-        if use == "state_dict":
-            return [value.detach().to_local().clone() for value in loop.model.state_dict().values()]
-        with torch.no_grad():
-            return [loop.model(loop.batch(999))]
+    def updating(self: HostUpdates, job: HostJob) -> None:
+        reached.release()
+        assert opened.wait(host_worker_gate.TIMEOUT_SECONDS)
+        update(self, job)
 
-    expected, loop = result(plain(mesh)), two_sides(mesh, POLICIES["forward"])
+    monkeypatch.setattr(HostUpdates, "_update", updating)
+    loop.backward(3)
+    ended = [mark.ended for mark in engine_of(loop.optimizer).host.ended.values()]
+    assert reached.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
     engine = weakref.ref(engine_of(loop.optimizer))
-    with host_worker_gate.closed() as gate:
-        loop.backward(3)
-        loop.optimizer.step()
-        del loop.optimizer, loop.scheduler
-        assert engine() is None
-        timer = threading.Timer(0.2, gate.open)
-        timer.start()
-        found = result(loop)
-        timer.join()
-    assert all(map(torch.equal, expected, found))
+    del loop.optimizer, loop.scheduler
+    gc.collect()
+    assert engine() is None
+    timer = threading.Timer(0.2, opened.set)
+    timer.start()
+    loop.model.load_state_dict(weights)
+    timer.join()
+    assert all(one.result(60) for one in ended)
+    assert all(torch.equal(local(param), local(weights[name])) for name, param in loop.model.named_parameters())
 
 
 FORKING = """
@@ -591,7 +520,6 @@ EXITING = """
 import torch
 from torch import nn
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.cpu_update import host_worker
 
 net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -600,7 +528,7 @@ engine = vars(optimizer)["_offload_engine"].engine
 for _ in range(2):
     net(torch.ones(1, 512)).sum().backward()
     optimizer.step()
-engine.wait_updated = lambda: None  # leaves the thread at work
+engine.host.finish = engine.host.wait = lambda: None  # leaves the threads at work
 net(torch.ones(1, 512)).sum().backward()
 optimizer.step()
 """
@@ -630,24 +558,30 @@ def test_the_interpreter_ends_while_the_thread_works(ending: str) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_interrupt_while_slots_grow_loses_none(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """Neither while one is in use, nor while memory is locked for larger ones."""
-    worker = HostWorker(torch.device("cpu"))
-    worker.reserve(1024, pin=False)
+    """Neither while the host works, nor while memory is locked for larger ones."""
+    host = HostUpdates(optim.AdamW, capabilities_of(optim.AdamW), policy(1.0), CPU)
+    host.reserve(1024)
+    slots = host._slots
+    with monkeypatch.context() as patch:
+        place, name = (HostUpdates, "wait") if waits else (cpu_update, "Region")
+        patch.setattr(place, name, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            host.reserve(2048)
+    assert host._slots is slots
+    assert slots.qsize() == 2
+    assert host.missing_bytes(2048) == 2 * 1024
 
-    class Interrupted(SimpleQueue[Slot]):
-        def get(self, *args: Any) -> Slot:
-            if self.qsize() == 1:
-                raise KeyboardInterrupt
-            return super().get(*args)
 
-    if waits:
-        slots = Interrupted()
-        for _ in range(2):
-            slots.put(worker.slots.get())
-        worker.slots = slots
-    else:
-        monkeypatch.setattr(cpu_update, "Region", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        worker.reserve(2048, pin=False)
-    assert worker.slots.qsize() == 2
-    assert worker.slot_bytes == 1024
+@EVERY_POLICY
+def test_a_look_at_the_state_between_backward_and_step_changes_nothing(
+    mesh: DeviceMesh, fields: dict[str, Any]
+) -> None:
+    loops = [Loop(mesh, fused_adamw, policy_of(fields, host_fraction=0.5)).train(4) for _ in range(2)]
+    for at in range(4, 7):
+        for loop in loops:
+            loop.backward(at)
+        for param in loops[0].params:
+            assert loops[0].optimizer.state[param]["exp_avg"].to_local().isfinite().all()
+        for loop in loops:
+            loop.step()
+    assert same(*loops)

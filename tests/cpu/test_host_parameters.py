@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
 from fsdp_offload.device.lanes import EventMark, Lane, TurnsLane, pieces_of
-from tests import host_worker_gate
 from tests.cpu.test_host_fraction import fused_adamw
-from tests.overlapping import Loop, policy_of
 from tests.parity import SMALL, Run, Zoo, attach, local, make_pair
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
@@ -203,29 +201,3 @@ def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
         options |= {"fused": True} if cls is not optim.RMSprop else {}
     pair = make_pair(Zoo, lambda params: cls(params, lr=0.02, **options), dtype=dtype, policy=ALL_OF_IT)
     pair.train(3)
-
-
-# What a step starts from ---------------------------------------------------------------------------------------------
-
-
-def test_betas_in_a_tuple_that_somebody_writes(mesh: DeviceMesh) -> None:
-    """The step counts with what they were when it was called, also where the host has not begun yet."""
-
-    def make(params: Any) -> Optimizer:
-        return optim.AdamW(params, betas=(torch.tensor(0.9), torch.tensor(0.999)), foreach=False, capturable=False)
-
-    results = []
-    for gated in (False, True):
-        loop = Loop(mesh, make, policy_of({"overlap": "forward"}, host_fraction=1.0))
-        for at in range(5):
-            loop.backward(at)
-            # The first step waits for the state that it makes, the second is measured alone.
-            with host_worker_gate.closed() if gated and at > 1 else nullcontext():
-                loop.step()
-                if not gated:
-                    loop.optimizer.synchronize()  # type: ignore[attr-defined]
-                for beta in loop.optimizer.param_groups[0]["betas"]:
-                    beta.mul_(0.9)
-        loop.optimizer.synchronize()  # type: ignore[attr-defined]
-        results.append([local(param.detach()).clone() for param in loop.params])
-    assert all(map(torch.equal, *results))

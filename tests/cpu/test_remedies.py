@@ -4,7 +4,6 @@ A message with a line to write is obeyed to the letter: the line is executed, wi
 """
 
 import copy
-import dataclasses
 import importlib
 import inspect
 import re
@@ -553,16 +552,12 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "a step of a number": (r"AdamW\.step\(\) takes a closure or nothing, got 3", lambda s: s.optimizer.step(3)),
     "no largest norm": ("max_norm must be a number, got None", lambda s: clip(s.optimizer, None)),
     "a norm below zero": (r"0 or more, got -1\. To clip nothing, leave", lambda s: clip(s.optimizer, -1)),
-    "no norm": (r"0 or more, got nan", lambda s: clip(s.optimizer, float("nan"))),
     "no prefix": (r"must be text, got NoneType\. Write metrics_of\(", lambda s: metrics_of(s.optimizer, None)),  # type: ignore[arg-type]
-    "no prefixes": (r"needs \{\} for the number, got None", lambda s: metrics_of_each([s.optimizer], None)),  # type: ignore[arg-type]
     "one prefix": (r"\{\} .*got 'o/'\. Write metrics_of_each\(", lambda s: metrics_of_each([s.optimizer] * 2, "o/")),
-    "a named number": (r"needs \{\} .*got '\{n\}'", lambda s: metrics_of_each([s.optimizer] * 2, "{n}")),
     "a backend": (
-        r"ProcessGroup, got str\. Write process_group=torch\.distributed\.new_group\(backend='gloo'\)",
-        lambda _: ours.save({"seen": 5}, checkpoint_id="nowhere", process_group="gloo"),  # type: ignore[arg-type]
-    ),
-    "a backend to load": ("got str", lambda _: ours.load({"seen": 5}, checkpoint_id="nowhere", process_group="gloo")),  # type: ignore[arg-type]
+        r"got str\. Write process_group=",
+        lambda _: ours.save({"a": 1}, checkpoint_id="a", process_group="x"),
+    ),  # type: ignore[arg-type]
     "no path to seal": ("expected the folder", lambda _: checkpoint_tools.seal(None)),  # type: ignore[arg-type]
     "no path to rules": ("None is no TOML", lambda _: checkpoint_tools.load_rules(None)),  # type: ignore[arg-type]
     "no state dict": ("gives, got NoneType", lambda s: s.optimizer.load_state_dict(None)),
@@ -724,29 +719,15 @@ def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(
     script.train()
 
 
-# Names that are like others -------------------------------------------------------------------------------------------
-
-
 MEANT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a field": (r"Did you mean device_bytes\? Write OffloadPolicy\(", lambda _: OffloadPolicy(device_byte=1)),  # type: ignore[call-arg]
-    "a field of a copy": ("Did you mean serial", lambda _: dataclasses.replace(OffloadPolicy(), serail=True)),  # type: ignore[call-arg]
-    "a field in a dict": ("Did you mean device_bytes", lambda s: s.attach(device_byte=1)),
     "a field by place": (r"too many .* Write OffloadPolicy\(", lambda _: OffloadPolicy("forward")),  # type: ignore[misc]
-    "a field for the optimizer": (
-        r"Write offload_optimizer\(optimizer, model=model, policy=OffloadPolicy\(device_bytes=1\)\)",
-        lambda s: offload_optimizer(s.optimizer, model=s.model, device_byte=1),
-    ),
+    "a keyword": (r"OffloadPolicy\(device_bytes=1\)\)", lambda s: offload_optimizer(s.optimizer, device_byte=1)),
     "the policy": (r"model=model, policy=\{\}\)", lambda s: offload_optimizer(s.optimizer, offload_policy={})),
     "exist_ok": (r"model=model, exist_ok=True\)", lambda s: offload_optimizer(s.optimizer, exists_ok=True)),
     "masters": (r"add_masters\(optimizer, kind\) adds", lambda s: offload_optimizer(s.optimizer, masters="fp32")),
-    "masters in a policy": (r"add_masters\(optimizer, kind\) adds", lambda s: s.attach(masters="fp32")),
-    "a kind": (r"Write add_masters\(optimizer, kind\)", lambda s: fsdp_offload.add_masters(s.optimizer, dtype=1)),
-    "a norm": (
-        r"norm_type\? Write clip_grad_norm_\(",
-        lambda s: fsdp_offload.clip_grad_norm_(s.optimizer, 1, norm_typ=2),
-    ),
+    "a norm": (r"norm_type\? Write clip_grad", lambda s: fsdp_offload.clip_grad_norm_(s.optimizer, 1, norm_typ=2)),
     "sleep": (r"gradients\? Write offload_model\(", lambda s: fsdp_offload.offload_model(s.model, gradient="drop")),
-    "waking": ("Did you mean free_host_memory", lambda s: fsdp_offload.reload_model(s.model, free_host=True)),
     "state": ("Did you mean free_host_memory", lambda s: fsdp_offload.reload_states(s.optimizer, free_host=True)),
     "initialize": ("Did you mean initialize", lambda s: fsdp_offload.materialize_on_host(s.model, initial=len)),
     "full state": ("torch's function gathers full ones", lambda _: ours.get_optimizer_state_dict(full_state_dict=True)),  # type: ignore[call-arg]
@@ -754,29 +735,15 @@ MEANT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a stager's class": (r"async_stager=ArenaStager\(optimizer\)", lambda _: ours.ArenaStager.stage({"a": 1})),  # type: ignore[arg-type, call-arg]
     "ranks": (r"Did you mean ranks\? Write plan\(", lambda _: plan("Qwen3-14B", tokens_per_step=4096, rank=8)),
     "values": (r"values=\{'tp_size': 2\}\)", lambda _: checkpoint_tools.split_state_dict({}, {}, (), tp_size=2)),  # type: ignore[call-arg]
-    "a trainer's policy": ("Did you mean offload_policy", lambda s: trainer(s.model, policy={})),
-    "a field of a trainer": (
-        "Did you mean device_bytes",
-        lambda s: trainer(s.model, offload_policy={"device_byte": 1}),
-    ),
+    "a trainer's": ("Did you mean offload_policy", lambda _: integration("transformers").OffloadTrainer(policy={})),
     "a callback's field": (r"Write OffloadCallback\(\{", lambda _: integration("lightning").OffloadCallback(overlap=1)),
-    "Fabric's policy": (r"policy\? Write optimizer = setup_optimizers\(", lambda s: set_up(s.model, polcy={})),
-    "Fabric's policy by place": (r"AdamW, dict\. Write optimizer = ", lambda s: set_up(s.model, s.optimizer, {})),
-    "accelerate's policy": (
-        "takes the policy by its name. Write model, optimizer = prepare",
-        lambda s: integration("accelerate").prepare(SimpleNamespace(prepare=len), s.optimizer, offload_policy={}),
-    ),
+    "Fabric's": (r"policy\? Write optimizer", lambda s: integration("lightning").setup_optimizers(s.model, polcy={})),
+    "accelerate's": ("by its name. Write model, opt", lambda _: integration("accelerate").prepare(ACCEL, polcy={})),
     "torchtitan's field": (r"Write offloaded\(config", lambda _: integration("torchtitan").offloaded(None, overlap=1)),
 }
 """What a message asks or says to write for a name that is like another one, or in another's place."""
 
-
-def trainer(model: Any, **options: Any) -> object:
-    return integration("transformers").OffloadTrainer(model, **options)
-
-
-def set_up(*given: Any, **options: Any) -> object:
-    return integration("lightning").setup_optimizers(SimpleNamespace(setup_optimizers=len), *given, **options)
+ACCEL = SimpleNamespace(prepare=len)
 
 
 @pytest.mark.parametrize("name", MEANT)
@@ -789,43 +756,22 @@ def test_a_name_that_is_like_another_gets_that(name: str) -> None:
     script.attach().train()
 
 
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
-def test_an_entry_of_the_state_that_is_no_dict_is_refused_where_it_is_written() -> None:
-    for overlap, steps in (("step", 0), ("iteration", 3)):
-        script = Script(attach=True) if overlap == "step" else Script().attach(overlap=overlap)
-        script.train(steps)
-        weights, param = script.weights(), next(script.model.parameters())
-        for wrong in ([1], "x", torch.ones(3)):
-            with pytest.raises(
-                TypeError, match=r"is a dict of the parameter's state, got \w+\. Write optimizer\.state\["
-            ):
-                script.optimizer.state[param] = wrong
-        script.optimizer.state["epochs"] = [1]  # of the user's own
-        script.train()
-        assert not all(map(torch.equal, weights, script.weights()))
-
-
 @pytest.mark.parametrize("overlap", ["step", "iteration"])
 @pytest.mark.parametrize("wrong", ["x", 3, torch.ones(3)], ids=repr)
-def test_a_counter_that_is_none_is_refused_before_any_update(wrong: object, overlap: str) -> None:
-    """Of the parameter whose bucket is updated last: the class would have updated others before it fails."""
-    script = Script(torch.optim.NAdam, attach=False).attach(overlap=overlap, bucket_bytes=1024)
+def test_state_that_is_none_is_refused_before_any_update(wrong: object, overlap: str) -> None:
+    """A counter of the parameter whose bucket is updated last: the class would have updated others before it fails."""
+    script = Script(torch.optim.NAdam).attach(overlap=overlap, bucket_bytes=1024)
     script.train(3)
-    params = list(script.model.parameters())
-    for param in (params[0], params[-1]):
-        counters = script.optimizer.state[param]
-        kept, weights = counters["step"], script.weights()
-        counters["step"] = wrong
-        with pytest.raises(
-            ValueError, match=r"\['step'\] must be a tensor of one element, got .*Nothing has been changed"
-        ):
+    for param in script.model.parameters():
+        counters, weights = script.optimizer.state[param], script.weights()
+        with pytest.raises(TypeError, match=r"a dict of .*, got \w+\. Write optimizer\.state\[param\]\['exp_avg'\] = "):
+            script.optimizer.state[param] = wrong
+        kept, counters["step"] = counters["step"], wrong
+        with pytest.raises(ValueError, match=r"\['step'\] must be a tensor of one .*Nothing has been changed"):
             script.train(1)
         assert all(map(torch.equal, weights, script.weights()))
         counters["step"] = kept
         script.optimizer.zero_grad()
-        script.train(1)
 
 
 def test_what_was_made_to_load_into_is_not_saved_by_torchs_function_either(tmp_path: Path) -> None:
@@ -833,39 +779,20 @@ def test_what_was_made_to_load_into_is_not_saved_by_torchs_function_either(tmp_p
         made = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
         with pytest.raises(CheckpointException, match="nothing has been written: for_load=True made this state dict"):
             dcp.save({"o": made}, checkpoint_id=tmp_path, planner=ours.SavePlanner())
-    script.attach().train()
-    state = {"o": ours.get_optimizer_state_dict(script.model, script.optimizer)}
-    dcp.save(state, checkpoint_id=tmp_path, planner=ours.SavePlanner())
-
-
-def test_a_sparse_gradient_gets_the_option_without_which_it_is_dense() -> None:
-    model = torch.nn.Embedding(5, 3, sparse=True)
-    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters()), model=model)
-    model(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"only dense ones move: nn\.Embedding\(\.\.\., sparse=False\)"):
-        optimizer.step()
 
 
 def test_groups_without_their_hyperparameters_are_told_in_order_and_in_short() -> None:
     script = Script(attach=True)
-    script.train()
     script.optimizer.param_groups = [{"params": list(script.model.parameters())}]
-    with pytest.raises(
-        ValueError, match=r"without 'amsgrad', .* without 'decoupled_weight_decay' and \d+ more: KeyError"
-    ):
-        script.optimizer.step()
+    with pytest.raises(ValueError, match=r"without 'amsgrad', .*without 'decoupled_weight_decay' and \d+ more: KeyE"):
+        script.train()
 
 
 def test_an_optimizer_in_the_place_of_parameters_gets_accelerates_own_line() -> None:
-    clip_with, script = integration("accelerate").clip_with, Script(attach=True)
-    accelerator = SimpleNamespace(clip_grad_norm_=len, unscale_gradients=lambda: None)
-    clip_with(accelerator, script.optimizer)
-    with pytest.raises(TypeError, match=r"got OffloadedAdamW\. Write accelerator") as error:
+    accelerator, script = SimpleNamespace(clip_grad_norm_=len), Script(attach=True)
+    integration("accelerate").clip_with(accelerator, script.optimizer)
+    with pytest.raises(TypeError, match=r"got OffloadedAdamW\. Write accelerator\.clip_grad_norm_\(model\.parameters"):
         accelerator.clip_grad_norm_(script.optimizer, 1.0)
-    script.backward()
-    line = str(error.value).partition("Write ")[2].rstrip(".")
-    exec(line, {**vars(script), "accelerator": accelerator, "max_norm": 1.0})
-    script.optimizer.step()
 
 
 def state_dicts(function: Callable[..., object], *more: object) -> Callable[[Script, dict[str, Any]], object]:

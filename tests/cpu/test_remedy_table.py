@@ -327,9 +327,8 @@ def parameters_without_shards(_: Path) -> Any:
 class Whole(Optimizer):
     """Computes with the sum of all gradients."""
 
-    def __init__(self, params: Any, *, views: bool = False) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
-        self.views = [param._local_tensor.detach() for param in self.param_groups[0]["params"]] if views else []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -339,11 +338,21 @@ class Whole(Optimizer):
             param.sub_(self.state[param]["seen"], alpha=0.01)
 
 
-@remedy("which OffloadPolicy(parameters=True) moves to the host. Use parameters=False")
-def kept_over_parameters(_: Path) -> Any:
-    script = Script(Whole, views=True)
+@remedy("moves as a whole, and OffloadPolicy(parameters=True) moves parameters in pieces. Use parameters=False")
+def whole_with_parameters(_: Path) -> Any:
+    script = Script(Whole)
     yield lambda: script.attach(parameters=True)
     return script.attach(parameters=False)
+
+
+@remedy("Materialize the model on its device: this optimizer moves as a whole")
+def whole_with_parameters_on_the_host(_: Path) -> Any:
+    with torch.device("meta"):
+        script = Script()
+    fsdp_offload.materialize_on_host(script.model)
+    script.optimizer = Whole(script.model.parameters())
+    yield script.attach
+    return Script(Whole).attach()
 
 
 @remedy("Leave it None")

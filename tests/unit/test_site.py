@@ -37,7 +37,7 @@ def test_nothing_comes_from_another_server(site: Path) -> None:
 
 def test_the_front_page_is_the_readme(site: Path) -> None:
     front = (site / "index.html").read_text(encoding="utf-8")
-    assert 'src="figures/offload.svg"' in front
+    assert 'src="figures/front.svg"' in front
     assert 'href="policy.html"' in front
     assert 'href="source/CONTRIBUTING.md.txt"' in front
     assert (site / "source/CONTRIBUTING.md.txt").read_bytes() == (ROOT / "CONTRIBUTING.md").read_bytes()
