@@ -297,20 +297,23 @@ def _convert(
     key_prefix: Annotated[str | None, _option("--key-prefix")] = None,
     dtype: Annotated[str | None, _option("--dtype")] = None,
     names: Annotated[Path | None, _option("--names")] = None,
-    shard_size: Annotated[str, _option("--shard-size")] = "5GB",
+    shard_size: Annotated[str | None, _option("--shard-size")] = None,
     excluded: LeftOut = None,
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
-    shard_bytes = parse_bytes(shard_size)
+    shard_bytes = parse_bytes(shard_size or "5GB")
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
-    takes_all = dtype is None and key_prefix is None and names is None and not dry_run and to != "safetensors"
+    flags = "--dtype", "--key-prefix", "--names", "--shard-size"
+    asked = zip(flags, (dtype, key_prefix, names, shard_size), strict=True)
+    given = [name for name, value in asked if value is not None] + ["--dry-run"] * dry_run
+    given += ["--to safetensors"] * (to == "safetensors")
     for is_wrong, text in (
         (dtype and dtype not in convert.DTYPES, f"--dtype is {', '.join(convert.DTYPES)}, not {dtype}"),
         (
-            of_torch and not takes_all,
-            "between torch.save and DCP all is taken: leave out other options, and convert the result once more",
+            of_torch and given,
+            f"between torch.save and DCP all is taken: leave out {', '.join(given)}, and convert the result once more",
         ),
         (to is None and destination.endswith((".pt", ".pth")), f"{destination} is a file's name: give --to torch"),
         (of_torch and "://" in source + destination, "files of torch.save are read and written on this machine alone"),

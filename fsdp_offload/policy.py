@@ -1,10 +1,12 @@
 """The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     Bytes = int
@@ -18,6 +20,44 @@ OverlapKind = Literal["step", "forward", "iteration"]
 """Part of an iteration that hides transfers and updates."""
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
+    """Let the error of arguments that a function or class has not say the line to write; ``others`` by argument."""
+
+    def told(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = told(function.__init__)  # type: ignore[misc]
+            return function
+        signature = inspect.signature(function)
+        known = signature.parameters
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = [name for name in kwargs if name not in known]
+                advice = [f" {others[name]}" if name in others else nearest_to(name, known) for name in unknown]
+                name = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{name}: {error}.{''.join(advice)} Write {line}.") from None
+            return function(*args, **kwargs)
+
+        return call
+
+    return told
+
+
+def nearest_to(name: object, known: Iterable[str]) -> str:
+    """Return the question whether the most similar of the ``known`` names was meant; empty if none is similar."""
+    if name == "masters":
+        return " add_masters(optimizer, kind) adds masters, before offload_optimizer()."
+    nearest = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
+
+
+@tells("OffloadPolicy(overlap='forward', device_bytes='8GB')")
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
     """Say what is offloaded, how much of it may be on the device, and what hides its transfers.
@@ -140,8 +180,7 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     """Make a policy from a dict of its fields; ``None`` is the default, and a policy is returned as it is.
 
     Raises:
-        ValueError: There is no field of that name, or a field does not take that value.
-        TypeError: A field does not take that value, or ``values`` is something else.
+        ValueError, TypeError: There is no field of that name, a field does not take that value, or it is no policy.
     """
     if isinstance(values, OffloadPolicy):
         return values
@@ -152,9 +191,7 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     asked, known = dict(values or {}), [field.name for field in fields(OffloadPolicy)]
     for name in asked:
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1)
-            meant = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"OffloadPolicy has no {name}.{meant} It has {', '.join(known)}.")
+            raise ValueError(f"OffloadPolicy has no {name}.{nearest_to(name, known)} It has {', '.join(known)}.")
     return OffloadPolicy(**asked)
 
 

@@ -25,7 +25,7 @@ from fsdp_offload.checkpoint.names import GROUP_META, by_fqn, is_fsdp_dtensor
 from fsdp_offload.checkpoint.state_dict import is_flat_state
 from fsdp_offload.fsdp.dtensor import is_dtensor, local_shard, over_part
 from fsdp_offload.optimizers.masters import MASTER
-from fsdp_offload.policy import check_is
+from fsdp_offload.policy import check_is, tells
 
 from ..core.regions import Comb, part_chunks, span_of
 from ..core.text import CheckpointError
@@ -54,6 +54,7 @@ _origins: Any = WeakIdKeyDictionary()
 """Parts made here, while they live. Merging gives back what they were made of."""
 
 
+@tells("split_state_dict(model_state, optim_state, rules, values={'tp_size': 2})")
 def split_state_dict(
     model_state: Mapping[str, Any],
     optim_state: Mapping[str, Any] | None,

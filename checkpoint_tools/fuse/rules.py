@@ -337,8 +337,8 @@ def tables_in(path: str | Path) -> Any:
     is_json = str(path).endswith(".json")
     try:
         return (json.loads if is_json else tomllib.loads)(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no {'JSON' if is_json else 'TOML'}: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path!s:.200} is no {'JSON' if is_json else 'TOML'}: {error}") from None
 
 
 def preset_names() -> tuple[str, ...]:
@@ -381,7 +381,7 @@ def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
     try:
         return tuple(Rule(**table) for table in frozen)
     except (TypeError, ValueError) as error:  # TypeError: a field is missing, or unknown
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{where}: {str(error).replace('Rule.__init__()', 'a rule is')}") from None
 
 
 def _frozen(value: Any) -> Any:

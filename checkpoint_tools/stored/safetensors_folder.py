@@ -128,7 +128,7 @@ _NOTE_ON_PARTS = (
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
     """Tell whether there are safetensors, and no DCP checkpoint."""
-    if is_file_of(os.fspath(path), SUFFIX):
+    if isinstance(path, str | os.PathLike) and is_file_of(os.fspath(path), SUFFIX):  # type: ignore[redundant-expr]
         return True
     return any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files_without_metadata(path))
 

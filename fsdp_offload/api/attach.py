@@ -23,7 +23,7 @@ from ..optimizers import capabilities_for
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..optimizers.masters import MasterKind, WithMasters, class_with_masters, has_master, widen_state
 from ..optimizers.transformer_engine import keep_unread_masters
-from ..policy import OffloadPolicy, as_policy, check_choices, check_is, listed
+from ..policy import OffloadPolicy, as_policy, check_choices, check_is, listed, tells
 from ..state.layout import is_trained, params_of
 from ..state.store import OffloadedState
 from . import checks
@@ -280,6 +280,7 @@ def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPo
 # Masters --------------------------------------------------------------------------------------------------------------
 
 
+@tells("add_masters(optimizer, kind)")
 def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optimizer:
     """Update fp32 masters of bf16 and fp16 parameters from now on, and round the parameters from them.
 
@@ -316,7 +317,7 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
         warnings.warn(
             "add_masters has no effect: no parameter is bf16 or fp16, and fp32 parameters are their own masters. Leave "
             "it out, or call model.to(torch.bfloat16) before the optimizer is built.",
-            stacklevel=2,
+            stacklevel=3,
         )
     plain: Any = type(target)
     target.__class__ = class_with_masters(plain, kind)
@@ -329,11 +330,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
 
 def _check_masters(optimizer: Optimizer, kind: MasterKind) -> None:
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"add_masters: expected a torch.optim.Optimizer, got {name}. Megatron's have masters already; "
-            "for others write add_masters(optimizer)."
-        )
+    says = "add_masters: expected a torch.optim.Optimizer"
+    check_is(optimizer, Optimizer, says, "add_masters(optimizer); Megatron's have masters already")
     if isinstance(optimizer, WithMasters):
         had = f"this {name} has masters already, of kind {optimizer.master_kind!r}"
         raise RuntimeError(f"add_masters: {had}. Ask for that kind, or build another optimizer.")

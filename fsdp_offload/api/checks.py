@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..model.sleep import is_asleep
 from ..optimizers import Capabilities
 from ..optimizers.capabilities import row_of
 from ..optimizers.masters import WithMasters
-from ..policy import OffloadPolicy, listed
+from ..policy import OffloadPolicy, listed, nearest_to
 from ..state.layout import leaves_of, params_of
 from .wrapped import Attachment, attached, attachment_of, offloaded
 
@@ -51,13 +52,19 @@ def refuse(sentences: Iterable[str]) -> None:
 
 def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
     """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
-    fields = ", ".join(f"{name}={value!r}" for name, value in by_name.items() if name in vars(OffloadPolicy))
-    if by_place or by_name:
-        raise TypeError(
-            "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
-            f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}. Write offload_optimizer(optimizer, "
-            f"model=model{fields and f', policy=OffloadPolicy({fields})'})."
-        )
+    if not (by_place or by_name):
+        return
+    known = ["model", "policy", "exist_ok", *vars(OffloadPolicy())]
+    right = {(get_close_matches(name, known, n=1) or [name])[0]: value for name, value in by_name.items()}
+    given = {name: f"{name}={value!r}" for name, value in right.items()}
+    fields = ", ".join(given[name] for name in known[3:] if name in given)
+    more = [given[name] for name in known[1:3] if name in given] + [f"policy=OffloadPolicy({fields})"] * bool(fields)
+    hints = "".join(nearest_to(name, ()) for name in by_name)
+    raise TypeError(
+        "offload_optimizer takes an optimizer, and by name model, policy, exist_ok and trust_separable; got also "
+        f"{listed([*by_name, *(type(one).__name__ for one in by_place)])}.{hints} Write offload_optimizer("
+        f"{', '.join(['optimizer', 'model=model', *more])})."
+    )
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------

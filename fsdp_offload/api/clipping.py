@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from ..fsdp.fully_shard import parameters_of
 from ..fsdp.gradients import bare
-from ..policy import check_choices, check_is
+from ..policy import check_choices, check_is, tells
 from ..state.layout import params_of
 from .wrapped import attachment_of, optimizers_in
 
 
+@tells("clip_grad_norm_(optimizer, max_norm)")
 def clip_grad_norm_(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float,
@@ -61,6 +62,8 @@ def clip_grad_norm_(
     inner = optimizers_in(optimizer, "clip_grad_norm_")
     line = "clip_grad_norm_(optimizer, max_norm)"
     check_is(max_norm, Real | Tensor | str, "clip_grad_norm_: max_norm must be a number", line)  # torch takes text, too
+    if isinstance(max_norm, Real) and not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}. To clip nothing, leave it out.")
     check_choices("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
     return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
 

@@ -21,7 +21,7 @@ from ..engine.engine import Engine, find_offloaded, inside
 from ..engine.hooks import ModelHooks
 from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
-from ..policy import check_is
+from ..policy import check_is, tells
 from ..state.layout import params_of
 from ..state.store import OffloadedState
 
@@ -216,6 +216,7 @@ def release_states(optimizer: Any) -> None:
         inner.release_states()
 
 
+@tells("reload_states(optimizer)")
 def reload_states(optimizer: Any, *, free_host_memory: bool = False) -> None:
     """Call ``reload_states()`` of every offloaded optimizer in ``optimizer``; masters need room on the device."""
     for inner in _offloaded_in(optimizer, "reload_states"):

@@ -33,7 +33,7 @@ from ..device.arena import Region, aligned
 from ..engine.engine import Engine, engine_of
 from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
-from ..policy import check_is
+from ..policy import check_is, tells
 from ..state.layout import dense_stride, describe_value, leaves_of
 from ..state.shard import ShardHome
 from .plain import refuse_templates
@@ -85,6 +85,7 @@ class ArenaStager(AsyncStager):
         self._buffer: Region | None = None
         self._loan: Loan | None = None
 
+    @tells("async_stager=ArenaStager(optimizer)")  # of the class itself
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Stage ``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
 

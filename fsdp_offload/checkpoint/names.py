@@ -19,12 +19,10 @@ are, with whatever wraps the model in front:
 =============================================  ========================================================================
 """
 
-import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,7 +32,6 @@ from ..policy import check_is
 from .chunks import is_whole
 
 StateDict = dict[str, Any]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 GROUP_META = "param_to_group_meta"  # Megatron's name for what param groups say, by parameter
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
@@ -195,26 +192,6 @@ def _check_numbers(line: str, **given: tuple[Any, int]) -> None:
             raise TypeError(f"{line}: {name} must be a whole number, got {value!r}. Write int({name}) if it is text.")
         if value < least:
             raise ValueError(f"{line}: {name} must be {least} or more, got {value!r}.")
-
-
-def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
-    """Let the error of arguments that a function has not say the line to write; ``others`` by the argument."""
-
-    def told(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                advice = [text for name, text in others.items() if name in kwargs]
-                raise TypeError(" ".join([f"{function.__name__}: {error}.", *advice, f"Write {line}."])) from None
-            return function(*args, **kwargs)
-
-        return cast(_Function, call)
-
-    return told
 
 
 def check_model(model: object, line: str) -> None:

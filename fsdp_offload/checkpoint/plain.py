@@ -99,12 +99,9 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
 
 def is_template(value: object) -> bool:
     """Return whether ``for_load`` allocated the memory of ``value``, and nothing has been loaded into it."""
-
-    def has_state_at(optimizer: Optimizer, at: int) -> bool:
-        return any(address_of(one) == at for state in optimizer.state.values() for one in state.values())
-
     return any(
-        states.is_untouched(value) and not has_state_at(optimizer, address_of(value))
+        states.is_untouched(value)
+        and address_of(value) not in {address_of(one) for state in optimizer.state.values() for one in state.values()}
         for optimizer, states in _offered.items()
     )
 

@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import re
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,10 +40,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from ..api.wrapped import offloaded
 from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
-from ..policy import check_choices, check_is, listed
+from ..policy import check_choices, check_is, listed, tells
 from ..state.layout import leaves_of
 from .chunks import ReadPart, chunks_of, overlapping, why_misread
-from .names import by_bare_name, parameter_of, tells, without_wrappers
+from .names import by_bare_name, parameter_of, without_wrappers
 from .plain import refuse_templates
 from .shard_tensor import in_one_dimension
 
@@ -99,6 +100,7 @@ class Problem(Enum):
 Found = tuple[Problem, str, str]  # with a key, and details
 
 
+@tells("LoadPlanner(allow_missing=['model.head.*'])")
 class LoadPlanner(default_planner.DefaultLoadPlanner):
     """A DCP load planner that refuses what would be silently wrong.
 
@@ -368,7 +370,7 @@ def load(
             says of each rank what was wrong, and if something may have changed.
     """
     check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
-    _check_where("load", storage_reader, StorageReader, checkpoint_id)
+    _check_where("load", storage_reader, StorageReader, checkpoint_id, process_group)
     check_choices("load", no_dist=no_dist)
     planner = planner or LoadPlanner()
     says = "load: planner must be a LoadPlanner (dcp.load takes any other)"
@@ -404,7 +406,10 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
     keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
     consolidates = False  # that writer, which then writes zeros for tensors without dimensions
-    waits_for_stores = False  # nobody has staged the state dict, as for an asynchronous save, which plans in a thread
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._made_by = threading.get_ident()  # an asynchronous save plans in another thread, what has been staged
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """As DCP's, if it is a save."""
@@ -436,7 +441,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "nothing has been written: consolidated by HuggingFaceStorageWriter, tensors without dimensions are 0: "
                 f"{listed(scalars)}. Leave out enable_consolidation, or save with FileSystemWriter"
             )
-        if self.waits_for_stores:
+        if self._made_by == threading.get_ident():
             for engine in refuse_templates(self.state_dict, offloaded):
                 engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
         plan = super().create_local_plan()
@@ -517,10 +522,9 @@ def save(
         OSError, ...: as :func:`load`; the cause is the first error of a rank.
     """
     check_is(state_dict, Mapping, "save: expected a dict", "save(state_dict, checkpoint_id=path)")
-    _check_where("save", storage_writer, StorageWriter, checkpoint_id)
+    _check_where("save", storage_writer, StorageWriter, checkpoint_id, process_group)
     check_choices("save", no_dist=no_dist)
     planner = SavePlanner()
-    planner.waits_for_stores = True
     planner.keeps_one_chunk = isinstance(storage_writer, HuggingFaceStorageWriter)
     planner.consolidates = bool(getattr(storage_writer, "enable_consolidation", False))
     where: Any = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "process_group": process_group}
@@ -530,8 +534,10 @@ def save(
         raise _told("save", error, storage_writer, checkpoint_id) from next(iter(error.failures.values()))[0]
 
 
-def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object) -> None:
+def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object, group: object) -> None:
     line, name = f"{function}(state_dict, checkpoint_id=path)", kind.__name__
+    says = f"{function}: process_group must be a torch.distributed.ProcessGroup"  # or the number of a group of others
+    check_is(group, dist.ProcessGroup | int | None, says, "process_group=torch.distributed.new_group(backend='gloo')")
     check_is(storage, kind | None, f"{function}: storage_{name[7:].lower()} must be a {name}", line)
     if storage is None:
         check_is(checkpoint_id or None, str | os.PathLike, f"{function}: checkpoint_id must be a path", line)

@@ -25,7 +25,7 @@ from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, st
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
-from ..policy import check_choices, listed
+from ..policy import check_choices, listed, tells
 from ..state.layout import is_size, params_of, tensors_in
 from ..state.store import STALE, OffloadedState, UserState, address_of
 from .chunks import chunks_of, flat_range_of, says_its_chunks
@@ -39,7 +39,6 @@ from .names import (
     flattened,
     fqns_of,
     may_be_local,
-    tells,
 )
 from .plain import keeps_state, load_plain, seen, to_load_into
 from .planners import LEFT
@@ -51,6 +50,7 @@ _OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others c
 @tells(
     "get_optimizer_state_dict(model, optimizer)",
     options=_OPTIONS.format("cpu_offload and flatten_optimizer_state_dict"),
+    full_state_dict="torch's function gathers full ones, by options=StateDictOptions(full_state_dict=True).",
 )
 def get_optimizer_state_dict(
     model: nn.Module,

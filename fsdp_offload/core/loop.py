@@ -540,7 +540,9 @@ class Core:
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
-            if (is_state or self._is_updated(updates, item)) and (guess is not None or not item.stays):
+            if (is_state or updates.done.keys() >= set(self._of_weights[item])) and (
+                guess is not None or not item.stays
+            ):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)
@@ -564,9 +566,6 @@ class Core:
             item.known_to.clear()
         updates.done[bucket] = None
         self.cache.moved.updates += 1
-
-    def _is_updated(self, updates: Updates, weights: Item) -> bool:
-        return updates.done.keys() >= set(self._of_weights[weights])
 
     def prefetch(self) -> None:
         """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""

@@ -63,10 +63,6 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     return pieces
 
 
-def _is_flat(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous()
-
-
 class Mark:
     """A point in a lane that others wait for; of this very class, one that has been passed already."""
 
@@ -222,7 +218,7 @@ class TurnsLane(Lane):
         """In pieces, as many of them in a turn as make up a turn."""
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
-            flat = not is_traced() and all(map(_is_flat, itertools.chain.from_iterable(copies)))
+            flat = not is_traced() and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
             if self._calls is not None and flat:
                 self._copy_by_calls(self._calls, copies, piece_bytes)
                 return

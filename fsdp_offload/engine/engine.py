@@ -21,7 +21,7 @@ from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update import HostUpdates
-from ..device.lanes import DeviceLink, current_stream, device_link
+from ..device.lanes import current_stream, device_link
 from ..fsdp.allocations import History
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
@@ -34,7 +34,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, is_exchanged
+from ..state.store import StateStore, UserState, adopt, counts_as, is_exchanged
 from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
 from .step import Contents, Step
@@ -113,8 +113,8 @@ class Engine:
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
-                self._link.caches.add(self.core.cache)
-                self.core.curve.read = partial(_read_memory, self._link)
+                (link := self._link).caches.add(self.core.cache)
+                self.core.curve.read = lambda: Reading(*link.allocated(), optimizers=len(link.caches))
                 self.core.curve.history = History(device)
                 self.core.gives_way = policy.device_bytes == "auto" and policy.updates_in_backward
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
@@ -501,7 +501,7 @@ class Engine:
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, without which ``optimizer`` cannot step.
+            ValueError: a part of some parameter's state is gone, or no counter, and ``optimizer`` cannot step.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
@@ -517,6 +517,15 @@ class Engine:
                     raise ValueError(
                         f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
                         "optimizer.state[param] as a whole. Nothing has been changed."
+                    )
+            for name, example in shard.layout.scalars.items():
+                value = state.get(name)
+                if value is None or (isinstance(value, Tensor) and value.numel() == 1):
+                    continue
+                if not counts_as(example, value):
+                    raise ValueError(
+                        f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got {value!r:.60}. "
+                        f"Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing has been changed."
                     )
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
@@ -573,16 +582,13 @@ class Engine:
         elif regrouped and self._mostly_dead(states):
             self.rebuild(optimizer, states)
         made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
-        # A hook of the step, as torchtitan has, may have made the first state in other dtypes.
-        if any(self._is_made_otherwise(self.plan.shards[param], states.get(param)) for param in made):
+        # A hook of the step, as torchtitan has, may have made the first state in other dtypes, and not in its homes.
+        new = [(shard, states.get(param)) for param, shard in self.plan.shards.items() if param in made]
+        others = [one for one in new if one[0].group >= 0 and is_exchanged(*one)]
+        if any(in_dtypes_of(shard.layout, state).values != shard.layout.values for shard, state in others):
             self.rebuild(optimizer, states, as_made=made)
         for param in made:
             self.plan.shards[param].existed = True
-
-    def _is_made_otherwise(self, shard: StateShard, state: UserState) -> bool:
-        """Return whether ``state`` is not in its homes, nor in the dtypes that were planned."""
-        in_group = shard.group >= 0 and is_exchanged(shard, state)
-        return in_group and in_dtypes_of(shard.layout, state).values != shard.layout.values
 
     def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
         """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
@@ -932,22 +938,18 @@ class Engine:
         self.wait_all_home(may_write=False)
 
 
-def _read_memory(link: DeviceLink) -> Reading:
-    return Reading(*link.allocated(), optimizers=len(link.caches))
-
-
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:
     return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
     groups = optimizer.param_groups
-    return ", ".join(
+    return listed(
         f"param_groups[{number}][{name!r}] = {groups[number][name]!r}"
         if name in groups[number]
         else f"param_groups[{number}] without {name!r}"
         for number, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=()))
-        for name in dict(set(old) ^ set(new))
+        for name in sorted(dict(set(old) ^ set(new)))
         if number < len(groups)
     )
 

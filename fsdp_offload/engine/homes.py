@@ -264,7 +264,9 @@ class Plan:
         streamed = [shard for shard in shards if not shard.on_host]
         # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients and parameters pass.
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self.bucket_bytes)
-        passing_bytes = max((_passing_nbytes(bucket, cpu_shards) for bucket in cpu_buckets), default=0)
+        pieces = ([(one.stop - one.start, cpu_shards[one.shard].param) for one in each.ranges] for each in cpu_buckets)
+        passing = (sum(aligned(numel * param.element_size()) for numel, param in each) for each in pieces)
+        passing_bytes = 2 * max(passing, default=0)  # of parameters, and of their gradients, if of the same dtype
         buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self.bucket_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes
         spare_bytes = homes.end_of(homes.count_within(left_bytes))
@@ -526,12 +528,6 @@ def _spec(shard: StateShard) -> ShardSpec:
 def _largest_numel(shard: StateShard) -> int:
     """The elements of the largest shard of this state over all ranks, which have to choose the same."""
     return largest_local_numel(shard.param) if shard.layout.values else 0
-
-
-def _passing_nbytes(bucket: Packed, shards: Sequence[StateShard]) -> int:
-    """Bytes through which the parameters of a bucket pass, and their gradients, if these have the same dtype."""
-    numels = ((piece.stop - piece.start, shards[piece.shard].param) for piece in bucket.ranges)
-    return 2 * sum(aligned(numel * param.element_size()) for numel, param in numels)
 
 
 def versions_of(homes: Iterable[ShardHome]) -> list[tuple[int, ...]]:

@@ -32,7 +32,7 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
             "model.synchronize_gradients() before step()"
         )
     if local_shard(grad).layout != torch.strided:
-        return f"its gradient is {local_shard(grad).layout}; only dense gradients can be streamed"
+        return f"its gradient is {local_shard(grad).layout}, and only dense ones move: nn.Embedding(..., sparse=False)"
     if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
         has = grad.placements if isinstance(grad, DTensor) else "no placements"
         return (

@@ -22,7 +22,7 @@ from ..api.attach import is_offloaded
 from ..api.checks import names_by_place
 from ..api.clipping import clip_in_order
 from ..api.wrapped import optimizers_in
-from ..policy import OffloadPolicy
+from ..policy import OffloadPolicy, check_is, nearest_to
 from ..state.layout import params_of
 from ..state.store import address_of
 from .plain_values import model_of, offload, policy_from
@@ -41,18 +41,15 @@ def prepare(
         policy: a policy, or its fields as plain values.
         options: as for ``accelerator.prepare``, such as ``device_placement``.
     """
+    line = "model, optimizer = prepare(accelerator, model, optimizer)"
     if not hasattr(accelerator, "prepare"):
-        raise TypeError(
-            f"prepare() takes the accelerator first, got {type(accelerator).__name__}. Write "
-            "model, optimizer = prepare(accelerator, model, optimizer)."
-        )
-    if any(isinstance(each, OffloadPolicy | Mapping) for each in objects):
-        raise TypeError("prepare() takes the policy by its name: prepare(accelerator, model, optimizer, policy=...).")
+        raise TypeError(f"prepare() takes the accelerator first, got {type(accelerator).__name__}. Write {line}.")
+    is_policy = [isinstance(each, OffloadPolicy | Mapping) for each in objects]
+    if any(is_policy) or any(nearest_to(name, ["policy"]) for name in options):
+        raise TypeError(f"prepare() takes the policy by its name. Write {line[:-1]}, policy=policy).")
     if not any(isinstance(each, Optimizer) for each in objects):
-        raise TypeError(
-            "prepare() offloads the optimizers among its objects, and there is none. Write "
-            "model, optimizer = prepare(accelerator, model, optimizer); for others there is accelerator.prepare()."
-        )
+        none = "prepare() offloads the optimizers among its objects, and there is none"
+        raise TypeError(f"{none}. Write {line}; for others there is accelerator.prepare().")
     _check_together(accelerator, objects)
     policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
     prepared = accelerator.prepare(*objects, **options)
@@ -108,6 +105,8 @@ def clip_with(accelerator: Accelerator, optimizer: Optimizer) -> None:
 
     @functools.wraps(theirs)
     def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+        says = "accelerator.clip_grad_norm_ takes parameters"
+        check_is(parameters, Iterable, says, "accelerator.clip_grad_norm_(model.parameters(), max_norm)")
         parameters = list(parameters)
         offloaded = known()
         if offloaded is None or not is_offloaded(offloaded):

@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 
 from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
-from ..policy import OffloadPolicy, check_choices
+from ..policy import OffloadPolicy, check_choices, tells
 from ..state.layout import params_of
 from .plain_values import metrics_of_each, offload, policy_from
 
 
+@tells("OffloadCallback({'overlap': 'forward'})")
 class OffloadCallback(Callback):
     """Offloads the optimizers of each ``fit``: when they are built, and before a checkpoint is loaded.
 
@@ -52,16 +53,17 @@ class OffloadCallback(Callback):
             self.log_dict(metrics_of_each(trainer.optimizers, "offload-{}/"))
 
 
+@tells("optimizer = setup_optimizers(fabric, model, optimizer, policy=...)")
 def setup_optimizers(
     fabric: Fabric, model: nn.Module, *optimizers: Optimizer, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> Any:
     """Call ``fabric.setup_optimizers(*optimizers)``, and offload; ``model`` is what ``fabric.setup`` has returned."""
-    is_swapped = any(isinstance(one, nn.Module) for one in optimizers)
-    if is_swapped or not optimizers or not hasattr(fabric, "setup_optimizers"):
+    others: Any = nn.Module | OffloadPolicy | Mapping | list | tuple
+    if any(isinstance(one, others) for one in optimizers) or not optimizers or not hasattr(fabric, "setup_optimizers"):
         raise TypeError(
             "setup_optimizers() takes the Fabric, the model and its optimizers, got "
             f"{', '.join(type(one).__name__ for one in (fabric, model, *optimizers))}. Write "
-            "optimizer = setup_optimizers(fabric, model, optimizer)."
+            "optimizer = setup_optimizers(fabric, model, optimizer); a policy comes by its name."
         )
     module = getattr(model, "module", model)
     for optimizer in optimizers:

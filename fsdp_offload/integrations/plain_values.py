@@ -25,8 +25,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
     as it is.
 
     Raises:
-        ValueError: there is no field of that name, in ``values`` or in the environment.
-        TypeError, ValueError: a field does not take that value.
+        TypeError, ValueError: there is no field of that name, here or in the environment, or it has another value.
     """
     if not isinstance(values, Mapping | None):
         return as_policy(values)
@@ -75,6 +74,7 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
     """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; nothing if not offloaded. Waits for it."""
     if not all(attachment_of(one) is not None for one in optimizers_in(optimizer, "metrics_of")):
         return {}
+    check_is(prefix, str, "metrics_of: the prefix must be text", "metrics_of(optimizer, 'offload/')")
     return {prefix + name: value for name, value in offload_report(optimizer).metrics().items()}
 
 
@@ -82,7 +82,9 @@ def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str,
     """Return those of several, with their number in the prefix ``numbered``; of one, without."""
     line = 'metrics_of_each([optimizer], "optimizer{}/")'
     check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
+    if "{}" not in str(numbered):
+        raise TypeError(f"metrics_of_each: the prefix needs {{}} for the number, got {numbered!r}. Write {line}.")
     found: dict[str, float] = {}
     for number, optimizer in enumerate(optimizers):
-        found |= metrics_of(optimizer, numbered.format(number) if len(optimizers) > 1 else "offload/")
+        found |= metrics_of(optimizer, numbered.replace("{}", str(number)) if len(optimizers) > 1 else "offload/")
     return found

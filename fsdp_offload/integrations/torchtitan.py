@@ -30,7 +30,7 @@ from ..api.attach import is_offloaded
 from ..api.clipping import clip_in_order
 from ..api.wrapped import attached
 from ..checkpoint import ArenaStager, SavePlanner
-from ..policy import OffloadPolicy, check_is
+from ..policy import OffloadPolicy, check_is, tells
 from ..state.layout import params_of
 from .plain_values import metrics_of_each, model_of, offload, policy_from
 
@@ -49,6 +49,7 @@ class OffloadedOptimizers(OptimizersContainer):
         offload_container(self, config.offload)
 
 
+@tells("offloaded(config.optimizer, {'overlap': 'forward'})")
 def offloaded(
     config: OptimizersContainer.Config, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> OffloadedOptimizers.Config:
@@ -75,12 +76,8 @@ def offload_container(
         container: built for model parts that are sharded and initialized.
         policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
     """
-    check_is(
-        container,
-        OptimizersContainer,
-        "offload_container() takes an OptimizersContainer",
-        "offload_container(trainer.optimizers)",
-    )
+    line = "offload_container(trainer.optimizers)"
+    check_is(container, OptimizersContainer, "offload_container() takes an OptimizersContainer", line)
     for optimizer in container.optimizers:
         offload(optimizer, model_of(optimizer, container.model_parts), policy)
         if optimizer not in _clipped:
@@ -126,12 +123,8 @@ def _clip(
 
 def metrics_of_container(container: OptimizersContainer) -> dict[str, float]:
     """Collect ``extra_metrics`` for ``MetricsProcessor.log``: bytes by place, times of the last step; waits for it."""
-    check_is(
-        container,
-        OptimizersContainer,
-        "metrics_of_container() takes an OptimizersContainer",
-        "metrics_of_container(trainer.optimizers)",
-    )
+    line = "metrics_of_container(trainer.optimizers)"
+    check_is(container, OptimizersContainer, "metrics_of_container() takes an OptimizersContainer", line)
     return metrics_of_each(container.optimizers, "offload/{}/")
 
 
@@ -161,12 +154,8 @@ class ArenaCheckpointManager(CheckpointManager):
 
 def save_from_arena(checkpointer: CheckpointManager) -> CheckpointManager:
     """Make ``checkpointer`` an :class:`ArenaCheckpointManager`, if it saves at all. In place; before its first save."""
-    check_is(
-        checkpointer,
-        CheckpointManager,
-        "save_from_arena() takes a CheckpointManager",
-        "save_from_arena(trainer.checkpointer)",
-    )
+    line = "save_from_arena(trainer.checkpointer)"
+    check_is(checkpointer, CheckpointManager, "save_from_arena() takes a CheckpointManager", line)
     if checkpointer.enable:
         checkpointer.stager = ArenaStager(*filter(is_offloaded, checkpointer.states[OPTIMIZER].optimizers))
         checkpointer.__class__ = ArenaCheckpointManager

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..policy import OffloadPolicy, check_choices
+from ..policy import OffloadPolicy, check_choices, nearest_to
 from .accelerate import clip_with
 from .plain_values import metrics_of, offload, policy_from
 
@@ -32,7 +32,11 @@ class OffloadTrainer(Trainer):
         self._offload_policy = None if offload_policy is None else policy_from(offload_policy)
         check_choices("OffloadTrainer", offload_metrics=offload_metrics)
         self._offload_metrics = offload_metrics
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            unknown = str(error).rpartition("unexpected keyword argument")[2].strip(" '")
+            raise TypeError(f"{error}{nearest_to(unknown, ['offload_policy', 'offload_metrics'])}") from error
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As ``Trainer``. Comes when model and optimizer are prepared, and before a checkpoint is loaded."""

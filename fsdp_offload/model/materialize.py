@@ -14,10 +14,11 @@ from torch import nn
 
 from ..fsdp.dtensor import local_shard
 from ..fsdp.fully_shard import give_memory, sharding_groups
-from ..policy import listed
+from ..policy import listed, tells
 from .sleep import check_is_module
 
 
+@tells("materialize_on_host(model)")
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
     """Give a ``fully_shard`` model on the meta device memory on the host, for ``OffloadPolicy(parameters=True)``.
 

@@ -36,7 +36,7 @@ from ..fsdp.fully_shard import (
 )
 from ..fsdp.gradients import has_no_memory
 from ..fsdp.guard import Guard
-from ..policy import check_choices, check_is, listed
+from ..policy import check_choices, check_is, listed, tells
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,7 @@ _SLEEP = "_fsdp_offload_sleep"
 _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 
 
+@tells("offload_model(model)")
 def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
     """Move the memory of ``model`` to pinned host memory; a generation engine may have the device then.
 
@@ -213,6 +214,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     return moved_bytes
 
 
+@tells("reload_model(model)")
 def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
     """Bring back what :func:`offload_model` moved, into the same tensors, bit by bit.
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..policy import check_choices
+from ..policy import check_choices, tells
 from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -18,6 +18,7 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "rmsprop": 1, "adagrad": 1, "
 """Tensors of state that have the parameter's shape and dtype."""
 
 
+@tells("plan(model, tokens_per_step=16384, ranks=8)")
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One training run."""

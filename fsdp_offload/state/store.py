@@ -2,11 +2,11 @@
 
 import bisect
 import functools
+import operator
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, Mapping, ValuesView
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..fsdp.dtensor import version_of
+from ..policy import check_is
 from .layout import forms_of, leaves_of
 from .shard import StateShard
 
@@ -152,7 +153,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """
         self._offered = {at: one._replace(refer=TensorWeakRef(value)) for at, one, value in self._there()} | {
             at: _Offered(
-                TensorWeakRef(value) if id(value) in homes else partial(_itself, value), _versions(value), after
+                TensorWeakRef(value) if id(value) in homes else functools.partial(operator.getitem, [value], 0),
+                _versions(value),
+                after,
             )
             for value in values
             if (at := address_of(value))
@@ -201,6 +204,12 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """Return whether something was handed out, in all or ``among`` these values, and nobody has written any."""
         offered = [value for *_, value in self._there()] if among is None else list(filter(self.was_offered, among))
         return bool(offered) and all(map(self.is_untouched, offered))
+
+    def __setitem__(self, key: Tensor, entry: UserState) -> None:
+        if isinstance(key, Tensor):  # users add entries by names, with anything in them
+            says = "optimizer.state[param] is a dict of the parameter's state"
+            check_is(entry, Mapping | None, says, "optimizer.state[param]['exp_avg'] = tensor")
+        super().__setitem__(key, entry)
 
     __getitem__ = _waiting(defaultdict.__getitem__)
     get = _waiting(defaultdict.get)
@@ -253,10 +262,6 @@ STALE = frozenset[Any]()
 """In the place of a step: another load has given the optimizer its state since."""
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 def address_of(value: object) -> int:
     """Return the address at which the memory of ``value`` begins; 0 if it has none."""
     leaves = leaves_of(value)
@@ -277,6 +282,11 @@ def is_exchanged(shard: StateShard, state: UserState) -> bool:
         if state.get(name, home) is not home:
             return True
     return False
+
+
+def counts_as(example: object, value: object) -> bool:
+    """Return whether ``value`` can be in the place of a counter like ``example``, as a class of torch takes it."""
+    return value.numel() == 1 if isinstance(value, Tensor) else not (value is None or isinstance(example, Tensor))
 
 
 def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:

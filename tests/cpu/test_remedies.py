@@ -551,6 +551,15 @@ RULES = checkpoint_tools.preset("hf-gate-up")
 WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "a step of a number": (r"AdamW\.step\(\) takes a closure or nothing, got 3", lambda s: s.optimizer.step(3)),
     "no largest norm": ("max_norm must be a number, got None", lambda s: clip(s.optimizer, None)),
+    "a norm below zero": (r"0 or more, got -1\. To clip nothing, leave", lambda s: clip(s.optimizer, -1)),
+    "no prefix": (r"must be text, got NoneType\. Write metrics_of\(", lambda s: metrics_of(s.optimizer, None)),  # type: ignore[arg-type]
+    "one prefix": (r"\{\} .*got 'o/'\. Write metrics_of_each\(", lambda s: metrics_of_each([s.optimizer] * 2, "o/")),
+    "a backend": (
+        r"got str\. Write process_group=",
+        lambda _: ours.save({"a": 1}, checkpoint_id="a", process_group="x"),
+    ),  # type: ignore[arg-type]
+    "no path to seal": ("expected the folder", lambda _: checkpoint_tools.seal(None)),  # type: ignore[arg-type]
+    "no path to rules": ("None is no TOML", lambda _: checkpoint_tools.load_rules(None)),  # type: ignore[arg-type]
     "no state dict": ("gives, got NoneType", lambda s: s.optimizer.load_state_dict(None)),
     "a path": ("gives, got str", lambda s: s.optimizer.load_state_dict("a.pt")),
     "no groups": (
@@ -708,6 +717,82 @@ def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(
     with pytest.raises((TypeError, ValueError), match=says):
         call(script)
     script.train()
+
+
+MEANT: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "a field": (r"Did you mean device_bytes\? Write OffloadPolicy\(", lambda _: OffloadPolicy(device_byte=1)),  # type: ignore[call-arg]
+    "a field by place": (r"too many .* Write OffloadPolicy\(", lambda _: OffloadPolicy("forward")),  # type: ignore[misc]
+    "a keyword": (r"OffloadPolicy\(device_bytes=1\)\)", lambda s: offload_optimizer(s.optimizer, device_byte=1)),
+    "the policy": (r"model=model, policy=\{\}\)", lambda s: offload_optimizer(s.optimizer, offload_policy={})),
+    "exist_ok": (r"model=model, exist_ok=True\)", lambda s: offload_optimizer(s.optimizer, exists_ok=True)),
+    "masters": (r"add_masters\(optimizer, kind\) adds", lambda s: offload_optimizer(s.optimizer, masters="fp32")),
+    "a norm": (r"norm_type\? Write clip_grad", lambda s: fsdp_offload.clip_grad_norm_(s.optimizer, 1, norm_typ=2)),
+    "sleep": (r"gradients\? Write offload_model\(", lambda s: fsdp_offload.offload_model(s.model, gradient="drop")),
+    "state": ("Did you mean free_host_memory", lambda s: fsdp_offload.reload_states(s.optimizer, free_host=True)),
+    "initialize": ("Did you mean initialize", lambda s: fsdp_offload.materialize_on_host(s.model, initial=len)),
+    "full state": ("torch's function gathers full ones", lambda _: ours.get_optimizer_state_dict(full_state_dict=True)),  # type: ignore[call-arg]
+    "what may be missing": ("Did you mean allow_missing", lambda _: ours.LoadPlanner(allow_mising=True)),  # type: ignore[call-arg]
+    "a stager's class": (r"async_stager=ArenaStager\(optimizer\)", lambda _: ours.ArenaStager.stage({"a": 1})),  # type: ignore[arg-type, call-arg]
+    "ranks": (r"Did you mean ranks\? Write plan\(", lambda _: plan("Qwen3-14B", tokens_per_step=4096, rank=8)),
+    "values": (r"values=\{'tp_size': 2\}\)", lambda _: checkpoint_tools.split_state_dict({}, {}, (), tp_size=2)),  # type: ignore[call-arg]
+    "a trainer's": ("Did you mean offload_policy", lambda _: integration("transformers").OffloadTrainer(policy={})),
+    "a callback's field": (r"Write OffloadCallback\(\{", lambda _: integration("lightning").OffloadCallback(overlap=1)),
+    "Fabric's": (r"policy\? Write optimizer", lambda s: integration("lightning").setup_optimizers(s.model, polcy={})),
+    "accelerate's": ("by its name. Write model, opt", lambda _: integration("accelerate").prepare(ACCEL, polcy={})),
+    "torchtitan's field": (r"Write offloaded\(config", lambda _: integration("torchtitan").offloaded(None, overlap=1)),
+}
+"""What a message asks or says to write for a name that is like another one, or in another's place."""
+
+ACCEL = SimpleNamespace(prepare=len)
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_name_that_is_like_another_gets_that(name: str) -> None:
+    says, call = MEANT[name]
+    script = Script()
+    with pytest.raises((TypeError, ValueError), match=says):
+        call(script)
+    assert not is_offloaded(script.optimizer)
+    script.attach().train()
+
+
+@pytest.mark.parametrize("overlap", ["step", "iteration"])
+@pytest.mark.parametrize("wrong", ["x", 3, torch.ones(3)], ids=repr)
+def test_state_that_is_none_is_refused_before_any_update(wrong: object, overlap: str) -> None:
+    """A counter of the parameter whose bucket is updated last: the class would have updated others before it fails."""
+    script = Script(torch.optim.NAdam).attach(overlap=overlap, bucket_bytes=1024)
+    script.train(3)
+    for param in script.model.parameters():
+        counters, weights = script.optimizer.state[param], script.weights()
+        with pytest.raises(TypeError, match=r"a dict of .*, got \w+\. Write optimizer\.state\[param\]\['exp_avg'\] = "):
+            script.optimizer.state[param] = wrong
+        kept, counters["step"] = counters["step"], wrong
+        with pytest.raises(ValueError, match=r"\['step'\] must be a tensor of one .*Nothing has been changed"):
+            script.train(1)
+        assert all(map(torch.equal, weights, script.weights()))
+        counters["step"] = kept
+        script.optimizer.zero_grad()
+
+
+def test_what_was_made_to_load_into_is_not_saved_by_torchs_function_either(tmp_path: Path) -> None:
+    for script in (Script(attach=True), Script()):
+        made = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+        with pytest.raises(CheckpointException, match="nothing has been written: for_load=True made this state dict"):
+            dcp.save({"o": made}, checkpoint_id=tmp_path, planner=ours.SavePlanner())
+
+
+def test_groups_without_their_hyperparameters_are_told_in_order_and_in_short() -> None:
+    script = Script(attach=True)
+    script.optimizer.param_groups = [{"params": list(script.model.parameters())}]
+    with pytest.raises(ValueError, match=r"without 'amsgrad', .*without 'decoupled_weight_decay' and \d+ more: KeyE"):
+        script.train()
+
+
+def test_an_optimizer_in_the_place_of_parameters_gets_accelerates_own_line() -> None:
+    accelerator, script = SimpleNamespace(clip_grad_norm_=len), Script(attach=True)
+    integration("accelerate").clip_with(accelerator, script.optimizer)
+    with pytest.raises(TypeError, match=r"got OffloadedAdamW\. Write accelerator\.clip_grad_norm_\(model\.parameters"):
+        accelerator.clip_grad_norm_(script.optimizer, 1.0)
 
 
 def state_dicts(function: Callable[..., object], *more: object) -> Callable[[Script, dict[str, Any]], object]:

@@ -202,7 +202,9 @@ convert @trap.pt @new                         | has more than tensors and plain 
 convert @list.pt @new                         | has a list, and no state dict
 convert @damaged.pt @new                      | is not what torch.save writes
 convert @nowhere.pt @new                      | nowhere.pt: No such file
-convert @list.pt @new --dtype bf16            | all is taken: leave out other options, and convert the result
+convert @list.pt @new --dtype bf16            | all is taken: leave out --dtype, and convert the result
+convert @list.pt @new --shard-size 1GB        | all is taken: leave out --shard-size, and convert the result
+convert @saved @new.pt --to torch --shard-size 1GB --dry-run        | leave out --shard-size, --dry-run, and convert
 convert @saved @new.pt                        | new.pt is a file's name: give --to torch
 convert @saved @new.pt --to torch --max-memory 256bytes     | do not fit into --max-memory
 convert @object @new.pt --to torch            | has more than tensors and plain values
