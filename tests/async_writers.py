@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_offload.checkpoint.async_save import Loan
+from fsdp_offload.checkpoint.arena_stager import Loan
 from tests.parity import leaves, same_value
 
 TIMEOUT_S = 60  # whoever waits longer has met a deadlock

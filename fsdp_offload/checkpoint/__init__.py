@@ -1,6 +1,6 @@
 """Sharded checkpoints of offloaded state."""
 
-from .async_save import ArenaStager
+from .arena_stager import ArenaStager
 from .chunks import Chunk, ShardChunks, chunks_of
 from .names import Experts
 from .planners import Loaded, LoadPlanner, SavePlanner, load, save

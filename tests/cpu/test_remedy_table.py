@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import fsdp_offload
 from fsdp_offload import OffloadPolicy, add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload
 from fsdp_offload import checkpoint as ours
-from fsdp_offload.checkpoint import async_save, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint.shard_tensor import ShardTensor
 from tests.remedies import Script
 
@@ -627,7 +627,7 @@ def staged_and_never_written(path: Path) -> Any:
     stager = ours.ArenaStager(script.optimizer)
     staged = [stager.stage(state)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_save, "_BEGIN_SECONDS", 0.02)
+        patch.setattr(arena_stager, "_BEGIN_SECONDS", 0.02)
         yield lambda: stager.stage(state)
     staged.clear()
     dcp.async_save(state, checkpoint_id=path, async_stager=stager).result()
