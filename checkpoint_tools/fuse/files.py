@@ -272,6 +272,11 @@ def with_told(
     for name in sorted(wanted & found.keys()):
         value, where, is_layout = found[name]
         if name not in given:
+            if name in (DENSE_RANKS, EXPERT_RANKS) and value > 1 and COMMON_FILE in where:
+                raise CheckpointError(
+                    f"{where} have {value} as {name}, but without {FORMAT_FILE} they do not say how rows are stored. "
+                    f"Give --value {name}=1 if they are [gate; up], as in torch_dist; {name}={value} if in turns"
+                )
             values[name] = value
             notes.append(f"{name} = {value}, from {where}")
         elif given[name] != value and is_layout:

@@ -53,10 +53,14 @@ def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = 
         raise CheckpointError(f"{folder.path} has files of {sorted(worlds)} ranks; keep those of one save")
     kinds, (world,) = ["model", *["optim"] * any(match[1] == "optim" for match in there.values())], worlds
     files = [[f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)] for kind in kinds]
-    if missing := [name for each in files for name in each if name not in there]:
+    copied, beside = [name.replace("model", "extra_state") for name in files[0]], {*folder.files()}
+    needed = itertools.chain(*files, copied if beside & {*copied} else ())
+    if missing := [name for name in needed if name not in beside]:
         raise CheckpointError(f"{folder.path} has no {some_of(missing, 3)}; every rank's file is needed, fetch them")
     model, *optim = ([_read(folder, rank, name) for rank, name in enumerate(each)] for each in files)
     trees, empty = [{"model": state} for state in model], Checkpoint(folder.path, folder, {}, {}, {}, (), ())
+    if not optim:
+        empty = replace(empty, notes=("there are no files of an optimizer's state",))
     with told(f"the state in {folder.path}"):
         if optim and any(optim[0]):  # SkyRL writes empty ones without an optimizer
             by_fqn = _Optimizer(folder, model, optim[0]).by_fqn(names)
@@ -257,7 +261,10 @@ def _counts(values: Any) -> Shape:
 Need = frozenset[Shape] | int | None  # of a parameter's state: the shapes, the number of elements, or none
 _MOST_WAYS = 20_000  # that are followed at the same time
 
-_HOW = "give --names FILE, a JSON list of the names that model.named_parameters() has, or such a list for each group"
+_HOW = (
+    "give --names FILE, a JSON list of the names of the optimizer's parameters in its order, which has no frozen ones "
+    "(of model.named_parameters(), as a rule), or such a list for each group"
+)
 
 
 def read_names(file: Path | None) -> list[Any] | None:
@@ -291,6 +298,7 @@ def _dealt_out(
     if ways != 1:
         why = "several ways to name them fit" if ways else "the model's names and shapes do not fit"
         numbers = f"{sum(map(len, groups))} of them in groups of {[*map(len, groups)]}"
+        why += f" ({len(flat)} names were given)" if names else ""
         raise CheckpointError(f"{where}: the optimizer has parameters by number, {numbers}, and {why}; {_HOW}")
     return found
 

@@ -111,7 +111,7 @@ def test_readme_has_no_relative_link_on_an_index_page() -> None:
     assert "[Start](" not in alone
     assert "Start · Choose a policy" not in alone
     assert "## Read on\n\nThe site with the reference" in alone
-    assert "(https://forge.example/us/fsdp_offload/raw/HEAD/docs/figures/offload.svg)" in linked
+    assert "(https://forge.example/us/fsdp_offload/raw/HEAD/docs/figures/front.svg)" in linked
     assert "[Start](https://forge.example/us/fsdp_offload/blob/HEAD/docs/start.md)" in linked
 
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
+from fsdp_offload.optimizers import capabilities_of
 from tests.distributed.launch import mesh, run_cases, spawn, this_device
 from tests.parity import attach, leaves, local
 from tests.tiers import some_cases
@@ -74,7 +75,8 @@ class Run:
         cls, drawn = load_class(self.name), random.Random(zlib.crc32(f"{self.name} {self.dtype}".encode()))
         quantizes = self.dtype == "bf16" and cls.__name__.endswith(("bit", "Fp8"))  # there its lerp fails on DTensors
         self.is_sharded = not (cls.__name__.endswith(DTENSORS) or quantizes)
-        self.policy = OffloadPolicy(bucket_bytes=2048, parameters=self.is_sharded and drawn.random() < 0.3)
+        parameters = self.is_sharded and drawn.random() < 0.3 and not capabilities_of(cls).moves_whole
+        self.policy = OffloadPolicy(bucket_bytes=2048, parameters=parameters)
         self.before, self.attach_after = drawn.choice([2, 3, 4]), drawn.choice([0, 0, 1])
         self.takes_closure = cls.__name__.endswith(CLOSURES)
         torch.manual_seed(0)

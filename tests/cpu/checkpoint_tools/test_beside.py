@@ -233,6 +233,17 @@ def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
         assert f"note: {value}, from config.json\n" in text
 
 
+def test_ranks_in_a_common_file_do_not_say_how_rows_are_stored(tmp_path: Path) -> None:
+    """It is Megatron's torch_dist, which stores them as one rank has them, if metadata.json says so."""
+    source = save(tmp_path / "source", experts_and_dense())
+    torch.save({"args": argparse.Namespace(tensor_model_parallel_size=2)}, source / "common.pt")
+    command = ("split", source, tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run")
+    tool.assert_one_line(tool.run(*command), "Give --value tp_size=1 if they are [gate; up]")
+    assert "tp_size = 1 as given" in tool.shown(*command, "--value", "tp_size=1")
+    put(source, {"metadata.json": b'{"sharded_backend": "torch_dist"}'})
+    assert "note: tp_size = 1, from torch_dist" in tool.shown(*command)
+
+
 SIZES = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
 
 

@@ -79,9 +79,7 @@ def test_a_frozen_layer_fits_twice_and_is_asked_for(tmp_path: Path) -> None:
     run_ = Run(tmp_path / "run", frozen="model.layers.0")
     (tmp_path / "names.json").write_text(json.dumps(run_.names))
     command = ("convert", run_.folder, tmp_path / "new", "--names", tmp_path / "names.json")
-    assert_one_line(
-        run(*command), "14 of them in groups of [8, 6], and several ways to name them fit; give --names FILE"
-    )
+    assert_one_line(run(*command), "14 of them in groups of [8, 6], and several ways to name them fit (")
     run_.assert_is(converted(run_.folder, tmp_path / "groups", run_.groups()))
     run_.assert_is(converted(run_.folder, tmp_path / "flat", [n for n in run_.names if "layers.0" not in n]))
 

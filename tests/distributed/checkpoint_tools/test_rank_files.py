@@ -236,6 +236,7 @@ def _save(value: Callable[[Path], Any]) -> Callable[[Path], None]:
 REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {  # kind, what is done to the folder, what is said
     "a rank is missing": ("FSDP2", lambda f: (f / MODEL.format(1)).unlink(), "has no model_world_size_2_rank_1.pt"),
     "its state is": ("FSDP2", lambda f: (f / OPTIM.format(0)).unlink(), "has no optim_world_size_2_rank_0.pt; every"),
+    "the rest is": ("FSDP2", lambda f: (f / "extra_state_world_size_2_rank_1.pt").unlink(), "rank_1.pt; every rank's"),
     "two saves": ("FSDP2", lambda f: shutil.copy(f / MODEL.format(1), f / "model_world_size_3_rank_1.pt"), "[2, 3]"),
     "one rank's file twice": ("FSDP2", _give_again, "its mesh does not have rank 1 at (0,)"),
     "one shard twice": ("FSDP1, without a mesh", _give_again, "it is of rank 0, and not of 1"),
