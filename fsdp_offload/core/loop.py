@@ -540,9 +540,8 @@ class Core:
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
-            if (is_state or updates.done.keys() >= set(self._of_weights[item])) and (
-                guess is not None or not item.stays
-            ):
+            is_complete = is_state or updates.done.keys() >= set(self._of_weights[item])
+            if is_complete and (guess is not None or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)

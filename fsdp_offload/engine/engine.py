@@ -113,7 +113,8 @@ class Engine:
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
-                (link := self._link).caches.add(self.core.cache)
+                link = self._link
+                link.caches.add(self.core.cache)
                 self.core.curve.read = lambda: Reading(*link.allocated(), optimizers=len(link.caches))
                 self.core.curve.history = History(device)
                 self.core.gives_way = policy.device_bytes == "auto" and policy.updates_in_backward
