@@ -255,6 +255,8 @@ class _Plan:
 def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     """Read Megatron's common state, and name what is left out of it: what is no plain value, or of torch_dist alone."""
     unread: list[str] = []
+    if COMMON_FILE not in checkpoint.folder.files():
+        raise CheckpointError(f"{checkpoint.path} has no {COMMON_FILE}, in which torch_dist has its options; fetch it")
     with told(f"{checkpoint.path}/{COMMON_FILE}"):
         reading = Reading(checkpoint.folder, COMMON_FILE, allowed("common"))
         if isinstance(args := reading.pickled.get("args"), PickledObject) and args.name == "Namespace":

@@ -261,7 +261,7 @@ def test_a_damaged_common_file_and_other_folders_are_refused(source: Source, tmp
     (folder / "common.pt").write_bytes(content)
     assert_one_line(run(*command), "common.pt cannot be understood", "another CRC-32")
     (folder / "common.pt").unlink()
-    assert_one_line(run(*command), "common.pt")
+    assert_one_line(run(*command), "has no common.pt, in which torch_dist has its options; fetch it")
     (folder / "metadata.json").unlink()
     assert_one_line(run(*command), "is no torch_dist of Megatron")
 
