@@ -36,17 +36,27 @@ def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                unknown = [name for name in kwargs if name not in known]
-                advice = [f" {others[name]}" if name in others else nearest_to(name, known) for name in unknown]
-                name = function.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{name}: {error}.{''.join(advice)} Write {line}.") from None
-            return function(*args, **kwargs)
+                return function(*args, **kwargs)
+            except TypeError:  # only then: to bind takes as long as many of these calls, which come in each step
+                problem = _problem_with(signature, args, kwargs)
+                if not problem:
+                    raise
+            unknown = [name for name in kwargs if name not in known]
+            advice = [f" {others[name]}" if name in others else nearest_to(name, known) for name in unknown]
+            name = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{name}: {problem}.{''.join(advice)} Write {line}.")
 
         return call
 
     return told
+
+
+def _problem_with(signature: inspect.Signature, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def nearest_to(name: object, known: Iterable[str]) -> str:

@@ -232,7 +232,7 @@ class _Plan:
             self._add_values(("optimizer", "param_to_group_meta", f"{_WRAPPERS}{module}"), options)
 
     def _options_of(self, name: str, dims: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Find a parameter's group: as --names has it, or as Megatron divides them if nobody says."""
+        """Find a parameter's group: by --names, and without these as Megatron divides them."""
         names, fitting = self.wanted.names, groups
         if names:
             fitting = [

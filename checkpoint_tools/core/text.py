@@ -42,7 +42,7 @@ def is_count(value: object) -> TypeGuard[int]:
 _DIGITS = re.compile(r"(\d+)")
 
 _LEAST_BYTES = 1024
-"""Of a size without a unit: smaller numbers are meant as MiB or GiB."""
+"""The smallest size that needs no unit: a smaller number is meant as MiB or GiB."""
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {

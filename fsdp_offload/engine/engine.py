@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections import ChainMap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -34,7 +34,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
 from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, counts_as, is_exchanged
+from ..state.store import StateStore, UserState, adopt, is_exchanged
 from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
 from .step import Contents, Step
@@ -506,28 +506,8 @@ class Engine:
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
-        for shard, state in entries if optimizer is not None and self.layouts.capabilities.known else ():
-            # A home need not have a value: a load may have brought none back.
-            is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
-            if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
-                assert optimizer is not None
-                needed = self._learnt(optimizer, shard)
-                names = {*needed.values, *needed.scalars} - {MASTER}
-                lacking = [name for name in sorted(names) if state.get(name) is None]
-                if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
-                    raise ValueError(
-                        f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
-                        "optimizer.state[param] as a whole. Nothing has been changed."
-                    )
-            for name, example in shard.layout.scalars.items():
-                value = state.get(name)
-                if value is None or (isinstance(value, Tensor) and value.numel() == 1):
-                    continue
-                if not counts_as(example, value):
-                    raise ValueError(
-                        f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got {value!r:.60}. "
-                        f"Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing has been changed."
-                    )
+        if optimizer is not None and self.layouts.capabilities.known:
+            _check_entries(entries, partial(self._learnt, optimizer))
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
             self.settle()  # what was put there may be another parameter's home, still being stored
@@ -937,6 +917,30 @@ class Engine:
         """Block the host until every transfer and every update has finished."""
         self.wait_updated()
         self.wait_all_home(may_write=False)
+
+
+def _check_entries(entries: Iterable[tuple[StateShard, UserState]], learnt: Callable[..., StateLayout]) -> None:
+    """Refuse state that lacks a part, or has no counter where one belongs: its class would fail between updates."""
+    for shard, state in entries:
+        # A home need not have a value: a load may have brought none back.
+        is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
+        if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
+            needed = learnt(shard)
+            names = {*needed.values, *needed.scalars} - {MASTER}
+            lacking = [name for name in sorted(names) if state.get(name) is None]
+            if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
+                raise ValueError(
+                    f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
+                    "optimizer.state[param] as a whole. Nothing has been changed."
+                )
+        for name, example in shard.layout.scalars.items():
+            value = state.get(name)
+            is_wrong = value.numel() != 1 if isinstance(value, Tensor) else isinstance(example, Tensor)
+            if value is not None and is_wrong:
+                raise ValueError(
+                    f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got {value!r:.60}. "
+                    f"Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing has been changed."
+                )
 
 
 def _param_ids(optimizer: Optimizer) -> list[list[int]]:

@@ -68,7 +68,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a model has on the device in each part of its iteration, ``step()`` being the last one."""
+    """Follows what a model has on the device in each part of its iteration, of which ``step()`` is the last."""
 
     moments: tuple[DeviceMemory, ...]
     updates: tuple[bool, ...]  # whether updates may run in each, where those of the backward do

@@ -284,11 +284,6 @@ def is_exchanged(shard: StateShard, state: UserState) -> bool:
     return False
 
 
-def counts_as(example: object, value: object) -> bool:
-    """Return whether ``value`` can be in the place of a counter like ``example``, as a class of torch takes it."""
-    return value.numel() == 1 if isinstance(value, Tensor) else not (value is None or isinstance(example, Tensor))
-
-
 def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
     """Copy what the states hold into the homes of their shards, and put the homes there instead.
 

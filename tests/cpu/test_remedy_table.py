@@ -600,15 +600,20 @@ def resumed(script: Script, path: Path) -> Script:
     return script
 
 
+def trained_script() -> tuple[Script, dict[str, Any]]:
+    """An offloaded one, and what it saves."""
+    script = Script(attach=True)
+    script.train()
+    return script, {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+
+
 def template_of(script: Script) -> dict[str, Any]:
     return get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
 
 
 @remedy("use AsyncCheckpointerType.THREAD, or DefaultStager")
 def a_staged_dict_for_another_process(path: Path) -> Any:
-    script = Script(attach=True)
-    script.train()
-    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    script, state = trained_script()
     stager = ours.ArenaStager(script.optimizer)
     staged = [stager.stage(state)]
     yield lambda: pickle.dumps(staged[0])
@@ -621,9 +626,7 @@ def a_staged_dict_for_another_process(path: Path) -> Any:
 
 @remedy("Let go of the future of an async_save that failed, and of what ArenaStager.stage() has returned")
 def staged_and_never_written(path: Path) -> Any:
-    script = Script(attach=True)
-    script.train()
-    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    script, state = trained_script()
     stager = ours.ArenaStager(script.optimizer)
     staged = [stager.stage(state)]
     with pytest.MonkeyPatch.context() as patch:
@@ -763,9 +766,7 @@ def loaded_by_a_save_planner(path: Path) -> Any:
 
 @remedy("Write ArenaStager(optimizer), with all whose state is saved")
 def a_stager_of_another(path: Path) -> Any:
-    script = Script(attach=True)
-    script.train()
-    state = {"o": get_optimizer_state_dict(script.model, script.optimizer)}
+    script, state = trained_script()
     for given in ((), (Script(attach=True).optimizer,)):
         with pytest.raises(ValueError, match="that the stager was not given"):
             ours.ArenaStager(*given).stage(state)
