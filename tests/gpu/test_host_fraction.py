@@ -100,8 +100,8 @@ def test_other_bits_without_the_wait_for_late_writes(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """The suite can fail: what goes down has to wait for what the user has issued before ``step()``."""
-    update = HostUpdates.update
-    monkeypatch.setattr(HostUpdates, "update", lambda self, *args: update(self, *args[:-1], ()))
+    download = HostUpdates._download
+    monkeypatch.setattr(HostUpdates, "_download", lambda self, job, after: download(self, job, ()))
     assert compare(case_of("step", 1.0, (late,) * 6), device, LATE) != []
 
 

@@ -56,7 +56,8 @@ def test_same_bits_and_no_byte_above_the_models_own_peak(
     assert not torch._C._cuda_isHistoryEnabled()
     ours_bytes = peak_bytes(loop, 4, 12) - (torch.cuda.memory_allocated() - cache.nbytes)
     assert ours_bytes <= plain_bytes + sum(pool.count * pool.nbytes for pool in cache.pools) + (1 << 20)
-    assert max(pool.beyond for pool in cache.pools) > 0
+    # On a slow machine "auto" may have grown until all is kept.
+    assert any(pool.beyond > 0 or pool.count >= pool.most for pool in cache.pools)
     assert same(plain, loop)
 
 
