@@ -28,7 +28,11 @@ CALM = 16
 """Iterations without a wait after which a block less is tried."""
 
 TWO_WAY_BYTES_PER_MS = 80e6
-"""Of loads and stores together, over PCIe 5: only how fast ``"auto"`` grows depends on it."""
+"""Of loads and stores together, until both have been measured: only how fast ``"auto"`` grows depends on it."""
+
+FULL = 0.75
+"""Part of an iteration for which the link has work, from which on copies fill the driver's queue: then the host waits
+in our hooks, and compute for the host."""
 
 
 class Reading(NamedTuple):
@@ -39,6 +43,7 @@ class Reading(NamedTuple):
         in_step_ms: of that, in updates that run in ``step()``: they wait for all that moves, however much stays.
         iteration_ms: from the end of the step before to the end of its own.
         load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
+        link_ms: time that the busier way needs for all that moved, at that rate.
         host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
         paced_ms: ``host_ms``, and the time between calls of ours at both of whose ends compute had done all that the
             host had issued, without waits: other Python may have kept it waiting.
@@ -51,11 +56,13 @@ class Reading(NamedTuple):
     in_step_ms: float = 0.0
     host_ms: float = 0.0
     paced_ms: float = 0.0
+    link_ms: float = 0.0
 
     @property
     def late_ms(self) -> float:
-        """The part of ``stalled_ms`` that more blocks would have avoided."""
-        return self.stalled_ms - self.in_step_ms
+        """Time for which compute stood still that more blocks would have avoided."""
+        is_full = self.link_ms > FULL * self.iteration_ms
+        return self.stalled_ms - self.in_step_ms + (self.host_ms if is_full else 0)
 
 
 class _Wait(NamedTuple):
@@ -93,9 +100,10 @@ class _Iteration:
     calls: list[_Call] = field(default_factory=list)
     copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # by all of them
 
     def read(self) -> Reading:
-        """Block the host until the device has come to its end; returns its times."""
+        """Block the host until the device has come to its end, and to that of its copies; returns its times."""
         assert self.end is not None
         self.end.synchronize()
         waits_ms = [wait.ms for wait in self.waits]  # once: each costs the host 10 us
@@ -111,8 +119,10 @@ class _Iteration:
         for call in self.calls:
             between.append((ms(before, call.begin, at, call.first), caught_up and call.caught_up))
             before, at, caught_up = call.end, call.behind, call.caught_up
+        rates = {name: self.gb_per_s(name) for name in ("load", "store")}
         return Reading(
-            *(sum(waits_ms), self.end.elapsed_ms_since(self.begin)),
+            *(sum(waits_ms), self.end.elapsed_ms_since(self.begin), rates["load"], rates["store"]),
+            link_ms=max(self.moved_bytes[name] / rate / 1e6 if rate else 0.0 for name, rate in rates.items()),
             in_step_ms=in_step_ms,
             host_ms=host_ms,
             paced_ms=host_ms + sum(between_ms for between_ms, is_paced in between if is_paced),
@@ -175,6 +185,7 @@ class Stopwatch:
         largest_bytes = self._largest_bytes.get(name, 0)
         if now is not None:
             now.largest_bytes[name] = max(nbytes, now.largest_bytes.get(name, 0))
+            now.moved_bytes[name] = now.moved_bytes.get(name, 0) + nbytes
         if now is None or name in now.copies or nbytes < largest_bytes:
             yield
             return
@@ -230,7 +241,7 @@ class Room:
         self._calm = 0
         self._iterations = 0
         self._rest = 0  # so many readings more are of iterations with another number of blocks
-        self._late_ms = 0.0  # in the reading before, of iterations with as many blocks as now
+        self._late_ms = 0.0  # in the reading before
 
     @classmethod
     def beside(cls, pools: Sequence[Pool]) -> "Room | None":
@@ -266,6 +277,8 @@ class Room:
         before = self.extra
         # The better of two readings counts: a shared machine halts once, and no block would have helped.
         late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
+        if reading.load_gb_per_s is not None and reading.store_gb_per_s is not None:
+            self.rate = 1e6 * (reading.load_gb_per_s + reading.store_gb_per_s)
         tolerated_ms = TOLERATED * reading.iteration_ms
         if late_ms > tolerated_ms:
             self._floor, self._calm = max(self._floor, self.extra + 1), 0
@@ -284,5 +297,4 @@ class Room:
         self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
         if self.extra != before:
             self._rest = 3  # the readings of iterations that have begun already are of other blocks
-            self._late_ms = 0.0
         return self.extra - before

@@ -329,6 +329,26 @@ def test_room_does_not_grow_from_waits_in_step(room: Room) -> None:
     assert end_twice(room, 500, in_step_ms=400)
 
 
+@pytest.mark.parametrize(("link_ms", "grown"), [(700, 0), (800, 5)])
+def test_room_grows_where_the_host_waits_for_the_link(room: Room, link_ms: float, grown: int) -> None:
+    """A full link fills the driver's queue of copies, which stops the host, and compute waits for the host."""
+    for _ in range(2):
+        room.end(Reading(0, 1000, host_ms=100, link_ms=link_ms), steady=True, free_bytes=lambda: 1 << 40)
+    assert room.extra == grown
+
+
+def test_room_grows_by_what_the_link_was_seen_to_move(room: Room) -> None:
+    slow = Reading(100, 1000, load_gb_per_s=8e-6, store_gb_per_s=12e-6)  # 20 bytes in a ms, both ways together
+    for _ in range(2):
+        room.end(slow, steady=True, free_bytes=lambda: 1 << 40)
+    assert room.extra == 10
+
+
+def test_room_grows_again_from_the_first_reading_of_more_blocks(room: Room) -> None:
+    assert end_twice(room, 500)
+    assert [end(room, 100) for _ in range(3)] == [0, 0, 5]
+
+
 def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not(room: Room) -> None:
     end_twice(room, 500, free_bytes=1000)
     assert room.extra == 5
