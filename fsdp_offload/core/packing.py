@@ -112,45 +112,46 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
     done_bytes = 0
     for _, grouped in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
         run = list(grouped)
-        even_bytes = _even_bytes([shard for _, shard in run], bucket_bytes)
+        is_even = all(shard.cuttable for _, shard in run)
+        left_bytes = sum(aligned(nbytes) for _, shard in run for nbytes in shard.leaf_nbytes)  # of the run
         ranges: list[Range] = []
         filled_bytes = 0
         for index, shard in run:
             start, stop = 0, -1
             while stop < shard.numel:
-                limit_bytes = even_bytes
+                # Buckets of a run are alike: places have one size, and what one leaves is lost. (A cut is not where it
+                # would be even.)
+                parts = max(1, -(-left_bytes // bucket_bytes))
+                limit_bytes = min(bucket_bytes, left_bytes // parts * 65 // 64 + CUT_NUMEL * 64)
+                limit_bytes = limit_bytes if is_even else bucket_bytes
                 if total_bytes >= 16 * most_bytes:
                     ramp_bytes = min(done_bytes, (total_bytes - done_bytes) // 2)
-                    limit_bytes = max(bucket_bytes // 4, min(even_bytes, ramp_bytes))
-                stop = _take_until(shard, start, limit_bytes - filled_bytes, bucket_bytes, is_first=not ranges)
+                    limit_bytes = max(bucket_bytes // 4, min(limit_bytes, ramp_bytes))
+                # Whether what follows fits the other parts, whose cuts will not fill them to the last byte.
+                is_full = left_bytes - filled_bytes <= (parts - 1) * bucket_bytes * 63 // 64
+                room_bytes = limit_bytes - filled_bytes
+                stop = _take_until(shard, start, room_bytes, bucket_bytes, is_first=not ranges, is_full=is_full)
                 if stop > start or shard.numel == 0:
                     ranges.append(Range(index, start, stop))
                     filled_bytes += sum(_leaf_range_nbytes(shard, start, stop))
                 if stop < shard.numel:
                     yield tuple(ranges)
-                    done_bytes += filled_bytes
+                    done_bytes, left_bytes = done_bytes + filled_bytes, left_bytes - filled_bytes
                     ranges, filled_bytes, start = [], 0, stop
         yield tuple(ranges)
         done_bytes += filled_bytes
 
 
-def _even_bytes(shards: Sequence[ShardSpec], bucket_bytes: int) -> int:
-    """The size of buckets of ``shards`` that are alike: places have one size, and what one leaves is lost."""
-    if not all(shard.cuttable for shard in shards):
-        return bucket_bytes
-    nbytes = sum(aligned(one) for shard in shards for one in shard.leaf_nbytes)
-    parts = max(1, -(-nbytes // bucket_bytes))
-    return min(bucket_bytes, nbytes // parts * 65 // 64 + CUT_NUMEL * 64)  # a cut is not where it would be even
-
-
-def _take_until(shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int, *, is_first: bool) -> int:
+def _take_until(
+    shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int, *, is_first: bool, is_full: bool
+) -> int:
     """How far ``shard`` goes into what is left of a bucket: to its end, to a cut, or not at all (``start``)."""
-    if sum(_leaf_range_nbytes(shard, start, shard.numel)) <= room_bytes:
+    if sum(_leaf_range_nbytes(shard, start, shard.numel)) <= max(0, room_bytes):
         return shard.numel
     if not shard.cuttable:
         return shard.numel if is_first else start
     is_small = sum(shard.leaf_nbytes) <= bucket_bytes // 4
-    if not is_first and (is_small or room_bytes < bucket_bytes // 8):
+    if is_full and not is_first and (is_small or room_bytes < bucket_bytes // 8):
         return start  # not worth a cut: each costs a copy for every leaf
     units = room_bytes // (CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes))
     if units < 1 and not is_first:

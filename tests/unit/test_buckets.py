@@ -193,6 +193,18 @@ def test_buckets_of_a_group_are_alike() -> None:
     assert max(sizes) <= 1.05 * min(sizes)
 
 
+@quick
+@given(st.lists(st.integers(1, 300).map(lambda units: adam(units * 1000)), min_size=1, max_size=12), st.integers(2, 9))
+def test_a_group_is_divided_into_as_many_buckets_as_it_must_be(specs: list[ShardSpec], parts: int) -> None:
+    """Places have one size: each rest would take one, too."""
+    total_bytes = sum(aligned(nbytes) for spec in specs for nbytes in spec.leaf_nbytes)
+    bucket_bytes = max(64 << 10, -(-total_bytes // parts) * 33 // 32)  # as bucket_bytes_for chooses
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_SMALL_BUCKET_BYTES", 1 << 30)
+        buckets, _ = plan_buckets(specs, bucket_bytes)
+    assert len(buckets) == max(1, -(-total_bytes // bucket_bytes))
+
+
 def test_the_first_and_the_last_of_many_buckets_are_small() -> None:
     """Nothing overlaps with the first load and the last store."""
     sizes = [bucket.nbytes for bucket in plan_buckets([adam(64 * 1024)], 16_384)[0]]
