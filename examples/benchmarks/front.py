@@ -382,7 +382,8 @@ def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
             if "over_plain" in one and not one["row"].startswith("plain"):
                 point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
                 axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
-                axes.annotate(one["row"], point, xytext=(6, 4 - 14 * (at % 2)), textcoords="offset points", fontsize=9)
+                place = (6, (-10, 4, -22, 14)[at % 4])  # neighbours' names lie apart
+                axes.annotate(one["row"], point, xytext=place, textcoords="offset points", fontsize=9)
                 label = "_"  # one entry of the legend
     axes.plot(0, 0, "x", color="#4c566a", label="without offload")
     axes.set_xlabel("GB freed: plain's peak less the row's")
