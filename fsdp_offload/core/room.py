@@ -8,7 +8,7 @@ iteration, and no measurement apart from training.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device.lanes import EventMark, Lane, current_stream, mark_on
-from .items import Pool
+from .items import Item, Pool
 
 TOLERATED = 0.01
 """Part of an iteration for which compute may stand still."""
@@ -244,14 +244,20 @@ class Room:
         self._late_ms = 0.0  # in the reading before
 
     @classmethod
-    def beside(cls, pools: Sequence[Pool]) -> "Room | None":
-        """Make one for what ``pools`` do not have and would use; ``None``: they have all that is of use."""
+    def beside(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
+        """Make one for what ``pools`` do not have and would use; ``None``: they have all that is of use.
+
+        No more than ``items`` take by themselves: blocks have the size of the largest, and without offload there would
+        be none.
+        """
         wanting = [pool for pool in pools if pool.most > pool.count]
         if not wanting:
             return None
         unit_bytes = max(pool.nbytes for pool in wanting)
         wanted_bytes = sum((pool.most - pool.count) * pool.nbytes for pool in wanting)
-        return cls(unit_bytes, -(-wanted_bytes // unit_bytes), TWO_WAY_BYTES_PER_MS)
+        left_bytes = sum(item.nbytes for item in items) - sum(pool.count * pool.nbytes for pool in pools)
+        most = min(-(-wanted_bytes // unit_bytes), -(-left_bytes // unit_bytes))
+        return cls(unit_bytes, max(0, most), TWO_WAY_BYTES_PER_MS)
 
     def counts(self, pools: Sequence[Pool]) -> list[int]:
         """Divide ``extra`` among ``pools``, those that profit most in front; returns how many blocks each has."""

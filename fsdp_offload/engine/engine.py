@@ -182,8 +182,8 @@ class Engine:
             one.on_locals for one in self.plan.shards.values()
         )
         core.choose_kept()
-        learns = limit is None and not whole and self.policy.moves_beside_model
-        self.room = Room.beside(pools) if learns and core.cache.stopwatch is not None else None
+        learns = limit is None and not whole and self.policy.moves_beside_model and core.cache.stopwatch is not None
+        self.room = Room.beside(pools, [*state, *streamed.values()]) if learns else None
         self.guesses.old.forget()
         self._is_taken = True
 

@@ -109,7 +109,7 @@ class Blocks:
             read: estimates an iteration with the blocks that there are now.
             free_bytes: what the device would have left at the peak, with these.
         """
-        room, reading = Room.beside(self.pools), read()
+        room, reading = Room.beside(self.pools, [*self._state, *self._weights]), read()
         for _ in range(MOST_READINGS if self.learns else 0):
             if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:
                 return

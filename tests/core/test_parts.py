@@ -337,6 +337,18 @@ def test_room_grows_where_the_host_waits_for_the_link(room: Room, link_ms: float
     assert room.extra == grown
 
 
+def test_room_is_no_more_than_what_is_offloaded() -> None:
+    """Blocks have the size of the largest item; without offload there would be none."""
+    items = [Item("large", 100), *(Item("small", 40) for _ in range(9))]
+    (pool,) = make_pools(items, 100)
+    pool.count = pool.least = 4
+    room = Room.beside([pool], items)
+    assert room is not None
+    for _ in range(40):
+        end(room, 500)
+    assert (room.counts([pool]), pool.most) == ([5], 10)
+
+
 def test_room_grows_by_what_the_link_was_seen_to_move(room: Room) -> None:
     slow = Reading(100, 1000, load_gb_per_s=8e-6, store_gb_per_s=12e-6)  # 20 bytes in a ms, both ways together
     for _ in range(2):
