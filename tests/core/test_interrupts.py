@@ -44,19 +44,22 @@ TRIALS = int(os.environ.get("INTERRUPTS", "8"))
 
 
 class Interrupted:
-    """Raises ``KeyboardInterrupt`` at line ``at`` of ours; counts lines where there is none."""
+    """Raises ``kind`` at line ``at`` of ours; counts lines where there is none."""
 
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.lines, self.where = at, 0, ""
+    def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.kind, self.lines, self.where = at, kind, 0, ""
+
+    def is_here(self) -> bool:
+        """Return whether it raises at the line that is about to run."""
+        self.lines += 1
+        return self.lines == self.at
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
             return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.at:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise KeyboardInterrupt
+        if event == "line" and self.is_here():
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            raise self.kind
         return self._trace
 
     def __enter__(self) -> "Interrupted":
@@ -65,7 +68,7 @@ class Interrupted:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         sys.settrace(None)
-        return kind is KeyboardInterrupt
+        return kind is self.kind
 
 
 RUNS = {"backward": False}
@@ -146,6 +149,21 @@ def check(
     interrupted: Interrupted,
 ) -> str:
     loop = Loop(mesh, adamw, policy).train(WARM, iterate)
+    outcome = left_by(loop, iterate, interrupted, kept)
+    if outcome != "said" and not RUNS["backward"]:
+        plainly = LOOPS["clipped" if iterate is clipped else "usual"][1]
+        side = ("before", "behind").index(outcome)
+        plain = Loop(mesh, adamw, None).train(WARM + side, plainly)
+        loop.train(BEHIND, iterate, WARM + 1)
+        plain.train(BEHIND, plainly, WARM + 1)
+        assert same_values(values(loop), values(plain)), f"{interrupted.where}: other bits later"
+    return outcome
+
+
+def left_by(
+    loop: Loop, iterate: Callable[[Loop, int], None], interrupted: Interrupted, kept: list[list[Tensor]]
+) -> str:
+    """Interrupt an iteration; returns which of the two states that were ``kept`` it has left, or that it says so."""
     engine = engine_of(loop.optimizer)
     assert engine is not None
     before = look(engine)
@@ -156,11 +174,12 @@ def check(
         made(step, *args, **options)
         opened.append(weakref.ref(step))
 
+    RUNS["backward"] = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps.Step, "__init__", noted)
         with interrupted:
             iterate(loop, WARM)
-    where, in_backward = interrupted.where, RUNS["backward"]
+    where = interrupted.where
     for param in loop.params:
         param.grad = None
     try:
@@ -179,15 +198,7 @@ def check(
         return "said"
     sides = [same_values(found, side) for side in kept]
     assert any(sides), f"{where}: neither the state before the step nor behind it"
-    side = sides.index(True)
-    if in_backward:
-        return ("before", "behind")[side]
-    plain = Loop(mesh, adamw, None)
-    plain.train(WARM + side, LOOPS["clipped" if iterate is clipped else "usual"][1])
-    loop.train(BEHIND, iterate, WARM + 1)
-    plain.train(BEHIND, LOOPS["clipped" if iterate is clipped else "usual"][1], WARM + 1)
-    assert same_values(values(loop), values(plain)), f"{where}: other bits later"
-    return ("before", "behind")[side]
+    return ("before", "behind")[sides.index(True)]
 
 
 def load(loop: Loop, saved: dict[str, Any]) -> None:
