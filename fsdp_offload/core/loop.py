@@ -60,8 +60,12 @@ class Updates:
         torn: the buckets whose update runs; after an exception, they may be half updated.
         ready: buckets that may be updated now.
         used_by: the updates of each of the last reductions.
+        began_at: the point of compute at which the backward had it begin, if that did.
+        stepping: the point at which ``step()`` was called; ``None``: outside of it.
         is_seen: a forward has used parameters that it has updated before ``step()``.
     """
+
+    began_at: Mark
 
     def __init__(self, joined_bytes: int, way_back: "WayBack | None" = None) -> None:
         self.joined_bytes, self.way_back, self.is_seen = joined_bytes, way_back, False
@@ -69,6 +73,7 @@ class Updates:
         self.torn: tuple[Bucket, ...] = ()
         self.ready: list[Bucket] = []
         self.used_by: deque[tuple[list[Mark], list[int]]] = deque()
+        self.stepping: Mark | None = None
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind what one update of ``buckets`` needs now; returns gradients and all else it reads, and the update."""
@@ -135,7 +140,6 @@ class Core:
         frees_all: also in the first backward: there is no room for all of them.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
         updates: of the step under way; ``None``: none has begun.
-        stepping: the point of compute at which ``step()`` was called; ``None``: outside of it.
         updated: the end of the last update in each lane, by its name.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
         held: buckets that this backward does not update, since others hold tensors over what it would change; where
@@ -145,7 +149,6 @@ class Core:
         gives_way: no block of state lies above the model's own peak, unless it is kept.
         lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
             that has to come in: hooks run in autograd's threads on a GPU.
-        is_visited: a plain step of the user's is under way, which sees all state on the device.
         thread: which trains, by its identity: others wait for the end of a step before they look.
         stream: the lane in which it does.
     """
@@ -157,8 +160,6 @@ class Core:
         self.cache, self.curve = Cache(device, lanes, self.timeline), Curve()
         self.buckets: list[Bucket] = []
         self.weights: dict[int, Item] = {}
-        self.is_visited = False
-        self.stepping: Mark | None = None
         self.updated: dict[str, Mark] = {}
         self.last_moved: Moved | None = None
         self.away = False
@@ -174,7 +175,6 @@ class Core:
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
         self._reduced_at: dict[int, Mark] = {}
-        self._began_at = lanes.compute.mark()  # when the updates of the backward began
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
         self._room = RoomHere(self.curve, (), (), ())
 
@@ -222,7 +222,7 @@ class Core:
         """
         give_up = time.monotonic() + STEP_SECONDS
         with self.lock:
-            while (self.updates is not None or self.is_visited) and self.is_foreign:
+            while self.updates is not None and self.is_foreign:
                 if time.monotonic() > give_up:
                     raise RuntimeError(_NO_END)
                 self.lock.wait(POLL_SECONDS)
@@ -308,40 +308,33 @@ class Core:
         if item is not None and item.block is not None:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
-    def reduced(
-        self,
-        number: int,
-        event: object,
-        begin: Callable[[], Updates | None] | None,
-        may_update: Callable[[Bucket], bool],
-    ) -> None:
-        """Gradients of a group have been reduced, as of ``event`` of torch's.
+    def reduced(self, number: int, event: object, may_update: Callable[[Bucket], bool] | None) -> Sequence[Bucket]:
+        """Gradients of group ``number`` have been reduced, as of ``event`` of torch's; returns buckets to update now.
 
-        Args:
-            number: of the group.
-            event: marks the end of the reduction.
-            begin: begins a step, if it may begin here; ``None``: not in this backward.
-            may_update: whether a bucket may be updated now; if not, it waits for ``step()``.
+        ``may_update``: whether a bucket may be, or else waits for ``step()``; ``None``: all do, in this backward.
         """
         self.reductions.count(number)
-        is_early = self.mode.begin == "final" and number in self.weights
-        if is_early:
-            self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
-        if not (is_early and (self.updates is not None or begin is not None)):
-            self.prefetch()
-            return
-        ready = self._final(number, may_update)
-        if ready and self.updates is None:
-            self.updates = None if begin is None else begin()
-            self._began_at = self.lanes.compute.mark()
-        if self.updates is None:
+        if self.mode.begin != "final" or number not in self.weights:
+            return ()
+        self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
+        return () if may_update is None else self._final(number, may_update)
+
+    def begin(self, updates: Updates) -> None:
+        """Begin a step in the backward."""
+        updates.began_at = self.lanes.compute.mark()
+        self.updates = updates
+
+    def run(self, ready: Sequence[Bucket]) -> None:
+        """In the backward: update ``ready``, if a step has begun, and load what is used next."""
+        updates = self.updates
+        if updates is None:
             self.prefetch()  # step() will find them
             return
-        before = len(self.updates.done)
-        self.updates.ready += ready
-        self.pump(self.updates)
+        before = len(updates.done)
+        updates.ready += ready
+        self.pump(updates)
         if self.frees_gradients:
-            self._let_go(self.updates, [bucket.number for bucket in list(self.updates.done)[before:]])
+            self._let_go(updates, [bucket.number for bucket in list(updates.done)[before:]])
 
     def _final(self, number: int, may_update: Callable[[Bucket], bool]) -> list[Bucket]:
         """Buckets of a group whose gradients are final, each followed by those with later ranges of its parameters."""
@@ -379,8 +372,8 @@ class Core:
 
     def step(self, wanted: Sequence[Bucket], late: Container[Bucket] = ()) -> None:
         """Update those of ``wanted`` that the backward has not, and those that gradients came too ``late`` for."""
-        self.stepping = self.lanes.compute.mark()
         assert self.updates is not None
+        self.updates.stepping = self.lanes.compute.mark()
         left = [one for one in wanted if one not in self.updates.done or one in late]
         # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
         self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
@@ -393,7 +386,7 @@ class Core:
                     if item.dirty and not item.stays:
                         self.cache.put(item)
         finally:
-            self.stepping = None
+            self.updates.stepping = None
         for number, item in self.weights.items():
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
@@ -471,11 +464,11 @@ class Core:
         cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
-        guess = updates.way_back if self.stepping is None else None
+        guess = updates.way_back if updates.stepping is None else None
         if guess is not None:
             for one in buckets:
                 guess.guard(one)
-        lane.wait(*self._with_gradients(first))
+        lane.wait(*self._with_gradients(updates, first))
         if creates:
             lane.wait(*self.updated.values())  # it writes counters, and what the optimizer shares among parameters
         items = {item: None for one in buckets for item in (one.state, *one.weights)}
@@ -516,12 +509,12 @@ class Core:
         lane: Lane = getattr(self.lanes, self.mode.lane)
         return lane
 
-    def _with_gradients(self, bucket: Bucket) -> list[Mark]:
+    def _with_gradients(self, updates: Updates, bucket: Bucket) -> list[Mark]:
         """Return marks behind which the gradients of a bucket, and hyperparameters, are what its update is to see."""
-        if self.stepping is not None:
-            return [self.stepping]  # clipping, or the user, may still be changing them on the compute stream
+        if updates.stepping is not None:
+            return [updates.stepping]  # clipping, or the user, may still be changing them on the compute stream
         # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
-        return [self._began_at, *(self._reduced_at[group] for group in bucket.groups)]
+        return [updates.began_at, *(self._reduced_at[group] for group in bucket.groups)]
 
     def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
         """Keep gradients until compute has waited for the update that reads them, in the next gather.
@@ -555,10 +548,10 @@ class Core:
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.exists = True
-        if self.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
+        if updates.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
             bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
         bucket.state.home.stored = mark = updates.on_host(
-            bucket, self._with_gradients(bucket)
+            bucket, self._with_gradients(updates, bucket)
         )  # R2: the update is the store
         for item in bucket.weights:
             item.beside[bucket.number] = mark
@@ -595,8 +588,8 @@ class Core:
         """Return whether others may write the home before the next update: what is loaded now would lack that."""
         if item in self._of_weights or not item.home.is_held():
             return False
-        ready = [] if self.updates is None else self.updates.ready
-        return self.stepping is None or not any(bucket.state is item for bucket in ready)
+        updates = self.updates
+        return updates is None or updates.stepping is None or not any(one.state is item for one in updates.ready)
 
     # Those who look ---------------------------------------------------------------------------------------------------
 

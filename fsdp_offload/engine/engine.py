@@ -102,13 +102,13 @@ class Engine:
         self.pinned = policy.pins(device.type)
         self.together, self.loads_in_backward = together, False
         self.room: Room | None = None
-        self.lending = Lending(self.conventions.gradient)
-        self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self._link = device_link(device)
+        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap)
+        self.lending = Lending(self.core)
+        self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
         self._contents = Contents(cls, self.layouts, self.plan, self.lending, self.weights, host)
-        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap)
         self.guesses = Guesses(self.core, self._contents, capabilities, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
@@ -263,7 +263,7 @@ class Engine:
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
-        ended, guesses.ended = guesses.ended, set()
+        ended = guesses.ahead.ended
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         self._see_who_holds()
         wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
@@ -385,16 +385,16 @@ class Engine:
         self._see_who_holds()
         self.guesses.note(params)
         core.away = False
-        self.guesses.ended = set()  # these gradients are of another backward than those that a load has overtaken
-        begin = None
+        self.guesses.ahead.ended = set()  # these gradients are of another backward than those that a load has overtaken
+        may_begin = False
         if core.mode.begin == "final" and core.updates is None and not self.failure:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = self.guesses.ahead.is_guess
             # Last: with many groups it takes long. What is trained and not planned, step() will take over.
-            if may_begin and self._groups_as_before(optimizer) and not any(map(is_trained, self._unplanned)):
-                begin = partial(self._begin, optimizer, states)
+            as_before = may_begin and self._groups_as_before(optimizer)
+            may_begin = as_before and not any(map(is_trained, self._unplanned))
         try:
             before = set(core.done)
             with torch.no_grad():
@@ -402,7 +402,11 @@ class Engine:
                 if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # but the point that compute has reached, which writes the zeros
-                core.reduced(number, event, begin, self.guesses.takes)
+                goes_on = may_begin or core.updates is not None
+                ready = core.reduced(number, event, self.guesses.takes if goes_on else None)
+                if ready and core.updates is None and (step := self._begin(optimizer, states)) is not None:
+                    core.begin(step)
+                core.run(ready)
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
@@ -751,7 +755,7 @@ class Engine:
         optimizer keeps in another form is made one parameter at a time: it takes no more device memory than that.
         """
         self.guesses.take_back()
-        self.guesses.ended = {param for bucket in self.core.done for param in bucket.params}
+        self.guesses.ahead.ended = {param for bucket in self.core.done for param in bucket.params}
         self.core.abandon()
         self.guesses.forget()
         self.settle()

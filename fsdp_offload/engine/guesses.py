@@ -76,6 +76,7 @@ class Ahead:
         without_state: parameters that have none.
         all_one: whether all factors of clipping are 1.
         put_off: gradients that clipping has not scaled, and how to.
+        ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
     def __init__(self, way_back: WayBack) -> None:
@@ -86,6 +87,7 @@ class Ahead:
         self.without_state: set[Tensor] = set()
         self.all_one: Tensor | None = None
         self.put_off: list[tuple[list[Tensor], Scale]] = []
+        self.ended: set[Tensor] = set()
 
 
 class Guesses:
@@ -97,7 +99,6 @@ class Guesses:
         committed, taken_back: steps.
         old: the memory that it takes to take a step back.
         ahead: of the step to come.
-        ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
     """
 
     def __init__(self, core: Core, contents: Contents, capabilities: Capabilities, names: Mapping[Tensor, str]) -> None:
@@ -116,7 +117,6 @@ class Guesses:
         self._watched: list[TensorWeakRef] = []  # gradients
         self._written: list[Tensor] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
-        self.ended: set[Tensor] = set()
         self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
 
     @property
@@ -234,7 +234,6 @@ class Guesses:
         self.taken_back += 1
         ahead.way_back.roll_back()
         ahead.is_guess = False
-        self._contents.lending.drop_guesses()
         ahead.used = {}  # they are still watched: a view of a gradient is noticed
         self._unwatch_parameters()
         put_off, ahead.put_off = ahead.put_off, []
@@ -452,7 +451,7 @@ class Guesses:
 
 
 def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[Tensor]:
-    now = versions_of(grad for grad, _, _ in used.values())
+    now = versions_of([grad for grad, _, _ in used.values()])
     changed = zip(used.items(), now, strict=True)
     return [param for (param, (grad, seen, _)), version in changed if param.grad is not grad or version != seen]
 

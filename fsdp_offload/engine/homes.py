@@ -6,8 +6,9 @@ Grows when parameters are added, and is made anew when a hyperparameter changes 
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..core.buckets import ELSEWHERE, Bucket, bucketing
 from ..core.items import BytesAtHome, Home, Item
+from ..core.loop import Core, Updates, WayBack
 from ..core.packing import ArenaLayout, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
 from ..cpu_update import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
@@ -118,25 +120,31 @@ class ArenaHome(Home, Generic[AnyHoused]):
 
     def follow(self) -> None:
         """Be where the shards are now."""
-        self.bytes = self.bytes_of(self.shards)
+        self.bytes = self.bytes_of(self.shards, ())
 
     def turn(self) -> BytesAtHome | None:
-        if not (self._lending.may_turn and self._lending.turn(self.changing())):
+        step = self._lending.step
+        if step is None or (step.own is None and not (step.moving or self._lending.is_read)):
             return None
-        if self._lending.guessing is None:
-            self._lending.move_parameters()
-        return self.bytes_of(self.shards)
+        if not step.turn(self.changing()):
+            return None
+        if step.own is None:
+            step.move_parameters()
+        return self.bytes_of(self.shards, step.moving)
 
     def wait_unread(self) -> None:
-        for one in self.changing() if self._lending.is_read else ():
-            one.sides[self._lending.side_of(one)].wait_unread()
+        if self._lending.is_read:
+            moving = self._lending.moving
+            for one in self.changing():
+                one.sides[newest_side(one, moving)].wait_unread()
 
-    def bytes_of(self, shards: Iterable[AnyHoused]) -> BytesAtHome:
+    def bytes_of(self, shards: Iterable[AnyHoused], moving: Container[Housed]) -> BytesAtHome:
         """Return the newest bytes of some of its ``shards``, and the offset of each in a place."""
-        arena, side_of = self._arena, self._lending.side_of
+        arena = self._arena
         if not arena.moves:
             return []
-        key = tuple([(number := self._numbers[one], arena.region_of(number, side_of(one))) for one in shards])
+        sides = [(self._numbers[one], newest_side(one, moving)) for one in shards]
+        key = tuple([(number, arena.region_of(number, side)) for number, side in sides])
         if key not in self._known:  # state that moves to and fro comes back to the same few
             found: list[tuple[Tensor, int]] = []
             regions = dict(key)
@@ -153,8 +161,9 @@ class StateHome(ArenaHome[StateShard]):
     """The home of the state of a bucket."""
 
     def is_held(self) -> bool:
-        users, copies = self._lending.entries(), self._lending.guessing
-        stores = [*([] if users is None else [users.unwaited]), *([] if copies is None else [copies.alone()])]
+        users, step = self._lending.entries(), self._lending.step
+        copies = [] if step is None or step.own is None else [step.own.alone()]
+        stores = [*([] if users is None else [users.unwaited]), *copies]
         return any(
             (users is not None and users.is_entry_held(shard.param))
             or shard.home.is_held([store.get(shard.param) for store in stores])
@@ -389,6 +398,67 @@ class Plan:
         self.buckets.clear()
 
 
+# A step that turns homes ----------------------------------------------------------------------------------------------
+
+
+class Turning(Updates):
+    """A step under way, and what lives in its other home once it is complete.
+
+    A shard may be cut into several buckets. Each of them has its bytes in the spare home from its own update on, and
+    all of them have been updated when the step is complete: then the shard lives there.
+
+    Attributes:
+        states: the entries that updates write: ``optimizer.state``, or copies while they are guesses.
+        own: these copies, while updates may be taken back, and none may change a home; ``None``: the step is certain.
+        moving: what turns at the end; parameters turn at once, unless it is a guess.
+    """
+
+    def __init__(
+        self,
+        lending: "Lending",
+        gradient: Callable[[Tensor], Tensor | None],
+        states: StateStore,
+        own: OwnCounters | None = None,
+        joined_bytes: int = 0,
+        way_back: WayBack | None = None,
+    ) -> None:
+        super().__init__(joined_bytes, way_back)
+        self._lending, self._gradient = lending, gradient
+        self.states, self.own = states if own is None else own, own
+        self.moving: dict[Housed, None] = {}
+
+    def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
+        """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
+        for shard in shards:
+            spare, turns = shard.spare, self.own is not None or shard.home.is_read()
+            if turns and spare is not None and shard not in self.moving and self._may_move(shard):
+                self.moving[shard] = None
+        return [shard for shard in shards if shard in self.moving]
+
+    def _may_move(self, one: Housed) -> bool:
+        # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
+        return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._gradient(one.param) is not None
+
+    def move_parameters(self) -> None:
+        for one in [one for one in self.moving if not isinstance(one, StateShard)]:
+            one.move(lambda _: {})
+            del self.moving[one]
+
+    def commit(self, done: Container[int] | None = None) -> None:
+        """The step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
+        for shard in self.moving:
+            if isinstance(shard, StateShard) and (done is None or all(number in done for number in shard.buckets)):
+                left = shard.home
+                shard.move(self.states.get)
+                if left.readers and left.is_held():
+                    self._lending.leave(shard, left)
+        self.moving = {}
+
+
+def newest_side(one: Housed, moving: Container[Housed]) -> int:
+    return 1 - one.side if one in moving else one.side
+
+
 # Homes that others read -----------------------------------------------------------------------------------------------
 
 _SPOILED = (
@@ -404,21 +474,14 @@ class Lending:
     A shard with a spare home lives in either, in turns. Without one, or where that is read as well, the store waits for
     the reader::
 
-        a save lends homes ──▶ updates of the next step: Home.turn() ──▶ commit(): optimizer.state follows
-
-    A shard may be cut into several buckets. Each of them has its bytes in the spare home from its own update on, and
-    all of them have been updated when the step is complete: then the shard lives there.
+        a save lends homes ──▶ updates of the next step: Home.turn() ──▶ Turning.commit(): optimizer.state follows
 
     Attributes:
-        moving: what lives in its other home once the step is complete; parameters move at once, unless it is a guess.
-        guessing: the entries that updates write which may be taken back, and none of which may change a home.
         entries: ``optimizer.state``, weakly: its entries are not held by others.
     """
 
-    def __init__(self, gradient: Callable[[Tensor], Tensor | None]) -> None:
-        self._gradient = gradient
-        self.moving: dict[Housed, None] = {}
-        self.guessing: OwnCounters | None = None
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)  # whose items have homes, which refer to this
         self.entries: Callable[[], OffloadedState | None] = lambda: None
         self._readers: list[Reader] = []  # some of them may have finished
         # Homes that others held when steps left them, and their versions.
@@ -468,56 +531,26 @@ class Lending:
         self._left = [(shard, home, versions_of([home])) for shard, home, _ in self._left if home.is_held()]
         return written
 
-    # Spare homes ------------------------------------------------------------------------------------------------------
+    def leave(self, shard: StateShard, home: ShardHome) -> None:
+        """Note that ``shard`` has left ``home``, which others hold, for :meth:`lost_writes`."""
+        self._left.append((shard, home, versions_of([home])))
+
+    @property
+    def step(self) -> Turning | None:
+        """The step under way."""
+        core = self._core()
+        return None if core is None else cast(Turning | None, core.updates)
+
+    @property
+    def moving(self) -> Container[Housed]:
+        """What lives in its other home once that step is complete."""
+        step = self.step
+        return () if step is None else step.moving
 
     @property
     def is_read(self) -> bool:
         """Return whether somebody may still read any home."""
         return bool(self._readers)
-
-    @property
-    def may_turn(self) -> bool:
-        """Return whether anything has a reason to live in the other home when the step is complete."""
-        return self.guessing is not None or bool(self._readers or self.moving)
-
-    def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
-        """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
-        for shard in shards:
-            spare, turns = shard.spare, self.guessing is not None or shard.home.is_read()
-            if turns and spare is not None and shard not in self.moving and self._may_move(shard):
-                self.moving[shard] = None
-        return [shard for shard in shards if shard in self.moving]
-
-    def _may_move(self, one: Housed) -> bool:
-        # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
-        return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._gradient(one.param) is not None
-
-    def side_of(self, one: Housed) -> int:
-        """Which of its places is the newest."""
-        return 1 - one.side if one in self.moving else one.side
-
-    def commit(self, states: StateStore, done: Container[int] | None = None) -> None:
-        """A step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
-        for shard in self.moving:
-            if isinstance(shard, StateShard) and (done is None or all(number in done for number in shard.buckets)):
-                left = shard.home
-                shard.move(states.get)
-                if left.readers and left.is_held():
-                    self._left.append((shard, left, versions_of([left])))
-        self.moving = {}
-
-    def commit_guesses(self) -> None:
-        self.guessing = None
-        self.move_parameters()
-
-    def drop_guesses(self) -> None:
-        """Updates of this step have been taken back: nothing moves."""
-        self.guessing, self.moving = None, {}
-
-    def move_parameters(self) -> None:
-        for one in [one for one in self.moving if not isinstance(one, StateShard)]:
-            one.move(lambda _: {})
-            del self.moving[one]
 
 
 def _spec(shard: StateShard) -> ShardSpec:

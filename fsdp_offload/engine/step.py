@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import LARGEST_BYTES, Bucket
-from ..core.loop import Updates, WayBack
+from ..core.loop import WayBack
 from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
 from ..fsdp.dtensor import version_of
@@ -21,7 +21,7 @@ from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
-from .homes import Lending, Plan, home_of
+from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
 
 MOST_BOUND = 32
@@ -54,13 +54,11 @@ class Contents:
     writes_gradients: bool = False
 
 
-class Step(Updates):
+class Step(Turning):
     """One logical step: opened by its first update, in the backward or in ``step()``, and dropped with its end.
 
     Attributes:
         divided: what the buckets of this step share.
-        states: what they update: ``optimizer.state``, or copies of its counters while they are guesses.
-        own: these copies; ``None``: the step is certain.
         without_state: parameters that had none when the step began.
         used: by bucket, shards whose gradients this step has used.
     """
@@ -75,18 +73,17 @@ class Step(Updates):
         way_back: WayBack | None = None,
     ) -> None:
         self._contents, plan, layouts = contents, contents.plan, contents.layouts
-        self._gradient = layouts.capabilities.conventions.gradient
         pinned = pinned_implementations(optimizer)
         # What foreach allocates grows with what a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         most_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
-        super().__init__(most_bytes if layouts.capabilities.joins else 0, way_back)
+        joined_bytes = most_bytes if layouts.capabilities.joins else 0
+        own = None if way_back is None else OwnCounters(states, plan.shards)
+        gradient = layouts.capabilities.conventions.gradient
+        super().__init__(contents.lending, gradient, states, own, joined_bytes, way_back)
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
-        self.own = None if way_back is None else OwnCounters(states, plan.shards)
-        self.states: StateStore = states if self.own is None else self.own
-        contents.lending.guessing = self.own
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
 
@@ -100,15 +97,11 @@ class Step(Updates):
         """The guesses are right: from now on updates count where the user sees it."""
         assert self.own is not None
         self.states, self.own = self.own.states, None
-        self._contents.lending.commit_guesses()
-
-    def commit(self) -> None:
-        """The step is complete: what it has moved lives in its other home from now on."""
-        self._contents.lending.commit(self.states)
+        self.move_parameters()
 
     def abandon(self, buckets: Sequence[Bucket]) -> None:
-        if self._contents.lending.moving:
-            self._contents.lending.commit(self.states, {bucket.number for bucket in self.done})
+        if self.moving:
+            self.commit({bucket.number for bucket in self.done})
             for bucket in buckets:
                 home_of(bucket).follow()
 
@@ -143,7 +136,7 @@ class Step(Updates):
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         host = self._contents.host
         assert host is not None
-        moving = self._contents.lending.turn(home_of(bucket).shards)
+        moving = self.turn(home_of(bucket).shards)
         bucket.state.home.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
         ranges = [one for one, _ in self._to_update(bucket)]
         return host.update(bucket.number, ranges, self.states, moving, after)

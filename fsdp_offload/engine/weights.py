@@ -67,7 +67,7 @@ class GroupHome(ArenaHome[Part]):
 
     def changed(self) -> BytesAtHome:
         changing = self.changing()
-        return self.bytes if len(changing) == len(self.shards) else self.bytes_of(changing)
+        return self.bytes if len(changing) == len(self.shards) else self.bytes_of(changing, self._lending.moving)
 
     def is_held(self) -> bool:
         return any(holders_of(part.local) > own for part, own in self._own.items())

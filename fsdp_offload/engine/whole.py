@@ -30,6 +30,7 @@ from ..state.layout import NotUnderstoodError, describe_value, is_size, leaves_o
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
+from .homes import Turning, newest_side
 
 
 class WholeEngine(Engine):
@@ -53,8 +54,7 @@ class WholeEngine(Engine):
             self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
             self._adopt_fitting(optimizer, states)
             self._note_made(states)
-            visit = _Visit(self, optimizer, states)
-            self.core.is_visited = True
+            self.core.updates = visit = _Visit(self, optimizer, states)
         error: BaseException | None = None
         try:
             yield
@@ -63,8 +63,10 @@ class WholeEngine(Engine):
             raise
         finally:
             with self.core.lock, torch.no_grad():
-                self.core.is_visited = False
-                visit.end(get_states(), error)
+                try:
+                    visit.end(get_states(), error)
+                finally:
+                    self.core.updates = None
 
     # What is planned --------------------------------------------------------------------------------------------------
 
@@ -136,17 +138,18 @@ class WholeEngine(Engine):
         self.failure = ""
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
-        if not self.core.is_visited:
+        if self.core.updates is None:
             super()._wait(items, may_write=may_write)
 
 
-class _Visit:
-    """``optimizer.state`` holds copies of all homes on the device, with memory of their own: optimizers may keep them.
+class _Visit(Turning):
+    """A step: ``optimizer.state`` holds copies of all homes, with memory of their own: optimizers may keep them.
 
     They are made, stored and freed in the order of the compute stream.
     """
 
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
+        super().__init__(engine.lending, engine.conventions.gradient, states)
         self._engine, self._optimizer, core = engine, optimizer, engine.core
         core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing, on another stream
         self._lent = {
@@ -164,7 +167,7 @@ class _Visit:
 
     def end(self, states: StateStore, error: BaseException | None) -> None:
         """Send home what is on the device, and let ``optimizer.state`` hold the homes again."""
-        engine, core = self._engine, self._engine.core
+        engine, core, self.states = self._engine, self._engine.core, states
         if error is not None and self._is_torn(states):
             engine.failure = self._failure(error)
         try:
@@ -174,7 +177,7 @@ class _Visit:
             raise
         mark = core.lanes.compute.mark()  # R2: stores run up to there
         core.updated = {core.lanes.compute.name: mark}
-        engine.lending.commit(states)
+        self.commit()
         if error is None:
             core.cache.moved.updates += len(core.buckets)
         core.end()
@@ -185,7 +188,7 @@ class _Visit:
         """Store copies, and what the step has put in their place, unless the optimizer keeps their memory."""
         engine, moved = self._engine, self._engine.core.cache.moved
         kept = {leaf.untyped_storage().data_ptr() for leaf in self._kept(states) if leaf.numel()}
-        engine.lending.turn([*engine.plan.shards.values()])
+        self.turn([*engine.plan.shards.values()])
         changed = any(states.get(shard.param).get(name) is not value for (shard, name), value in self._lent.items())
         stay = staying(self._optimizer, states, engine.plan.shards) if changed else frozenset()
         copies: list[tuple[Tensor, Tensor]] = []
@@ -199,7 +202,7 @@ class _Visit:
                     continue
                 # On the host it may be another home, which is about to be written.
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
-            home = shard.sides[engine.lending.side_of(shard)]
+            home = shard.sides[newest_side(shard, self.moving)]
             home.wait_unread()  # R4: a checkpoint's writer may still be reading this home
             copies += zip(home.leaves[name], leaves, strict=True)
             state[name] = shard.homes[name]

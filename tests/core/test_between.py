@@ -19,7 +19,7 @@ from fsdp_offload.core.cache import Cache, Timeline
 from fsdp_offload.core.loop import Core
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine
-from fsdp_offload.engine.homes import Lending, Plan
+from fsdp_offload.engine.homes import Plan, Turning
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
 from tests.overlapping import Loop, Net, adamw, attach, pair, policy_of, same
@@ -272,7 +272,7 @@ def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch:
         clipped_step(loop, at, NEVER)
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
-    monkeypatch.setattr(Lending, "commit_guesses", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Turning, "move_parameters", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         loop.optimizer.step()
     monkeypatch.undo()

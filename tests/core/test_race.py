@@ -265,7 +265,10 @@ class Trial:
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
             way_back = None if self.guessed is None else self.way_back
-            self.core.reduced(g, event, lambda: self.updates.again(way_back), self.takes)
+            ready = self.core.reduced(g, event, self.takes)
+            if ready and self.core.updates is None:
+                self.core.begin(self.updates.again(way_back))
+            self.core.run(ready)
             self.note(before)
         except IssuedError:
             self.note(before)

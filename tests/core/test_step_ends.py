@@ -28,7 +28,6 @@ LEARNT = {
     "guesses._is_on": "confidence",
     "guesses._learns_later": "confidence: the last factor is read later",
     "guesses.announced": "the loop clips",
-    "guesses.ended": "a load has ended a step: the gradients that it has used are not used again",
     "guesses._watched": "gradients are watched until they are gone",
     "cache.held": "what is on the device",
     "timeline.there": "what is on the device",
