@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cpu_update import HostUpdates
-from ..engine.engine import Engine
+from ..engine.engine import Engine, states_of
 from ..engine.hooks import group_numbers, hook_model
 from ..engine.whole import WholeEngine
 from ..fsdp.fully_shard import parameter_names
@@ -41,7 +41,6 @@ from .wrapped import (
     optimizers_in,
     redirect_captured_step,
     saves_all_masters,
-    states_of,
     unwrap,
     wrappers_around,
 )
@@ -157,7 +156,7 @@ def offload_optimizer(
     attachment.undo.append(target.register_step_pre_hook(checks.refuse_bypass).remove)
     offloaded.add(target)
     try:
-        attachment.hooks = hook_model(model, target, engine, lambda of: states_of(of).unwaited)
+        attachment.hooks = hook_model(model, target, engine)
         checks.watch_steps(attachment, model)
         engine.take_staging()
     except BaseException:

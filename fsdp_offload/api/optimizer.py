@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..device.arena import normal_tensors
 from ..device.lanes import refuse_capture
-from ..engine.engine import inside
+from ..engine.engine import inside, states_of
 from ..engine.loading import check_loadable
 from ..engine.whole import WholeEngine
 from ..fsdp.gradients import is_spent, zero_spent, zeroed_lifted
@@ -25,7 +25,7 @@ from ..state.layout import is_trained, params_of
 from ..state.store import UserState
 from .checks import RIGHT_ORDER, device_of, names_by_place, refuse_exchanged
 from .report import OffloadReport, report_of
-from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of, states_of
+from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
@@ -50,7 +50,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
         """
         attachment = attached(self)
-        attachment.engine.trained_here()
+        attachment.engine.core.trained_here()
         attachment.stepping = True
         try:
             # Counters that it makes are written by updates in a backward.
@@ -75,7 +75,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         saved = (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).state_dict(self)
         params = params_of(self)
         saved["state"] = {
-            key: engine.handed_out(params[key], engine.as_saved(self, params[key], state))
+            key: engine.plan.handed_out(params[key], engine.plan.as_saved(self, params[key], state))
             if isinstance(key, int)
             else state
             for key, state in saved["state"].items()

@@ -215,7 +215,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         if isinstance(value, Tensor) and value is not shard.homes.get(name)
     )
     state, weights = _items(engine)
-    lasting_bytes = engine.staging_bytes()
+    lasting_bytes = engine.core.cache.lasting_bytes
     memory = MemoryRecord(
         host_state_bytes=sum(shard.nbytes for shard in shards),
         kept_state_bytes=sum(item.nbytes for item in state if item.kept and item.block is not None),
@@ -224,7 +224,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         kept_parameter_bytes=sum(item.nbytes for item in weights if item.kept and item.block is not None),
         host_bytes=sum(region.nbytes for region in engine.plan.regions) + parked_bytes,
         spare_home_bytes=engine.plan.spare_bytes,
-        pinned=engine.pinned,
+        pinned=engine.policy.pins(engine.device.type),
         device_bytes=lasting_bytes,
         off_peak_bytes=max(0, engine.core.cache.last_peak_bytes - lasting_bytes),
         device_peak_bytes=None if on_cpu else torch.accelerator.max_memory_allocated(engine.device),

@@ -23,7 +23,6 @@ from ..model.sleep import ParkedParameters
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
 from ..policy import check_is, tells
 from ..state.layout import params_of
-from ..state.store import OffloadedState
 
 
 @dataclass(eq=False)
@@ -57,16 +56,6 @@ def attached(optimizer: Optimizer) -> Attachment:
 
 offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 """All optimizers that are offloaded now, as far as somebody keeps them."""
-
-
-def states_of(optimizer: Optimizer) -> OffloadedState:
-    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
-    lending = attached(optimizer).engine.lending
-    if not isinstance(optimizer.state, OffloadedState):
-        optimizer.state = OffloadedState(attached(optimizer).engine, optimizer.state)
-    if lending.entries() is not optimizer.state:  # the user has put it back
-        lending.entries = weakref.ref(optimizer.state)
-    return optimizer.state
 
 
 _WRAPPING_PACKAGES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}

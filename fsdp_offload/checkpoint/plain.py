@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..api.checks import names_by_place
-from ..api.wrapped import attached, attachment_of, states_of
-from ..engine.engine import Engine
+from ..api.wrapped import attached, attachment_of
+from ..engine.engine import Engine, states_of
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import compute_device, local_shard, over_local
 from ..optimizers import capabilities_for

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
-from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in, states_of
+from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in
+from ..engine.engine import states_of
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
 from ..optimizers.masters import MASTER
@@ -309,13 +310,13 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
     reserved = engine.reserved_state(optimizer, states.unwaited)
     existing = dict(states.items())  # waits for the last stores
     offered = {
-        param: engine.as_saved(optimizer, param, state, empty=param not in existing)
+        param: engine.plan.as_saved(optimizer, param, state, empty=param not in existing)
         for param in params_of(optimizer)
         if (state := existing.get(param) or reserved.get(param))
     }
     homes = {id(home) for shard in engine.plan.shards.values() for home in shard.homes.values()}
     states.offer([v for state in offered.values() for v in state.values()], homes, engine.core.last_moved)
-    offered = {param: engine.handed_out(param, state) for param, state in offered.items()}
+    offered = {param: engine.plan.handed_out(param, state) for param, state in offered.items()}
     # Counters that groups get in the first step would not be asked for, and so not be loaded.
     counters = engine.layouts.group_counters_at_zero() if reserved else {}
     return offered, [{**counters, **group} for group in optimizer.param_groups]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ..device.lanes import Copy
 from ..policy import MIB, OffloadPolicy
 from .items import PASSING, Block, Item, Pool, Use
 
@@ -41,6 +42,7 @@ class Bucket:
         after: numbers of the buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
             commits the parameter's counters, from which all of them start.
         streamed: what its update needs on the device: its state, and parameters that live on the host.
+        old: host memory for its parameters from before a guess, and these, as far as they stay on the device.
         bound: its ranges as the optimizer sees them, by the blocks that ``streamed`` had when they were bound.
     """
 
@@ -51,6 +53,7 @@ class Bucket:
     params: tuple[Tensor, ...] = ()
     on_host: bool = False
     after: frozenset[int] = frozenset()
+    old: Sequence[Copy] = ()
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
     bound: dict[tuple[Block | None, ...], object] = field(init=False)

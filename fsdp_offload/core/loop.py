@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device.lanes import Copy, Lane, Lanes, Mark, recorded
+from ..device.lanes import Lane, Lanes, Mark, current_stream, recorded
 from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
 from .buckets import ELSEWHERE, Bucket, choose_kept
@@ -67,8 +67,8 @@ class Updates:
 
     began_at: Mark
 
-    def __init__(self, joined_bytes: int, way_back: "WayBack | None" = None) -> None:
-        self.joined_bytes, self.way_back, self.is_seen = joined_bytes, way_back, False
+    def __init__(self, way_back: "WayBack | None" = None) -> None:
+        self.joined_bytes, self.way_back, self.is_seen = 0, way_back, False
         self.done: dict[Bucket, None] = {}
         self.torn: tuple[Bucket, ...] = ()
         self.ready: list[Bucket] = []
@@ -89,52 +89,55 @@ class Updates:
 
 
 class Reductions:
-    """When gradients of a group are final: after as many reductions as in that of the last four steps with most."""
+    """What the backwards ahead of one ``step()`` have done, and what the last ones lead to expect.
+
+    Gradients of a group are final after as many reductions as in that of the last four steps with most.
+
+    Attributes:
+        counts: by group, its reductions.
+        least: as many are expected where no earlier step tells it; 1: there is no room to keep gradients for more.
+        marks: by group, the end of its last reduction.
+        held: buckets that are not updated, since others hold tensors over what that would change; where all gradients
+            are freed, they are all the same.
+        undone: buckets whose updates were guesses, and have been taken back.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = defaultdict(int)
+        self.marks: dict[int, Mark] = {}
+        self.held: set[Bucket] = set()
+        self.undone: set[Bucket] = set()
+        self.counts: dict[int, int] = defaultdict(int)
         self._before: deque[dict[int, int]] = deque(maxlen=4)
         self._most: dict[int, int] = {}  # of these steps
-        self._least = 0
-
-    @property
-    def have_begun(self) -> bool:
-        return bool(self._counts)
-
-    def expect_one(self) -> None:
-        """Expect one reduction where no earlier step tells how many: there is no room to keep gradients for more."""
-        self._least = 1
-
-    def count(self, group: int) -> None:
-        self._counts[group] += 1
+        self.least = 0
 
     def is_final(self, group: int) -> bool:
         """Return whether no further reduction is expected. In the first step, nobody knows."""
-        expected = self._most.get(group, 0) or self._least
-        return 0 < expected <= self._counts.get(group, 0)
+        expected = self._most.get(group, 0) or self.least
+        return 0 < expected <= self.counts.get(group, 0)
 
     def is_expected(self, group: int) -> bool:
         """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
         return not self._before or group in self._most
 
     def next_is_final(self, group: int) -> bool:
-        return self._counts.get(group, 0) + 1 == self._most.get(group, 0)
+        return self.counts.get(group, 0) + 1 == self._most.get(group, 0)
 
     def end(self, *, stepped: bool = True) -> None:
         """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
-        if stepped and self._counts:
-            self._before.append(dict(self._counts))
+        if stepped and self.counts:
+            self._before.append(dict(self.counts))
             self._most = {}
             for one in self._before:
                 self._most |= {number: max(count, self._most.get(number, 0)) for number, count in one.items()}
-        self._counts = defaultdict(int)
+        self.counts, self.held, self.undone = defaultdict(int), set(), set()
 
 
 class Core:
     """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
 
     Attributes:
-        buckets: in forward order.
+        buckets: in forward order; ``of_group``: by group number, those with parameters of it.
         weights: by group number, the item of its parameters; without bytes where they stay on the device.
         frees_gradients: gradients are freed in the backward that uses them.
         frees_all: also in the first backward: there is no room for all of them.
@@ -142,8 +145,6 @@ class Core:
         updates: of the step under way; ``None``: none has begun.
         updated: the end of the last update in each lane, by its name.
         away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        held: buckets that this backward does not update, since others hold tensors over what it would change; where
-            ``frees_all``, it does all the same.
         steps: how many have ended.
         curve: what the model leaves free at each point.
         gives_way: no block of state lies above the model's own peak, unless it is kept.
@@ -166,15 +167,12 @@ class Core:
         self.frees_gradients = self.frees_all = False
         self.steps = 0
         self.lock = threading.Condition(threading.RLock())
-        self.trained_by(None)
-        self.held: set[Bucket] = set()
+        self.thread, self.stream = threading.get_ident(), lanes.on(None)
         self.gives_way = False
-        self._undone: set[Bucket] = set()  # guesses of this iteration that were taken back
         self._gathers: dict[int, Use] = {}
-        self._of_group: dict[int, list[Bucket]] = {}
+        self.of_group: dict[int, list[Bucket]] = {}
         self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
         self._of_weights: dict[Item, list[Bucket]] = {}
-        self._reduced_at: dict[int, Mark] = {}
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket
         self._room = RoomHere(self.curve, (), (), ())
 
@@ -184,10 +182,10 @@ class Core:
         for bucket in buckets:
             bucket.connect(tuple(weights[number] for number in bucket.groups))
         self.cache.bound = [one.bound for one in buckets]
-        self._of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
+        self.of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
         self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
         self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
-        self.held = set()
+        self.reductions.held.clear()
         self._gathers = {n: Use(f"gather {n}", (item,), gathers=True) for n, item in weights.items() if item.nbytes}
         self.timeline.forget()
         self.curve.forget()
@@ -204,8 +202,10 @@ class Core:
 
     # Threads ----------------------------------------------------------------------------------------------------------
 
-    def trained_by(self, stream: torch.Stream | None) -> None:
-        """Note that the calling thread trains, on ``stream``; ``None``: of a device without streams."""
+    def trained_here(self) -> None:
+        """Note that the calling thread trains, on the current stream."""
+        device = self.cache.device
+        stream = None if device.type == "cpu" else current_stream(device)
         self.thread, self.stream = threading.get_ident(), self.lanes.on(stream)
 
     @property
@@ -288,16 +288,13 @@ class Core:
                 self.timeline.note(self._gathers[number])
             self.prefetch()
 
-    def buckets_of(self, number: int) -> Sequence[Bucket]:
-        return self._of_group.get(number, ())
-
     def has_updated(self, number: int) -> bool:
-        return self.updates is not None and not self.updates.done.keys().isdisjoint(self._of_group.get(number, ()))
+        return self.updates is not None and not self.updates.done.keys().isdisjoint(self.of_group.get(number, ()))
 
     def uses(self, number: int) -> None:
         """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
         done = self.updates.done if self.updates is not None else {}
-        for bucket in self._of_group.get(number, ()):
+        for bucket in self.of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in done:
                 late = [item.updated for item in bucket.weights if self.lanes.compute.name not in item.known_to]
                 if late:
@@ -308,16 +305,32 @@ class Core:
         if item is not None and item.block is not None:
             self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
 
-    def reduced(self, number: int, event: object, may_update: Callable[[Bucket], bool] | None) -> Sequence[Bucket]:
-        """Gradients of group ``number`` have been reduced, as of ``event`` of torch's; returns buckets to update now.
+    def reduced(self, number: int, event: object, *, goes_on: bool) -> Sequence[Bucket]:
+        """Gradients of group ``number`` have been reduced, as of ``event`` of torch's: return buckets to update now.
 
-        ``may_update``: whether a bucket may be, or else waits for ``step()``; ``None``: all do, in this backward.
+        They are those whose gradients are final, each followed by those with later ranges of its parameters.
+        ``goes_on``: a step has begun in this backward, or may begin here.
         """
-        self.reductions.count(number)
+        self.reductions.counts[number] += 1
         if self.mode.begin != "final" or number not in self.weights:
             return ()
-        self._reduced_at[number] = self.lanes.event(event)  # also for a bucket that a later group completes
-        return () if may_update is None else self._final(number, may_update)
+        self.reductions.marks[number] = self.lanes.event(event)  # also for a bucket that a later group completes
+        found: list[Bucket] = []
+        updated = {bucket.number for bucket in self.done}
+        looked_at = list(self.of_group[number]) if goes_on else []
+        for bucket in looked_at:
+            final = all(map(self.reductions.is_final, bucket.groups))
+            if not final or bucket.number in updated or not updated >= bucket.after:
+                continue
+            exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
+            if exposed and any(home.waits_for_step() for home in exposed):
+                self.reductions.held.add(bucket)  # what they see changes in step(), as without offload
+                if not self.frees_all:
+                    continue
+            found.append(bucket)
+            updated.add(bucket.number)
+            looked_at += self._followers.get(bucket.number, ())
+        return found
 
     def begin(self, updates: Updates) -> None:
         """Begin a step in the backward."""
@@ -335,26 +348,6 @@ class Core:
         self.pump(updates)
         if self.frees_gradients:
             self._let_go(updates, [bucket.number for bucket in list(updates.done)[before:]])
-
-    def _final(self, number: int, may_update: Callable[[Bucket], bool]) -> list[Bucket]:
-        """Buckets of a group whose gradients are final, each followed by those with later ranges of its parameters."""
-        found: list[Bucket] = []
-        updated = {bucket.number for bucket in self.done}
-        looked_at = list(self._of_group[number])
-        for bucket in looked_at:
-            final = all(map(self.reductions.is_final, bucket.groups))
-            if not final or bucket.number in updated or not updated >= bucket.after:
-                continue
-            exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
-            if exposed and any(home.waits_for_step() for home in exposed):
-                self.held.add(bucket)  # what they see changes in step(), as without offload
-                if not self.frees_all:
-                    continue
-            if may_update(bucket):
-                found.append(bucket)
-                updated.add(bucket.number)
-                looked_at += self._followers.get(bucket.number, ())
-        return found
 
     def _let_go(self, updates: Updates, updated: list[int]) -> None:
         """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
@@ -391,7 +384,7 @@ class Core:
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.beside.values())
         self._settle_held([*[bucket.state for bucket in wanted], *self.weights.values()])
-        for bucket in self._of_group.get(ELSEWHERE, ()):
+        for bucket in self.of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
                 self._gradients.pop(bucket.number, None)  # no gather comes that would let go of them
 
@@ -406,9 +399,9 @@ class Core:
     def end(self) -> bool:
         """End the iteration, its step being complete; returns whether it repeated the one before."""
         first = not self.timeline.cycle
-        self.cache.moved.held_updates = len(self.held)
+        self.cache.moved.held_updates = len(self.reductions.held)
         self.reductions.end()
-        self.updates, self._undone, self.held = None, set(), set()
+        self.updates = None
         self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
         if self.curve.read is not None:
             self.curve.end(repeats=self.timeline.repeats)
@@ -514,7 +507,7 @@ class Core:
         if updates.stepping is not None:
             return [updates.stepping]  # clipping, or the user, may still be changing them on the compute stream
         # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
-        return [updates.began_at, *(self._reduced_at[group] for group in bucket.groups)]
+        return [updates.began_at, *(self.reductions.marks[group] for group in bucket.groups)]
 
     def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
         """Keep gradients until compute has waited for the update that reads them, in the next gather.
@@ -539,7 +532,7 @@ class Core:
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)
         for one in buckets:
-            if one.streamed and one not in self._undone:
+            if one.streamed and one not in self.reductions.undone:
                 self.timeline.note(one.use)
 
     def _update_on_host(self, updates: Updates, bucket: Bucket) -> None:
@@ -548,7 +541,9 @@ class Core:
         Nobody waits for gathers here: the gradients, which are waited for, were made after them.
         """
         bucket.state.exists = True
-        if updates.stepping is None and bucket not in self.held:  # not asked again: updates hold tensors over it, too
+        if (
+            updates.stepping is None and bucket not in self.reductions.held
+        ):  # not asked again: updates hold tensors over it, too
             bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
         bucket.state.home.stored = mark = updates.on_host(
             bucket, self._with_gradients(updates, bucket)
@@ -646,7 +641,7 @@ class Core:
 
     def forget_updates(self) -> None:
         """All updates of this step have been undone: ``step()`` runs them again."""
-        self._undone |= self.done.keys()
+        self.reductions.undone |= self.done.keys()
         self.cache.pinned, self.updates = (), None
 
     def _updated_items(self) -> set[Item]:
@@ -658,22 +653,16 @@ class Core:
         self.timeline.abandon()
         if self.curve.read is not None:
             self.curve.end(repeats=False)
-        self._undone = set()
-        self.held.clear()
         self.reductions.end(stepped=False)
         if self.cache.stopwatch is not None:
             self.cache.stopwatch.forget()
 
 
 class WayBack:
-    """Undoes updates of one step that were guesses: places are forgotten, and old parameters come up again.
+    """Undoes updates of one step that were guesses: places are forgotten, and old parameters come up again."""
 
-    Attributes:
-        pairs_of: host bytes and device bytes of the parameters in a bucket, as far as they stay on the device.
-    """
-
-    def __init__(self, core: Core, pairs_of: Callable[[Bucket], Sequence[Copy]]) -> None:
-        self.core, self.pairs_of = core, pairs_of
+    def __init__(self, core: Core) -> None:
+        self.core = core
         self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
         self._stored: set[Bucket] = set()  # whose old parameters are on the host, or on their way
         self._versions: dict[Tensor, object] = {}  # of these parameters, and behind the updates of this step
@@ -695,11 +684,11 @@ class WayBack:
             if written:  # also those of other buckets that have a range of them
                 self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
         self._versions |= versions
-        if bucket in self._stored or not (pairs := self.pairs_of(bucket)):
+        if bucket in self._stored or not bucket.old:
             return
         lanes = self.core.lanes
         lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too
-        lanes.store.copy(pairs)
+        lanes.store.copy(bucket.old)
         mark = lanes.store.mark()
         for item in bucket.weights:
             item.used["store"] = mark  # R1: the update writes what this reads
@@ -725,9 +714,8 @@ class WayBack:
             item.home.read.clear()  # the update has waited for its loads, and the next one will for loads after them
             item.home.expose(core.steps)  # tensors over it are still the user's, and may be written before step()
         for bucket in (*core.done, *core.torn):
-            pairs = self.pairs_of(bucket)
-            if pairs:
-                lanes.load.copy([(param, old) for old, param in pairs])
+            if bucket.old:
+                lanes.load.copy([(param, old) for old, param in bucket.old])
                 mark = lanes.load.mark()
                 for item in bucket.weights:
                     item.written(mark)

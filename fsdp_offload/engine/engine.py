@@ -1,12 +1,11 @@
 """One offloaded optimizer: its contents, its steps, and the core that moves its bytes."""
 
 import functools
-import itertools
 import logging
 import warnings
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -21,7 +20,7 @@ from ..core.items import Item
 from ..core.loop import Core
 from ..core.room import Room, Stopwatch
 from ..cpu_update import HostUpdates
-from ..device.lanes import current_stream, device_link
+from ..device.lanes import device_link
 from ..fsdp.allocations import History
 from ..fsdp.dtensor import local_shard, over_local
 from ..fsdp.gradients import is_freed, is_zeroed
@@ -29,12 +28,13 @@ from ..fsdp.homed import ShardedParameter, is_homed
 from ..fsdp.optim import scaler_decides, unsupported_gradient
 from ..optimizers import Capabilities
 from ..optimizers.divided_step import ENGINE_ATTRIBUTE
-from ..optimizers.kept_state import LayoutKey, Layouts, layout_key, zero_like
+from ..optimizers.kept_state import Layouts, zero_like
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
-from ..state.layout import StateLayout, in_dtypes_of, is_trained, params_of
+from ..state.layout import in_dtypes_of, is_trained
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, is_exchanged
+from ..state.store import OffloadedState, StateStore, UserState, adopt, is_exchanged
+from .groups import ParamGroups, ids_of, is_dead
 from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
 from .step import Contents, Step
@@ -75,13 +75,12 @@ class Engine:
         names: of all its parameters, for messages.
         layouts: of their state.
         conventions: of the class.
-        pinned: whether host memory is page-locked.
         host: updates the CPU's share of its state; ``None`` if there is none.
         plan: shards, homes and buckets.
+        groups: the param groups for which it was made.
         lending: who reads which homes.
         core: the loop.
         guesses: gradients with which the backward has updated, and whether these updates are guesses.
-        together: numbers of the groups in which ``fully_shard`` gathers parameters.
         weights: those that live on the host.
         loads_in_backward: hooks on a model tell when a backward begins.
         room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
@@ -99,17 +98,17 @@ class Engine:
     ) -> None:
         self.cls, self.policy, self.device, self.names, self.host = cls, policy, device, names, host
         self.layouts, self.conventions = Layouts(cls, capabilities), capabilities.conventions
-        self.pinned = policy.pins(device.type)
-        self.together, self.loads_in_backward = together, False
+        self.loads_in_backward = False
         self.room: Room | None = None
         self._link = device_link(device)
         self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap)
-        self.lending = Lending(self.core)
+        self.lending = Lending(self.core, self.conventions.gradient)
         self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
-        self._contents = Contents(cls, self.layouts, self.plan, self.lending, self.weights, host)
-        self.guesses = Guesses(self.core, self._contents, capabilities, names)
+        self.groups = ParamGroups(self.layouts, self.plan)
+        self._contents = Contents(cls, self.layouts, self.plan, self.groups, self.lending, self.weights, host)
+        self.guesses = Guesses(self.core, self._contents, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
@@ -122,10 +121,6 @@ class Engine:
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
         self._is_taken = True  # the core has what the plan has
-        self._param_ids: list[list[int]] = []  # of each group
-        self._fixed: dict[int, FixedHome] = {}  # of groups whose parameters stay on the device
-        self._unplanned: list[Tensor] = []  # in the groups, but without room: they never had a gradient
-        self._layout_keys: list[LayoutKey] = []  # of each group, when its state was last planned
         # Homes and places must not go while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, self._link.synchronize).atexit = False
 
@@ -166,8 +161,8 @@ class Engine:
         core.cache.release()
         for bucket in buckets:
             bucket.state.exists = False  # until somebody looks
-        numbers = sorted({self.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
-        fixed = {number: self._fixed.setdefault(number, FixedHome()) for number in numbers}
+        numbers = sorted({self.plan.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
+        fixed = {number: self.weights.fixed.setdefault(number, FixedHome()) for number in numbers}
         weights = {number: Item(f"parameters of group {number}", home=home) for number, home in fixed.items()}
         core.take(buckets, weights | streamed)
         limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
@@ -209,9 +204,6 @@ class Engine:
         except torch.OutOfMemoryError:
             logger.info("no room for all blocks yet; they are taken when they are needed")
 
-    def staging_bytes(self) -> int:
-        return self.core.cache.lasting_bytes
-
     # A step -----------------------------------------------------------------------------------------------------------
 
     @_alone
@@ -241,7 +233,7 @@ class Engine:
         guesses.look()
         core.away = False
         core.come("step")
-        problem = self._problem_of_early(optimizer, states, kwargs)
+        problem = guesses.problem(optimizer, states, kwargs)
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
         if problem or (guesses.made and guesses.ahead.way_back.is_written()):
@@ -279,7 +271,7 @@ class Engine:
             if self.host is not None:
                 self.host.finish()
             new = [param for param in step.without_state if states.get(param)]
-            self._take_results(step, optimizer, new, states)
+            step.finish(core, optimizer, states, new)
             if core.cache.restore_room() or new:
                 self._take_blocks()
         except BaseException as error:
@@ -307,29 +299,6 @@ class Engine:
                 self.core.cache.leave_room(pool)
                 return
 
-    def _take_results(self, step: Step, optimizer: Optimizer, created: list[Tensor], states: StateStore) -> None:
-        if created:
-            new = set(created)
-            states.move_last([param for param in params_of(optimizer) if param in new])
-        rest = step.divided.unvisited
-        if rest:  # groups of which no bucket was updated: a plain step sees them as well
-            groups = optimizer.param_groups
-            step.divided.run({number: self._stand_in(groups[number]["params"]) for number in rest}, {})
-        if step.divided.changes_tensors:
-            self.core.lanes.compute.wait(*self.core.updated.values())  # R3: other lanes may still be writing them
-        step.divided.commit(optimizer)
-        changed = step.divided.changed_entries.keys()
-        if not changed <= self.layouts.counters:
-            self.layouts.count(changed)
-            self._layout_keys = self._keys(optimizer)
-
-    def _stand_in(self, params: list[Tensor]) -> list[Tensor]:
-        """Something without a gradient in the place of the parameters of a group."""
-        if not params or self.conventions.state_without_gradient:
-            return []
-        local = local_shard(params[0])
-        return [torch.zeros((1,) * local.dim(), dtype=local.dtype, device=self.device)]
-
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
         if self.guesses.made:
@@ -337,20 +306,20 @@ class Engine:
             core.reset()
             return
         if (core.done or core.torn) and (self.host is None or error is not self.host.error):
-            done, torn = list(core.done), core.torn
+            done, torn = (
+                listed(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
+                for buckets in (core.done, core.torn)
+            )
             self.failure = (
-                f"an earlier step() stopped with {type(error).__name__}: {error}. {len(done)} of {len(wanted)} buckets "
-                f"had been updated (parameters {self._names_in(done)}); {self._names_in(torn)} may "
-                "be half updated; the others are as before that step"
+                f"an earlier step() stopped with {type(error).__name__}: {error}. {len(core.done)} of {len(wanted)} "
+                f"buckets had been updated (parameters {done}); {torn} may be half updated; the others are as before "
+                "that step"
             )
         try:
             core.abandon()
         finally:
             core.cache.restore_room()
             self.guesses.forget()
-
-    def _names_in(self, buckets: Iterable[Bucket]) -> str:
-        return listed(self.plan.shards[param].name for bucket in buckets for param in bucket.params) or "none"
 
     def _measure(self, steady: bool) -> None:
         core, room = self.core, self.room
@@ -393,8 +362,8 @@ class Engine:
                 self.guesses.choose(optimizer, states)
                 may_begin = self.guesses.ahead.is_guess
             # Last: with many groups it takes long. What is trained and not planned, step() will take over.
-            as_before = may_begin and self._groups_as_before(optimizer)
-            may_begin = as_before and not any(map(is_trained, self._unplanned))
+            as_before = may_begin and self.groups.are_as_before(optimizer)
+            may_begin = as_before and not any(map(is_trained, self.groups.unplanned))
         try:
             before = set(core.done)
             with torch.no_grad():
@@ -402,15 +371,15 @@ class Engine:
                 if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # but the point that compute has reached, which writes the zeros
-                goes_on = may_begin or core.updates is not None
-                ready = core.reduced(number, event, self.guesses.takes if goes_on else None)
+                final = core.reduced(number, event, goes_on=may_begin or core.updates is not None)
+                ready = self.guesses.takes(final)
                 if ready and core.updates is None and (step := self._begin(optimizer, states)) is not None:
                     core.begin(step)
                 core.run(ready)
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
-        if core.frees_all and not core.held.isdisjoint(core.done):
+        if core.frees_all and not core.reductions.held.isdisjoint(core.done):
             warnings.warn(
                 "tensors over optimizer state or parameters are held (a state dict, an entry of optimizer.state), and "
                 "the backward changes them: the GPU has no room for the gradients with which step() could. Let go of "
@@ -437,10 +406,10 @@ class Engine:
             core.frees_all = core.frees_all or not self._gradients_fit()
         if not core.frees_all:
             return
-        core.reductions.expect_one()
+        core.reductions.least = 1
         with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
             self._follow_groups(optimizer, states)
-            self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+            self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
             self._follow_groups(optimizer, states)
             self._note_made(states)
 
@@ -461,39 +430,12 @@ class Engine:
         ahead = self.guesses.ahead
         return Step(self._contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
 
-    def _problem_of_early(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
-        """Say what differs between this step and the one that the backward has begun; empty: nothing."""
-        step = self.guesses.step
-        if step is None:
-            return ""
-        problem = self.guesses.problem(step, states)
-        if not problem and scaler_decides(optimizer, kwargs):
-            problem = "a GradScaler decides only now whether there is a step"
-        if not problem and not (step.divided.still_starts_from(optimizer) and self._groups_as_before(optimizer)):
-            problem = "hyperparameters have changed since then"
-        return problem
-
-    def before_gather(self, number: int) -> None:
-        """Parameters of a group are about to be read: take guesses back that have changed them."""
-        if self.guesses.made and self.core.has_updated(number):
-            self.guesses.take_back()
-
     # Parameters and state of a step -----------------------------------------------------------------------------------
-
-    def _other_layout(self, param: Tensor) -> str:
-        """Say why the ranges in the buckets of ``param`` are not its elements any more; empty: they are."""
-        shard = self.plan.shards.get(param)
-        if shard is None or len(shard.buckets) < 2 or local_shard(param).is_contiguous():
-            return ""
-        return (
-            "it was contiguous when its state was divided into buckets, and now has strides "
-            f"{local_shard(param).stride()}; attach again, or give it the layout that it had"
-        )
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
         """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
-        self.add(optimizer, [one for one in self._unplanned if eager or gradient(one) is not None], states)
+        self.add(optimizer, [one for one in self.groups.unplanned if eager or gradient(one) is not None], states)
         self._adopt_exchanged(states, optimizer)  # also of neighbours without a gradient, whose bytes move as well
         return [
             shard
@@ -511,7 +453,7 @@ class Engine:
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
         if optimizer is not None and self.layouts.capabilities.known:
-            _check_entries(entries, partial(self._learnt, optimizer))
+            self.groups.check_entries(optimizer, entries)
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
             self.settle()  # what was put there may be another parameter's home, still being stored
@@ -520,10 +462,17 @@ class Engine:
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
-        for param in (*self._unplanned, *self.plan.shards):
+        for param in (*self.groups.unplanned, *self.plan.shards):
             grad = None if param in used else self.conventions.gradient(param)
             if grad is not None:
-                problem = unsupported_gradient(param, grad) or self._other_layout(param)
+                problem, shard = unsupported_gradient(param, grad), self.plan.shards.get(param)
+                if (
+                    not problem
+                    and shard is not None
+                    and len(shard.buckets) > 1
+                    and not local_shard(param).is_contiguous()
+                ):
+                    problem = _OTHER_LAYOUT.format(local_shard(param).stride())
             elif self.conventions.reads_param_grad and getattr(param, "decoupled_grad", None) is not None:
                 problem = _DECOUPLED
             else:
@@ -534,37 +483,10 @@ class Engine:
 
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
         """Follow param groups that were edited, and hyperparameters that decide which state there is."""
-        ids = _param_ids(optimizer)
-        regrouped = ids != self._param_ids
-        if regrouped:
+        if regrouped := ids_of(optimizer) != self.groups.ids:
             self.settle()  # the host may be at an update that looks at the groups
-            self._unplanned = []
-            for shard in self.plan.shards.values():
-                shard.group = -1  # no longer in any group, unless found below
-            for number, group in enumerate(optimizer.param_groups):
-                for param in group["params"]:
-                    if param in self.plan.shards:
-                        self.plan.shards[param].group = number
-                    else:
-                        self._unplanned.append(param)
-            self._param_ids = ids  # last: an interrupt before has this done again
-        keys = self._keys(optimizer)
-        if keys != self._layout_keys:
-            live = [shard for shard in self.plan.shards.values() if shard.group >= 0]
-            try:
-                self._check_state_is_complete(optimizer, live, states)
-                still_fit = all(self._still_fits(optimizer, shard) for shard in live)
-            except ValueError as error:
-                cause = error.__cause__
-                why = error if cause is None else f"{type(cause).__name__}: {str(cause).strip()}."
-                raise ValueError(
-                    f"step() cannot run with {_changed_entries(self._layout_keys, keys, optimizer)}: {why} Correct it "
-                    "and call step() again. Nothing has been changed."
-                ) from None
-            self._layout_keys = keys
-            if not still_fit:
-                self.rebuild(optimizer, states)
-        elif regrouped and self._mostly_dead(states):
+            self.groups.follow(optimizer)
+        if self.groups.ask_for_others(optimizer, states, regrouped=regrouped):
             self.rebuild(optimizer, states)
         made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
         # A hook of the step, as torchtitan has, may have made the first state in other dtypes, and not in its homes.
@@ -574,44 +496,6 @@ class Engine:
             self.rebuild(optimizer, states, as_made=made)
         for param in made:
             self.plan.shards[param].existed = True
-
-    def _check_state_is_complete(self, optimizer: Optimizer, shards: Sequence[StateShard], states: StateStore) -> None:
-        """The optimizers of torch look for all of their state once there is some; better before a step than in it."""
-        if not self.layouts.capabilities.known:
-            return
-        for shard in shards:
-            state = states.get(shard.param)
-            missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
-            if state and missing:
-                raise RuntimeError(
-                    f"The hyperparameters of param_groups[{shard.group}] now need state {missing}, which {shard.name} "
-                    "does not have: it was created under other ones. Set them back, or add that state. Nothing has "
-                    "been changed."
-                )
-
-    def _mostly_dead(self, states: StateStore) -> bool:
-        """Return whether most of the memory belongs to parameters that the user has taken out, with their state."""
-        shards = self.plan.shards.values()
-        dead_bytes = sum(shard.nbytes for shard in shards if self._is_dead(shard, states))
-        return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
-
-    def _is_dead(self, shard: StateShard, states: StateStore) -> bool:
-        return shard.group < 0 and not states.get(shard.param)
-
-    def _keys(self, optimizer: Optimizer) -> list[LayoutKey]:
-        return [layout_key(group, self.layouts.counters) for group in optimizer.param_groups]
-
-    def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
-        if len(shard.buckets) > 1 and not self.plan.may_cut(shard, optimizer.param_groups[shard.group]):
-            return False  # another implementation now, which rounds pieces differently
-        # State that exists keeps its place, also where the new hyperparameters would no longer create it.
-        return self._learnt(optimizer, shard).values.keys() <= shard.layout.values.keys()
-
-    def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
-        return self.layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
-
-    def _groups_as_before(self, optimizer: Optimizer) -> bool:
-        return _param_ids(optimizer) == self._param_ids and self._keys(optimizer) == self._layout_keys
 
     # May this be done now? --------------------------------------------------------------------------------------------
 
@@ -652,7 +536,7 @@ class Engine:
     def skip_step(self) -> None:
         """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
         self.guesses.skip()
-        self.core.held.clear()
+        self.core.reductions.held.clear()
         if self.core.done:
             self.refuse("zero_grad()")
 
@@ -705,8 +589,8 @@ class Engine:
         if not params:
             return
         self.check_usable("taking over more parameters")
-        self._layout_keys += self._keys(optimizer)[len(self._layout_keys) :]
-        self._param_ids = []  # look at the groups again
+        self.groups.keys += self.groups.keys_of(optimizer)[len(self.groups.keys) :]
+        self.groups.ids = []  # look at the groups again
         for param in params:
             state = states.get(param)
             for name in state.keys() - self.conventions.without_dispensable(param, state).keys():
@@ -730,8 +614,9 @@ class Engine:
             as_made: parameters whose state has the layout that somebody gave it, rather than one that is learnt.
         """
         self.settle()
-        self._counters_as_made(states)
-        dead = [param for param, shard in self.plan.shards.items() if self._is_dead(shard, states)]
+        if self.host is not None:
+            self.host.counters_as_made(self.plan.host_shards(), states)
+        dead = [param for param, shard in self.plan.shards.items() if is_dead(shard, states)]
         kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
         old = {param: dict(states.get(param)) for param in kept}
         for param in dead:
@@ -755,9 +640,10 @@ class Engine:
         optimizer keeps in another form is made one parameter at a time: it takes no more device memory than that.
         """
         self.guesses.take_back()
-        self.guesses.ahead.ended = {param for bucket in self.core.done for param in bucket.params}
+        ended = {param for bucket in self.core.done for param in bucket.params}
         self.core.abandon()
         self.guesses.forget()
+        self.guesses.ahead.ended = ended
         self.settle()
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
@@ -779,18 +665,6 @@ class Engine:
                 adopt([(shard, state)])
         self.failure = ""
 
-    def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
-        homes = self.plan.shards[param].homes if param in self.plan.shards else {}
-        return self.conventions.as_saved(optimizer, param, state, homes, empty=empty)
-
-    def handed_out(self, param: Tensor, saved: UserState) -> UserState:
-        """``saved`` with aliases of homes, whose life can be counted."""
-        if param not in self.plan.shards:
-            return saved
-        shard = self.plan.shards[param]
-        homes = shard.homes
-        return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
-
     @_alone
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
@@ -799,7 +673,7 @@ class Engine:
         that was frozen when the optimizer was attached, and no longer is, gets room now.
         """
         self._follow_groups(optimizer, states)
-        self.add(optimizer, [param for param in self._unplanned if is_trained(param)], states)
+        self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
         self._follow_groups(optimizer, states)
         if self.layouts.capabilities.moves_whole and not any(states.get(param) for param in self.plan.shards):
             raise ValueError(
@@ -833,7 +707,8 @@ class Engine:
         self._make_zeroed_gradients(self.plan.shards)
         for param in filter(is_freed, self.plan.shards):
             param.grad = None  # fully_shard would add to the stand-in
-        self._counters_as_made(states)
+        if self.host is not None:
+            self.host.counters_as_made(self.plan.host_shards(), states)
         self.weights.return_to_device(self.device)
         self.plan.of_parameters = None
 
@@ -841,7 +716,7 @@ class Engine:
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.settle()
-        self._param_ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
+        self.groups.ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
         self.plan.clear()
         self._take_plan()
 
@@ -851,10 +726,6 @@ class Engine:
         for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
         return bool(zeroed)
-
-    def _counters_as_made(self, states: StateStore) -> None:
-        if self.host is not None:
-            self.host.counters_as_made(self.plan.host_shards(), states)
 
     # Looking at it ----------------------------------------------------------------------------------------------------
 
@@ -870,22 +741,6 @@ class Engine:
                 "looks at may wait for the end of that save. It has all of them in the state dict that it was given."
             )
         return self.core.between_steps()
-
-    @_alone
-    def model_handed_out(self, taken: Mapping[Tensor, object]) -> None:
-        """Note that ``model.state_dict()`` has taken parameters on the device, and as which tensors."""
-        for param, value in taken.items():
-            own = param not in self.plan.shards or param in self.plan.streamed or value is param
-            if own or not isinstance(value, Tensor):
-                continue
-            home = self._fixed[self.together.get(param, ELSEWHERE)]
-            # Views of a local tensor keep it alive, and so the reference to it.
-            home.hand_out(param, value, local_shard(value))
-            home.expose(self.core.steps)
-
-    def trained_here(self) -> None:
-        """Note that the calling thread trains, on the current stream."""
-        self.core.trained_by(None if self.device.type == "cpu" else current_stream(self.device))
 
     @_looking
     def wait_home(self, param: Tensor) -> None:
@@ -923,46 +778,6 @@ class Engine:
         self.wait_all_home(may_write=False)
 
 
-def _check_entries(entries: Iterable[tuple[StateShard, UserState]], learnt: Callable[..., StateLayout]) -> None:
-    """Refuse state that lacks a part, or has no counter where one belongs: its class would fail between updates."""
-    for shard, state in entries:
-        # A home need not have a value: a load may have brought none back.
-        is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
-        if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
-            needed = learnt(shard)
-            names = {*needed.values, *needed.scalars} - {MASTER}
-            lacking = [name for name in sorted(names) if state.get(name) is None]
-            if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
-                raise ValueError(
-                    f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
-                    "optimizer.state[param] as a whole. Nothing has been changed."
-                )
-        for name, example in shard.layout.scalars.items():
-            value = state.get(name)
-            is_wrong = value.numel() != 1 if isinstance(value, Tensor) else isinstance(example, Tensor)
-            if value is not None and is_wrong:
-                raise ValueError(
-                    f"optimizer.state[{shard.name}][{name!r}] must be a tensor of one element, got {value!r:.60}. "
-                    f"Write optimizer.state[param][{name!r}] = torch.tensor(1.0). Nothing has been changed."
-                )
-
-
-def _param_ids(optimizer: Optimizer) -> list[list[int]]:
-    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-
-
-def _changed_entries(before: Sequence[LayoutKey], after: Sequence[LayoutKey], optimizer: Optimizer) -> str:
-    groups = optimizer.param_groups
-    return listed(
-        f"param_groups[{number}][{name!r}] = {groups[number][name]!r}"
-        if name in groups[number]
-        else f"param_groups[{number}] without {name!r}"
-        for number, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=()))
-        for name in sorted(dict(set(old) ^ set(new)))
-        if number < len(groups)
-    )
-
-
 @contextmanager
 def _look_at_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> Iterator[None]:
     found = engine()
@@ -975,6 +790,11 @@ def _look_at_parameter(engine: "weakref.ref[Engine]", param: Tensor) -> Iterator
 _DECOUPLED = (
     "its gradient is in param.decoupled_grad, and this optimizer reads param.grad. Use Transformer Engine's "
     "FusedAdam(use_decoupled_grad=True), or leave Megatron's use_precision_aware_optimizer off"
+)
+
+_OTHER_LAYOUT = (
+    "it was contiguous when its state was divided into buckets, and now has strides {}; attach again, or give it the "
+    "layout that it had"
 )
 
 _REFUSALS = {
@@ -1000,6 +820,17 @@ def engine_of(optimizer: object) -> Engine | None:
     attachment = getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE)
     engine: Engine | None = None if attachment is None else attachment.engine
     return engine
+
+
+def states_of(optimizer: Optimizer) -> OffloadedState:
+    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    engine = engine_of(optimizer)
+    assert engine is not None, "it is offloaded"
+    if not isinstance(optimizer.state, OffloadedState):
+        optimizer.state = OffloadedState(engine, optimizer.state)
+    if engine.lending.entries() is not optimizer.state:  # the user has put it back
+        engine.lending.entries = weakref.ref(optimizer.state)
+    return optimizer.state
 
 
 def find_offloaded(optimizer: object) -> Optimizer | None:

@@ -29,7 +29,7 @@ from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
 from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_of
 from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
-from ..optimizers import Capabilities
+from ..fsdp.optim import scaler_decides
 from ..state.shard import StateShard
 from ..state.store import StateStore, is_exchanged
 from .homes import Plan, home_of
@@ -101,15 +101,16 @@ class Guesses:
         ahead: of the step to come.
     """
 
-    def __init__(self, core: Core, contents: Contents, capabilities: Capabilities, names: Mapping[Tensor, str]) -> None:
-        self._core, self._contents, self._plan, self._names = core, contents, contents.plan, names
+    def __init__(self, core: Core, contents: Contents, names: Mapping[Tensor, str]) -> None:
+        self._core, self._contents, self._names = core, contents, names
+        capabilities = contents.layouts.capabilities
         self.old = OldParameters(contents.plan)
         self.announced = False
         self.committed = self.taken_back = 0
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
-        self.ahead = Ahead(WayBack(core, self.old.pairs_of))
+        self.ahead = Ahead(WayBack(core))
         self._is_on = True
         self._history: deque[bool] = deque(maxlen=REMEMBERED)
         self._learns_later = False
@@ -133,7 +134,7 @@ class Guesses:
     def is_ready(self) -> bool:
         """Return whether updates in the backward are guesses."""
         ready = self.announced and self._is_on and not self.unavailable and not self._core.frees_all
-        return ready and bool(self.old.buckets)
+        return ready and bool(self.old.begins)
 
     @property
     def is_clean(self) -> bool:
@@ -166,43 +167,52 @@ class Guesses:
         if not self.is_ready or self.ahead.is_off or self._contents.writes_gradients:
             return False
         # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
-        return not [one for one in self._plan.housed() if (spare := one.spare) is not None and spare.is_read()]
+        return not [one for one in self._contents.plan.housed() if (spare := one.spare) is not None and spare.is_read()]
 
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
         """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
         # Updates with Nesterov's momentum write gradients, where they are those of torch._foreach_*.
         ahead = self.ahead
         ahead.is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
-        shards = self._plan.shards.items() if ahead.is_guess else ()
+        shards = self._contents.plan.shards.items() if ahead.is_guess else ()
         ahead.without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
-    def takes(self, bucket: Bucket) -> bool:
-        """Return whether ``bucket`` may be updated now; a guess that may not be made waits for ``step()``."""
+    def takes(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Return those that may be updated now; guesses that may not be made wait for ``step()``."""
         if not self.ahead.is_guess:
-            return True
-        if self.ahead.is_off or bucket not in self.old.buckets:
-            return False
-        return all(map(self._may_use, bucket.params))
+            return buckets
+        found: list[Bucket] = []
+        waiting: set[int] = set()
+        for bucket in () if self.ahead.is_off else buckets:
+            is_next = waiting.isdisjoint(bucket.after)  # ranges of a parameter are updated in order
+            if is_next and bucket in self.old.begins and all(map(self._may_use, bucket.params)):
+                bucket.old = self.old.pairs_of(bucket)
+                found.append(bucket)
+            else:
+                waiting.add(bucket.number)
+        return found
 
     def _may_use(self, param: Tensor) -> bool:
         if (grad := param.grad) is None:
-            return len(self._plan.shards[param].buckets) == 1  # else bytes would stay behind when neighbours move
+            return (
+                len(self._contents.plan.shards[param].buckets) == 1
+            )  # else bytes would stay behind when neighbours move
         return grad not in self._shared and is_watched(grad, self) and param not in self.ahead.without_state
 
     def keep_ahead(self, number: int) -> None:
         """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
         core = self._core
-        if (
-            core.updates is not None
-            or self.ahead.is_off
-            or not core.reductions.next_is_final(number)
-            or not self.is_ready
-        ):
-            return
-        for bucket in core.buckets_of(number):
-            if bucket in self.old.buckets:
+        is_last = core.updates is None and core.reductions.next_is_final(number)
+        for bucket in core.of_group.get(number, ()) if is_last and not self.ahead.is_off and self.is_ready else ():
+            if bucket in self.old.begins:
                 self.watch((), self._on_device(bucket.params))
+                bucket.old = self.old.pairs_of(bucket)
                 self.ahead.way_back.keep(bucket)
+
+    def before_gather(self, number: int) -> None:
+        """Parameters of a group are about to be read: take guesses back that have changed them."""
+        if self.made and self._core.has_updated(number):
+            self.take_back()
 
     def settle(self) -> None:
         """``step()`` is called: commit the guesses, or take them back. The host waits only for the factor."""
@@ -232,6 +242,8 @@ class Guesses:
         ahead = self.ahead
         ahead.is_off = True
         self.taken_back += 1
+        for bucket in (*self._core.done, *self._core.torn):
+            bucket.old = self.old.pairs_of(bucket)  # the user may have moved parameters
         ahead.way_back.roll_back()
         ahead.is_guess = False
         ahead.used = {}  # they are still watched: a view of a gradient is noticed
@@ -255,7 +267,7 @@ class Guesses:
 
     def _end(self) -> Ahead:
         """Begin with the next step: first where one ends, so that an interrupt leaves nothing of that one."""
-        ahead, self.ahead = self.ahead, Ahead(WayBack(self._core, self.old.pairs_of))
+        ahead, self.ahead = self.ahead, Ahead(WayBack(self._core))
         return ahead
 
     def _decide_on_next(self, ahead: Ahead) -> None:
@@ -296,7 +308,7 @@ class Guesses:
         core = self._core
         if core.mode.begin != "final":
             return
-        if (core.done and not self.made) or any(map(is_spent, self._plan.shards)):
+        if (core.done and not self.made) or any(map(is_spent, self._contents.plan.shards)):
             raise RuntimeError(USED_UP)
         if not self.announced:
             self.unwatch()  # gradients of a loop of which it was not known that it clips
@@ -327,7 +339,7 @@ class Guesses:
         """Watch gradients before it is known whether this step updates early, to see whether somebody changes them."""
         if self.announced:
             if not (self._core.frees_all or self.unavailable):
-                shards = self._plan.shards
+                shards = self._contents.plan.shards
                 self.watch([grad for param in params if param in shards and (grad := param.grad) is not None])
         elif self._core.mode.begin == "final" and 0 <= self._clean_steps < _CLEAN_STEPS and not self._core.frees_all:
             self.watch_used(params)
@@ -340,14 +352,14 @@ class Guesses:
         self.ahead.used.update(zip(used, zip(grads, versions_of(grads), versions_of(used), strict=True), strict=True))
 
     def _on_device(self, params: Iterable[Tensor]) -> Iterable[Tensor]:
-        streamed = self._plan.streamed
+        streamed = self._contents.plan.streamed
         return [param for param in params if param not in streamed] if streamed else params
 
     def spend(self, params: Iterable[Tensor]) -> None:
         """Let go of gradients whose updates have all been issued."""
         done = {bucket.number for bucket in self._core.done}
         for param in params:
-            shard = self._plan.shards[param]
+            shard = self._contents.plan.shards[param]
             if shard.group < 0:
                 continue  # it has left the param groups: its gradient has not been used, and goes on adding up
             if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
@@ -357,7 +369,7 @@ class Guesses:
     def forget(self) -> None:
         """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
         self.unwatch()
-        self.ahead.used, self.ahead.freed, self.ahead.is_touched = {}, {}, False
+        self._end()
 
     def look(self) -> None:
         """``step()`` is called: note what the loop has done since the backward, and watch no more."""
@@ -371,9 +383,11 @@ class Guesses:
         now = versions_of(seen)
         return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
-    def problem(self, step: Step, states: StateStore) -> str:
-        """Say what somebody has changed since the updates of this step; empty: nothing."""
-        ahead = self.ahead
+    def problem(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
+        """Say what differs between this step and the one that the backward has begun; empty: nothing."""
+        step, ahead = self.step, self.ahead
+        if step is None:
+            return ""
         if ahead.is_touched and (written := self.written()):
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
         exchanged = [*(param for param in ahead.freed if not is_spent(param)), *_exchanged(ahead.used)]
@@ -387,7 +401,12 @@ class Guesses:
             used = {shard for bucket in done for shard in home_of(bucket).shards}
         exposed = [home for bucket in done if (home := bucket.state.home).exposed_at is not None]
         is_written = any(home.seen != home.version() for home in exposed)
-        return "optimizer.state has changed since then" if is_written or self._are_exchanged(used, states) else ""
+        if is_written or self._are_exchanged(used, states):
+            return "optimizer.state has changed since then"
+        if scaler_decides(optimizer, kwargs):
+            return "a GradScaler decides only now whether there is a step"
+        is_same = step.divided.still_starts_from(optimizer) and self._contents.groups.are_as_before(optimizer)
+        return "" if is_same else "hyperparameters have changed since then"
 
     def _are_exchanged(self, shards: Iterable[StateShard], states: StateStore) -> bool:
         """Return whether somebody has put other tensors in the place of homes, or deleted the state with them."""
@@ -460,7 +479,7 @@ class OldParameters:
     """The memory that it takes to take a step back.
 
     Attributes:
-        buckets: those whose updates can be taken back.
+        begins: of each bucket whose updates can be taken back, the offset of its first byte.
         is_known: which these are.
     """
 
@@ -471,10 +490,11 @@ class OldParameters:
 
     def forget(self) -> None:
         """The buckets of the plan are others: nothing is known of them."""
-        self.buckets: frozenset[Bucket] = frozenset()
+        self.begins: dict[Bucket, int] = {}
         self.is_known = False
-        self._begins: dict[Bucket, int] = {}
         self._pairs: dict[Bucket, tuple[list[int], list[Copy]]] = {}
+        for bucket in self._plan.buckets:
+            bucket.old = ()  # its memory goes
 
     def take(self) -> str:
         """Take the memory, if there is as much; else say how much it would be."""
@@ -496,7 +516,7 @@ class OldParameters:
             return f"to take a step back needs {needed_bytes} bytes of host memory ({error})"
         self._region = region
         plan.others.append(region)
-        self._begins, self.buckets = begins, frozenset(buckets)
+        self.begins = begins
         return ""
 
     def _takeable(self) -> list[Bucket]:
@@ -526,7 +546,7 @@ class OldParameters:
         known, pairs = self._pairs.get(bucket, ([], []))
         if known != addresses:
             assert self._region is not None, "guesses begin when there is memory"
-            pairs, at = [], self._begins[bucket]
+            pairs, at = [], self.begins[bucket]
             for param in self._ranges(bucket):
                 pairs += [(self._region.bytes[at : at + param.numel()], param)] if param.numel() else []
                 at += aligned(param.numel())

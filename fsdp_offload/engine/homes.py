@@ -27,7 +27,7 @@ from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
 from ..state.shard import Housed, Reader, ShardHome, StateShard
-from ..state.store import OffloadedState, OwnCounters, StateStore
+from ..state.store import OffloadedState, OwnCounters, StateStore, UserState
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
 
     def turn(self) -> BytesAtHome | None:
         step = self._lending.step
-        if step is None or (step.own is None and not (step.moving or self._lending.is_read)):
+        if step is None or (step.own is None and not (step.moving or self._lending.readers)):
             return None
         if not step.turn(self.changing()):
             return None
@@ -133,17 +133,17 @@ class ArenaHome(Home, Generic[AnyHoused]):
         return self.bytes_of(self.shards, step.moving)
 
     def wait_unread(self) -> None:
-        if self._lending.is_read:
+        if self._lending.readers:
             moving = self._lending.moving
             for one in self.changing():
-                one.sides[newest_side(one, moving)].wait_unread()
+                one.sides[one.side ^ (one in moving)].wait_unread()
 
     def bytes_of(self, shards: Iterable[AnyHoused], moving: Container[Housed]) -> BytesAtHome:
         """Return the newest bytes of some of its ``shards``, and the offset of each in a place."""
         arena = self._arena
         if not arena.moves:
             return []
-        sides = [(self._numbers[one], newest_side(one, moving)) for one in shards]
+        sides = [(self._numbers[one], one.side ^ (one in moving)) for one in shards]
         key = tuple([(number, arena.region_of(number, side)) for number, side in sides])
         if key not in self._known:  # state that moves to and fro comes back to the same few
             found: list[tuple[Tensor, int]] = []
@@ -191,6 +191,7 @@ class Plan:
         streamed: these parameters.
         others: other host memory.
         bucket_bytes: of state, at most where it may be cut; known when there is any.
+        together: numbers of the groups in which ``fully_shard`` gathers parameters.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Plan:
         self.streamed: Collection[Tensor] = ()
         self.others: list[Region] = []
         self.bucket_bytes = 0
-        self._together = self._joined = together
+        self.together = self._joined = together
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def host_shards(self) -> Iterator[StateShard]:
@@ -240,7 +241,7 @@ class Plan:
         if not self.buckets:
             both = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
             self.bucket_bytes, self._joined = bucketing(
-                self._policy, elementwise=elementwise, together=self._together, sizes=both
+                self._policy, elementwise=elementwise, together=self.together, sizes=both
             )
         fraction = self._policy.host_fraction
         sizes = [_largest_numel(one) if fraction and not has_inner_tensors(one.param) else 0 for one in shards]
@@ -294,7 +295,7 @@ class Plan:
             number, home = len(self.buckets), StateHome(packed, its, self._lending)
             item = Item(f"state {number}", packed.nbytes if home.bytes else 0, home=home, exists=False)
             params = tuple(shard.param for shard in home.shards)
-            groups = tuple(dict.fromkeys(self._together.get(param, ELSEWHERE) for param in params))
+            groups = tuple(dict.fromkeys(self.together.get(param, ELSEWHERE) for param in params))
             after = frozenset(other for shard in home.shards for other in shard.buckets)
             self.buckets.append(Bucket(number, item, groups, (), params, not its.moves, after))
             for shard in home.shards:
@@ -390,6 +391,18 @@ class Plan:
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound
 
+    def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:
+        homes = self.shards[param].homes if param in self.shards else {}
+        return self._layouts.capabilities.conventions.as_saved(optimizer, param, state, homes, empty=empty)
+
+    def handed_out(self, param: Tensor, saved: UserState) -> UserState:
+        """``saved`` with aliases of homes, whose life can be counted."""
+        if param not in self.shards:
+            return saved
+        shard = self.shards[param]
+        homes = shard.homes
+        return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
+
     def clear(self) -> None:
         """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
         self.shards.clear()
@@ -414,16 +427,10 @@ class Turning(Updates):
     """
 
     def __init__(
-        self,
-        lending: "Lending",
-        gradient: Callable[[Tensor], Tensor | None],
-        states: StateStore,
-        own: OwnCounters | None = None,
-        joined_bytes: int = 0,
-        way_back: WayBack | None = None,
+        self, lending: "Lending", states: StateStore, own: OwnCounters | None = None, way_back: WayBack | None = None
     ) -> None:
-        super().__init__(joined_bytes, way_back)
-        self._lending, self._gradient = lending, gradient
+        super().__init__(way_back)
+        self._lending = lending
         self.states, self.own = states if own is None else own, own
         self.moving: dict[Housed, None] = {}
 
@@ -437,7 +444,7 @@ class Turning(Updates):
 
     def _may_move(self, one: Housed) -> bool:
         # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
-        return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._gradient(one.param) is not None
+        return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._lending.gradient(one.param) is not None
 
     def move_parameters(self) -> None:
         for one in [one for one in self.moving if not isinstance(one, StateShard)]:
@@ -451,12 +458,8 @@ class Turning(Updates):
                 left = shard.home
                 shard.move(self.states.get)
                 if left.readers and left.is_held():
-                    self._lending.leave(shard, left)
+                    self._lending.left.append((shard, left, versions_of([left])))
         self.moving = {}
-
-
-def newest_side(one: Housed, moving: Container[Housed]) -> int:
-    return 1 - one.side if one in moving else one.side
 
 
 # Homes that others read -----------------------------------------------------------------------------------------------
@@ -477,15 +480,18 @@ class Lending:
         a save lends homes ──▶ updates of the next step: Home.turn() ──▶ Turning.commit(): optimizer.state follows
 
     Attributes:
+        gradient: finds that of a parameter.
         entries: ``optimizer.state``, weakly: its entries are not held by others.
+        readers: of any home; some of them may have finished.
+        left: homes that others held when steps left them, and their versions.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, gradient: Callable[[Tensor], Tensor | None]) -> None:
+        self.gradient = gradient
         self._core = weakref.ref(core)  # whose items have homes, which refer to this
         self.entries: Callable[[], OffloadedState | None] = lambda: None
-        self._readers: list[Reader] = []  # some of them may have finished
-        # Homes that others held when steps left them, and their versions.
-        self._left: list[tuple[StateShard, ShardHome, object]] = []
+        self.readers: list[Reader] = []
+        self.left: list[tuple[StateShard, ShardHome, object]] = []
         self._is_spoiled = False
 
     def lend(self, reader: Reader, homes: Iterable[ShardHome]) -> None:
@@ -493,7 +499,7 @@ class Lending:
         homes = list(homes)
         for home in homes:
             home.readers.append(reader)
-        self._readers.append(reader)
+        self.readers.append(reader)
         before = versions_of(homes)
 
         def look() -> None:
@@ -516,24 +522,20 @@ class Lending:
     def is_read_here(self) -> bool:
         """Return whether the calling thread reads homes for a save."""
         here = threading.current_thread()
-        return any(getattr(one, "thread", None) is here and one.is_reading() for one in self._readers)
+        return any(getattr(one, "thread", None) is here and one.is_reading() for one in self.readers)
 
     def wait(self) -> None:
         """Block until nobody else reads any home."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.wait()
-        self._readers, self._left = [], []
+        self.readers, self.left = [], []
 
     def lost_writes(self) -> list[str]:
         """Name state whose old home others have written since a step left it: such a write is lost."""
-        self._left = [one for one in self._left if one[1] is not one[0].home]  # a later step has moved it back
-        written = [shard.name for shard, home, versions in self._left if versions_of([home]) != versions]
-        self._left = [(shard, home, versions_of([home])) for shard, home, _ in self._left if home.is_held()]
+        self.left = [one for one in self.left if one[1] is not one[0].home]  # a later step has moved it back
+        written = [shard.name for shard, home, versions in self.left if versions_of([home]) != versions]
+        self.left = [(shard, home, versions_of([home])) for shard, home, _ in self.left if home.is_held()]
         return written
-
-    def leave(self, shard: StateShard, home: ShardHome) -> None:
-        """Note that ``shard`` has left ``home``, which others hold, for :meth:`lost_writes`."""
-        self._left.append((shard, home, versions_of([home])))
 
     @property
     def step(self) -> Turning | None:
@@ -546,11 +548,6 @@ class Lending:
         """What lives in its other home once that step is complete."""
         step = self.step
         return () if step is None else step.moving
-
-    @property
-    def is_read(self) -> bool:
-        """Return whether somebody may still read any home."""
-        return bool(self._readers)
 
 
 def _spec(shard: StateShard) -> ShardSpec:

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.buckets import ELSEWHERE
 from ..device.lanes import refuse_capture
 from ..fsdp.fully_shard import LeftBehind, Points, abandon_backward, runs_in_backward, sharding_groups
 from ..fsdp.gradients import refuse_freed
 from ..fsdp.homed import keep_in_place
 from ..policy import OffloadPolicy
-from ..state.store import StateStore
-from .engine import Engine
-
-GetStates = Callable[[Optimizer], StateStore]
+from .engine import Engine, states_of
 
 _LOOKS = {"_before_state_dict", "_after_state_dict", "_before_load"}  # other threads come in between steps
 
@@ -30,9 +28,8 @@ class ModelHooks:
     possible, before their shards are read.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine, get_states: GetStates) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, engine: Engine) -> None:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), engine
-        self._get_states = get_states
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
         # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
@@ -78,7 +75,7 @@ class ModelHooks:
         engine = self._engine
         refuse_capture(engine.device)
         if engine.guesses.ahead.is_guess:
-            engine.before_gather(number)
+            engine.guesses.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
         if stream is None:
@@ -87,7 +84,7 @@ class ModelHooks:
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
         if engine.guesses.ahead.is_guess:
-            engine.before_gather(number)
+            engine.guesses.before_gather(number)
         step = engine.core.updates
         if step is not None and engine.core.has_updated(number):
             if runs_in_backward():
@@ -97,13 +94,13 @@ class ModelHooks:
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             if engine.core.is_foreign:
-                engine.trained_here()
+                engine.core.trained_here()
             engine.guesses.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine
         if number in engine.weights.items:
-            engine.before_gather(number)
+            engine.guesses.before_gather(number)
             engine.core.gather(number, stream)
             engine.weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
@@ -120,8 +117,12 @@ class ModelHooks:
             self._engine.wait_updated()  # each parameter that lives on the host waits for its home by itself
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:
-        named = module.named_parameters(recurse=False)
-        self._engine.model_handed_out({param: found.get(prefix + name) for name, param in named})
+        engine = self._engine
+        with engine.core.lock:
+            for name, param in module.named_parameters(recurse=False):
+                if param in engine.plan.shards and param not in engine.plan.streamed:
+                    home = engine.weights.fixed[engine.plan.together.get(param, ELSEWHERE)]
+                    home.hand_out(param, found.get(prefix + name), engine.core.steps)
 
     def _before_load(self, *_: object) -> None:
         with self._engine.between_steps():
@@ -131,8 +132,8 @@ class ModelHooks:
 
     def _before_reduce(self, number: int) -> None:
         optimizer, engine = self._optimizer(), self._engine
-        if optimizer is not None and not engine.core.reductions.have_begun:
-            engine.expect_gradients(optimizer, self._get_states(optimizer))
+        if optimizer is not None and not engine.core.reductions.counts:
+            engine.expect_gradients(optimizer, states_of(optimizer).unwaited)
         step = engine.core.updates
         if step is not None and (step.is_seen or engine.core.has_updated(number)):
             if engine.guesses.made:
@@ -149,7 +150,7 @@ class ModelHooks:
             event = event if engine.device.type != "cpu" else None
             with engine.core.timed_call():
                 engine.core.come((number, "reduced"))
-                engine.reduced(number, self._groups[number].params, event, optimizer, self._get_states(optimizer))
+                engine.reduced(number, self._groups[number].params, event, optimizer, states_of(optimizer).unwaited)
 
 
 def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str, *args: Any) -> None:
@@ -160,9 +161,7 @@ def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str
         left_behind.call(method, *args)
 
 
-def hook_model(
-    model: nn.Module | None, optimizer: Optimizer, engine: Engine, get_states: GetStates
-) -> ModelHooks | None:
+def hook_model(model: nn.Module | None, optimizer: Optimizer, engine: Engine) -> ModelHooks | None:
     """Hook into a model's forward and backward; ``None`` where the policy can do without, and there is no place.
 
     Raises:
@@ -175,13 +174,13 @@ def hook_model(
             "offload_optimizer: overlap='iteration' uses gradients as fully_shard makes them, and this optimizer reads "
             "param.decoupled_grad, which is made later. Use overlap='forward'."
         )
-    is_gathered = bool(engine.together.keys() & engine.names.keys())
+    is_gathered = bool(engine.plan.together.keys() & engine.names.keys())
     if not (policy.moves_beside_model or is_gathered):
         return None  # nothing to hook into: loads begin in step()
     wanted = f"OffloadPolicy({'parameters=True' if policy.parameters else f'overlap={policy.overlap!r}'})"
     if model is None:
         raise ValueError(f"offload_optimizer: {wanted} needs model=..., into whose forward and backward it hooks.")
-    if policy.runs_on_into_forward and not (is_gathered or (engine.together and not engine.names)):
+    if policy.runs_on_into_forward and not (is_gathered or (engine.plan.together and not engine.names)):
         raise ValueError(
             f"offload_optimizer: {wanted} hooks into fully_shard, and none of the optimizer's parameters is sharded by "
             "it. Shard the model first, or leave overlap at its default."
@@ -189,7 +188,7 @@ def hook_model(
     engine.loads_in_backward = True
     if policy.parameters:
         engine.stream_parameters([group.sharded() for group in sharding_groups(model)])
-    return ModelHooks(model, optimizer, engine, get_states)
+    return ModelHooks(model, optimizer, engine)
 
 
 def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:

@@ -10,17 +10,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.buckets import LARGEST_BYTES, Bucket
-from ..core.loop import WayBack
+from ..core.loop import Core, WayBack
 from ..cpu_update import HostUpdates
 from ..device.lanes import Mark
-from ..fsdp.dtensor import version_of
+from ..fsdp.dtensor import local_shard, version_of
 from ..fsdp.gradients import bare
 from ..fsdp.optim import pinned_implementations
 from ..optimizers.bucket_update import BoundRange, update_bucket
 from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
+from ..state.layout import params_of
 from ..state.shard import StateShard
 from ..state.store import OwnCounters, StateStore
+from .groups import ParamGroups
 from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
 
@@ -33,21 +35,15 @@ UPDATED_BYTES = 4 * LARGEST_BYTES
 
 @dataclass(eq=False)
 class Contents:
-    """Holds what all steps of one optimizer are about. It never refers to the optimizer.
+    """Holds what all steps of one optimizer are about, as :class:`Engine` has it. It never refers to the optimizer.
 
-    Attributes:
-        cls: the user's optimizer class.
-        layouts: of its state.
-        plan: shards, homes and buckets.
-        lending: who reads which homes.
-        weights: those that live on the host.
-        host: updates buckets on the CPU, if it has any.
-        writes_gradients: an update has written the gradients that it was given, so none can be repeated.
+    ``writes_gradients``: an update has written the gradients that it was given, so none can be repeated.
     """
 
     cls: type[Optimizer]
     layouts: Layouts
     plan: Plan
+    groups: ParamGroups
     lending: Lending
     weights: Weights
     host: HostUpdates | None
@@ -76,11 +72,10 @@ class Step(Turning):
         pinned = pinned_implementations(optimizer)
         # What foreach allocates grows with what a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
-        most_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
-        joined_bytes = most_bytes if layouts.capabilities.joins else 0
         own = None if way_back is None else OwnCounters(states, plan.shards)
-        gradient = layouts.capabilities.conventions.gradient
-        super().__init__(contents.lending, gradient, states, own, joined_bytes, way_back)
+        super().__init__(contents.lending, states, own, way_back)
+        if layouts.capabilities.joins:
+            self.joined_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
@@ -98,6 +93,30 @@ class Step(Turning):
         assert self.own is not None
         self.states, self.own = self.own.states, None
         self.move_parameters()
+
+    def finish(self, core: Core, optimizer: Optimizer, states: StateStore, created: list[Tensor]) -> None:
+        """All updates have been issued: give the user the state that they have ``created``, and changed entries."""
+        if created:
+            new = set(created)
+            states.move_last([param for param in params_of(optimizer) if param in new])
+        rest = self.divided.unvisited
+        if rest:  # groups of which no bucket was updated: a plain step sees them as well
+            groups, device = optimizer.param_groups, core.cache.device
+            self.divided.run({number: self._stand_in(groups[number]["params"], device) for number in rest}, {})
+        if self.divided.changes_tensors:
+            core.lanes.compute.wait(*core.updated.values())  # R3: other lanes may still be writing them
+        self.divided.commit(optimizer)
+        contents, changed = self._contents, self.divided.changed_entries.keys()
+        if not changed <= contents.layouts.counters:
+            contents.layouts.count(changed)
+            contents.groups.keys = contents.groups.keys_of(optimizer)
+
+    def _stand_in(self, params: list[Tensor], device: torch.device) -> list[Tensor]:
+        """Something without a gradient in the place of the parameters of a group."""
+        if not params or self._contents.layouts.capabilities.conventions.state_without_gradient:
+            return []
+        local = local_shard(params[0])
+        return [torch.zeros((1,) * local.dim(), dtype=local.dtype, device=device)]
 
     def abandon(self, buckets: Sequence[Bucket]) -> None:
         if self.moving:
@@ -124,11 +143,11 @@ class Step(Turning):
         """Return whether a gradient came after the update of ``bucket``."""
         used = self.used.get(bucket.number)
         late = [] if used is None else [one.param for one in home_of(bucket).shards if one not in used]
-        return bool(late) and any(self._gradient(param) is not None for param in late)
+        return bool(late) and any(self._lending.gradient(param) is not None for param in late)
 
     def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
         """The ranges of a bucket whose gradients this step has not used: all, unless some came late. And these."""
-        used, gradient = self.used.setdefault(bucket.number, set()), self._gradient
+        used, gradient = self.used.setdefault(bucket.number, set()), self._lending.gradient
         found = [(one, gradient(one.shard.param)) for one in self._bind(bucket) if one.shard not in used]
         used.update([one.shard for one, grad in found if grad is not None])
         return found

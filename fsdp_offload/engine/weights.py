@@ -84,10 +84,13 @@ class FixedHome(Home):
         super().__init__()
         self._handed_out: dict[Tensor, list[TensorWeakRef]] = {}
 
-    def hand_out(self, param: Tensor, *tensors: Tensor) -> None:
-        """Note that others have got ``tensors``, over ``param``."""
-        alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
-        self._handed_out[param] = [*alive, *map(TensorWeakRef, tensors)]
+    def hand_out(self, param: Tensor, value: object, step: int) -> None:
+        """Note that others have got ``value``, over ``param``, after so many steps."""
+        if isinstance(value, Tensor) and value is not param:
+            alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
+            # Views of a local tensor keep it alive, and so the reference to it.
+            self._handed_out[param] = [*alive, *map(TensorWeakRef, (value, local_shard(value)))]
+            self.expose(step)
 
     def is_held(self) -> bool:
         return any(one() is not None for of_param in self._handed_out.values() for one in of_param)
@@ -100,6 +103,7 @@ class Weights:
         groups: those that have any of them, by number.
         items: by number, the item of each of these groups.
         parts: by parameter.
+        fixed: homes of groups whose parameters stay on the device, by number.
     """
 
     def __init__(self, lending: Lending) -> None:
@@ -107,6 +111,7 @@ class Weights:
         self.groups: dict[int, Sequence[ShardedParameter]] = {}
         self.items: dict[int, Item] = {}
         self.parts: dict[Tensor, Part] = {}
+        self.fixed: dict[int, FixedHome] = {}
 
     def move_home(
         self,

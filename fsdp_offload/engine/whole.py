@@ -30,7 +30,7 @@ from ..state.layout import NotUnderstoodError, describe_value, is_size, leaves_o
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
-from .homes import Turning, newest_side
+from .homes import Turning
 
 
 class WholeEngine(Engine):
@@ -51,7 +51,7 @@ class WholeEngine(Engine):
             self.lending.check_unspoiled()
             self.core.away = False
             self._follow_groups(optimizer, states)
-            self.add(optimizer, [param for param in self._unplanned if states.get(param)], states)
+            self.add(optimizer, [param for param in self.groups.unplanned if states.get(param)], states)
             self._adopt_fitting(optimizer, states)
             self._note_made(states)
             self.core.updates = visit = _Visit(self, optimizer, states)
@@ -149,7 +149,7 @@ class _Visit(Turning):
     """
 
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
-        super().__init__(engine.lending, engine.conventions.gradient, states)
+        super().__init__(engine.lending, states)
         self._engine, self._optimizer, core = engine, optimizer, engine.core
         core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing, on another stream
         self._lent = {
@@ -202,7 +202,7 @@ class _Visit(Turning):
                     continue
                 # On the host it may be another home, which is about to be written.
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
-            home = shard.sides[newest_side(shard, self.moving)]
+            home = shard.sides[shard.side ^ (shard in self.moving)]
             home.wait_unread()  # R4: a checkpoint's writer may still be reading this home
             copies += zip(home.leaves[name], leaves, strict=True)
             state[name] = shard.homes[name]

@@ -19,7 +19,7 @@ ROOT = Path(fsdp_offload.__file__).parent
 ROOMS = ("device", "state", "fsdp", "optimizers", "core", "engine", "model", "checkpoint", "api")
 """The lowest one first."""
 
-UPWARD = 9
+UPWARD = 6
 """Kinds of calls through function-valued fields and protocols from a lower room into a higher one: today's figure."""
 
 

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.core.loop import REDUCTIONS_BEHIND
 from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.hooks import ModelHooks
 from tests.overlapping import Loop, adamw, look, same
 from tests.parity import local
@@ -157,7 +158,7 @@ def test_a_backward_looks_at_param_groups_only_to_begin(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str
 ) -> None:
     """With hundreds of groups, a look takes as long as the updates."""
-    loop, looks, real = Loop(mesh, adamw, OffloadPolicy(overlap=overlap)).train(4), [], Engine._groups_as_before
-    monkeypatch.setattr(Engine, "_groups_as_before", lambda *args: looks.append(args) or real(*args))
+    loop, looks, real = Loop(mesh, adamw, OffloadPolicy(overlap=overlap)).train(4), [], ParamGroups.are_as_before
+    monkeypatch.setattr(ParamGroups, "are_as_before", lambda *args: looks.append(args) or real(*args))
     loop.backward(4)
     assert len(looks) == (overlap == "iteration")

@@ -22,6 +22,7 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.guesses import Guesses
+from fsdp_offload.engine.homes import Plan
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import let_read, watch
 from tests.async_writers import Reading
@@ -260,7 +261,9 @@ def test_spare_homes_are_shared_with_snapshots(mesh: DeviceMesh, parameters: boo
 
 
 @EVERYWHERE
-def test_parameters_and_state_that_come_later_have_a_way_back_as_well(mesh: DeviceMesh, parameters: bool) -> None:
+def test_parameters_and_state_that_come_later_have_a_way_back_as_well(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, parameters: bool
+) -> None:
     """The plan is another one then."""
 
     def without_bias(params: Any) -> torch.optim.Optimizer:
@@ -269,9 +272,15 @@ def test_parameters_and_state_that_come_later_have_a_way_back_as_well(mesh: Devi
 
     loops = pair(mesh, clipping(parameters=parameters), without_bias, net=small_net)
     compare(loops, [NEVER] * 4)
+    region = guesses_of(loops[1]).old._region
+    assert region is not None
+    memory, left, take = weakref.ref(region._owner), [], Plan.region
+    del region
+    monkeypatch.setattr(Plan, "region", lambda *args: left.append(memory() is not None) or take(*args))
     for loop in loops:
         loop.params[-1].requires_grad_(True)
     compare(loops, [NEVER, NEVER, NEVER, ALWAYS, NEVER], first=4)
+    assert not left[-1], "there would be twice as much for a while"
     for loop in loops:
         loop.optimizer.param_groups[0]["amsgrad"] = True
         for state in loop.optimizer.state.values():
@@ -290,7 +299,7 @@ def test_parameters_go_down_in_the_last_forward(
     train(loop, [NEVER] * 5)
     way_back, found = guesses_of(loop).ahead.way_back, [0]
     store, copy_ = way_back.core.lanes.store, way_back.core.lanes.store.copy
-    old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in way_back.pairs_of(bucket)}
+    old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in bucket.old}
 
     def counted(pairs: Any) -> None:
         found[0] += sum(target.numel() for target, _ in pairs if target.data_ptr() in old)

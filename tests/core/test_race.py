@@ -33,7 +33,7 @@ class Counting(Updates):
     """Updates that add a gradient of ones to parameters and state."""
 
     def __init__(self, weights: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
-        super().__init__(0)
+        super().__init__()
         self.weights, self.grads = weights, grads
         self.marks: dict[int, Item] = {}
 
@@ -122,8 +122,11 @@ class Trial:
             buckets.append(Bucket(g, item, joined, tuple(marks[one] for one in joined)))
         self.guessed: dict[Home, None] | None = None  # changed by guesses of this iteration
         self.old = {g: torch.zeros(2, dtype=torch.int64) for g in self.weights}
+        for bucket in buckets:
+            fixed = [g for g in bucket.groups if g not in self.streams]
+            bucket.old = [(self.old[g].view(torch.uint8), self.weights[g].view(torch.uint8)) for g in fixed]
         self.weight_spares = {g: torch.zeros(2, dtype=torch.int64) for g in self.streams}
-        self.way_back = self.way_back_class(self.core, self.pairs_of)
+        self.way_back = self.way_back_class(self.core)
         self.versions = [0] * len(buckets)
         self.counts = dict.fromkeys(self.weights, 0)  # updates of each group's parameters
         self.core.take(buckets, marks)
@@ -170,10 +173,6 @@ class Trial:
         found = ProgramHome(pieces, turn=turn, is_held=lambda: g in self.holders, version=version)
         return found
 
-    def pairs_of(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
-        fixed = [g for g in bucket.groups if g not in self.streams]
-        return [(self.old[g].view(torch.uint8), self.weights[g].view(torch.uint8)) for g in fixed]
-
     def takes(self, bucket: Bucket) -> bool:
         """A guess waits for step() if its bucket has no state yet, or its spare home is none or being read."""
         if self.guessed is None:
@@ -195,7 +194,7 @@ class Trial:
             for group in bucket.groups:
                 self.counts[group] -= 1
         self.way_back.roll_back()
-        self.way_back, self.guessed = self.way_back_class(self.core, self.pairs_of), None
+        self.way_back, self.guessed = self.way_back_class(self.core), None
         for bucket in self.core.buckets:  # its writer still reads the home that the bucket has again
             if (mark := self.reading.get(self.homes[bucket.number].data_ptr())) is not None:
                 bucket.state.home.read["reader"] = mark
@@ -215,7 +214,7 @@ class Trial:
         for g in self.streams:
             if self.marks[g].home in guessed:
                 self.weights[g], self.weight_spares[g] = self.weight_spares[g], self.weights[g]
-        self.way_back = self.way_back_class(self.core, self.pairs_of)
+        self.way_back = self.way_back_class(self.core)
         if self.core.updates is not None:
             self.core.updates.way_back = None
 
@@ -265,7 +264,7 @@ class Trial:
         lanes.update.fails = lanes.update_kept.fails = self.guessed is not None and self.random.random() < 0.05
         try:
             way_back = None if self.guessed is None else self.way_back
-            ready = self.core.reduced(g, event, self.takes)
+            ready = list(filter(self.takes, self.core.reduced(g, event, goes_on=True)))
             if ready and self.core.updates is None:
                 self.core.begin(self.updates.again(way_back))
             self.core.run(ready)
@@ -305,7 +304,7 @@ class Trial:
         guesses = self.clips is not None and rng.random() < 0.8
         for g in order:
             self.gather(g)
-            for bucket in core.buckets_of(g) if guesses and rng.random() < 0.5 else ():
+            for bucket in core.of_group.get(g, ()) if guesses and rng.random() < 0.5 else ():
                 if g not in self.streams:
                     self.way_back.keep(bucket)
         if guesses:

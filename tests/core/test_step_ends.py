@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy, clip_grad_norm_
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.engine.homes import Turning
+from tests.conformance.axes import Coupled
 from tests.overlapping import Loop, adamw
 
 LEARNT = {
     "core.steps": "a counter",
     "core.last_moved": "a measurement",
     "core.updated": "marks: the last updates",
-    "core._reduced_at": "marks: the last reductions",
+    "reductions.marks": "the last reductions",
+    "reductions._before": "learnt: how many reductions there are",
     "core._gradients": "of updates that no gather has waited for yet; on the CPU, they have run",
     "guesses.committed": "a counter",
     "guesses.taken_back": "a counter",
@@ -44,6 +47,7 @@ def look(engine: Engine) -> dict[str, object]:
         "ahead": engine.guesses.ahead,
         "way_back": engine.guesses.ahead.way_back,
         "timeline": engine.core.timeline,
+        "reductions": engine.core.reductions,
     }
     for owner, part in parts.items():
         for name, value in vars(part).items():
@@ -118,23 +122,23 @@ ENDINGS: dict[str, Callable[[Loop, int], None]] = {
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[steps.Step]]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Turning]]:
     """All steps that are opened."""
-    found: list[weakref.ref[steps.Step]] = []
-    made = steps.Step.__init__
+    found: list[weakref.ref[Turning]] = []
+    made = Turning.__init__
 
-    def noted(step: steps.Step, *args: Any, **options: Any) -> None:
+    def noted(step: Turning, *args: Any, **options: Any) -> None:
         made(step, *args, **options)
         found.append(weakref.ref(step))
 
-    monkeypatch.setattr(steps.Step, "__init__", noted)
+    monkeypatch.setattr(Turning, "__init__", noted)
     return found
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_nothing_of_a_step_outlives_it(
-    mesh: DeviceMesh, opened: list[weakref.ref[steps.Step]], overlap: Any, ending: Callable[[Loop, int], None]
+    mesh: DeviceMesh, opened: list[weakref.ref[Turning]], overlap: Any, ending: Callable[[Loop, int], None]
 ) -> None:
     policy = OffloadPolicy(overlap=overlap, bucket_bytes=8192, device_bytes=6 * 8192)
     loop = Loop(mesh, adamw, policy)
@@ -150,3 +154,26 @@ def test_nothing_of_a_step_outlives_it(
     after = look(engine)
     differ = {name: (before.get(name), after[name]) for name in after if before.get(name) != after[name]}
     assert not {name: values for name, values in differ.items() if name not in LEARNT}
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer")
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_step_on_all_state_outlives_it(
+    mesh: DeviceMesh, opened: list[weakref.ref[Turning]], fails: bool
+) -> None:
+    def raising() -> None:
+        raise LookupError
+
+    loop = Loop(mesh, lambda params: Coupled(params, 0.01), OffloadPolicy()).train(3)
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    before = look(engine)
+    opened.clear()
+    loop.backward(3)
+    with suppress(LookupError):
+        loop.optimizer.step(raising if fails else None)
+    gc.collect()
+    assert len(opened) == 1
+    assert opened[0]() is None
+    after = look(engine)
+    assert not {name for name in after if before.get(name) != after[name] and name not in LEARNT}

@@ -42,7 +42,7 @@ def test_while_all_is_away_only_what_is_used_comes_back(mesh: DeviceMesh) -> Non
     core = engine_of(optimizer).core
     assert set(core.cache.held) <= set(core.weights.values()), "state has come back for an evaluation"
     optimizer.release_states()
-    assert engine_of(optimizer).staging_bytes() == 0
+    assert engine_of(optimizer).core.cache.lasting_bytes == 0
 
 
 def random_split(rng: random.Random, model: nn.Module) -> list[list[int]]:

@@ -131,7 +131,7 @@ def test_blocks_and_homes_are_those_that_attaching_makes(
     assert pools[0] == pools[1]
     kept = [bucket.state.nbytes for bucket in engine.core.buckets if bucket.state.kept]
     assert blocks.kept_state == sum(kept)
-    assert blocks.nbytes == engine.staging_bytes()
+    assert blocks.nbytes == engine.core.cache.lasting_bytes
     assert blocks.host_bytes == sum(region.nbytes for region in engine.plan.regions)
 
 

@@ -63,7 +63,7 @@ def test_a_steady_step_takes_no_memory(mesh: DeviceMesh, device_bytes: Any) -> N
     def taken() -> tuple[int, int, int]:
         torch.cuda.synchronize()
         on_device, pinned = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
-        return engine.staging_bytes(), on_device["num_device_alloc"], pinned["num_host_alloc"]
+        return engine.core.cache.lasting_bytes, on_device["num_device_alloc"], pinned["num_host_alloc"]
 
     settled, before = (0,), taken()
     for step in range(22, 122, 5):
@@ -113,7 +113,7 @@ def test_what_comes_to_stay_leaves_iterations_their_room(
         if step == 12:  # after which nothing is known of the last step
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
         loop.train(1, first=step)
-    assert engine_of(loop.optimizer).staging_bytes() < nbytes
+    assert engine_of(loop.optimizer).core.cache.lasting_bytes < nbytes
 
 
 def test_where_the_parameters_are(mesh: DeviceMesh) -> None:
