@@ -1,4 +1,7 @@
-"""The command line: commands under the names that users type, their options, and errors of one line."""
+"""The command line: commands under the names that users type, their options, and errors of one line.
+
+Commands import what they run: all of it needs torch, which takes longer to import than ``--help`` may take.
+"""
 
 import contextlib
 import functools
@@ -12,21 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import rich.console
 import rich.progress
 import typer
 
-from . import rewrite
-from .convert import convert, fsdp_dtensor, torch_files, translate
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
-from .fuse.files import Request
-from .fuse.rules import Way, load_rules, preset, preset_lines
-from .look import diff, inspect, verify
-from .stored.rank_files import read_names
-from .stored.safetensors_folder import open_checkpoint
+from .fuse.presets import preset_lines
 from .stored.storage import TORCH_SUFFIXES, is_file_of
+
+if TYPE_CHECKING:
+    from .fuse.rules import Way
+    from .rewrite import Rewrite
 
 _HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_text())
 
@@ -140,6 +141,9 @@ def _inspect(
     tiling_key: Annotated[str | None, _option("--tiling")] = None,
     as_json: Json = False,
 ) -> None:
+    from .look import inspect
+    from .stored.safetensors_folder import open_checkpoint
+
     checkpoint = open_checkpoint(path)
     if tiling_key is not None:
         if tiling_key not in checkpoint.tensors:
@@ -165,6 +169,9 @@ def _verify(
     threads: Threads = 4,
     as_json: Json = False,
 ) -> None:
+    from .look import verify
+    from .stored.safetensors_folder import open_checkpoint
+
     checkpoint = open_checkpoint(path)
     found = verify.check_structure(checkpoint, threads)
     problems, notes = [*found.problems], [*found.notes]
@@ -198,6 +205,9 @@ def _diff(
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
 ) -> None:
+    from .look import diff
+    from .stored.safetensors_folder import open_checkpoint
+
     memory_bytes = parse_bytes(max_memory)
     first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     if key_prefix:
@@ -218,6 +228,8 @@ def _diff(
 
 
 def _seal(path: Checkpoint, threads: Threads = 4) -> None:
+    from .look import verify
+
     begin_s = time.monotonic()
     _say_notes(verify.seal(path, threads=threads))
     _say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")
@@ -230,12 +242,16 @@ class _Run:
     """One command that writes, from its options to its last line."""
 
     def __init__(self, source: str, destination: str, threads: int, max_memory: str) -> None:
+        from . import rewrite
+
         self._begin_s = time.monotonic()
         self.destination, self.threads, self.memory_bytes = destination, threads, parse_bytes(max_memory)
         rewrite.check_destination(source, destination)
 
-    def finish(self, what: str, new: rewrite.Rewrite, table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
+    def finish(self, what: str, new: "Rewrite", table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
         """Write it, and say so; or print what would be written."""
+        from . import rewrite
+
         if is_dry:
             _say_table(table_of(new))
             _say_notes(new.notes)
@@ -263,7 +279,7 @@ def _numbers_of(values: Sequence[str] | None) -> dict[str, float]:
     return parsed
 
 
-def _exchange(way: Way) -> Callable[..., None]:
+def _exchange(way: "Way") -> Callable[..., None]:
     """Make the command split, or merge, which have their options in common."""
 
     def run(
@@ -279,6 +295,10 @@ def _exchange(way: Way) -> Callable[..., None]:
         max_memory: MaxMemory = "2GiB",
         dry_run: DryRun = False,
     ) -> None:
+        from . import rewrite
+        from .fuse.files import Request
+        from .fuse.rules import load_rules, preset
+
         numbers, to_write = _numbers_of(values), _Run(source, destination, threads, max_memory)
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
@@ -303,6 +323,9 @@ def _convert(
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
+    from .convert import convert, fsdp_dtensor, torch_files
+    from .stored.rank_files import read_names
+
     shard_bytes = parse_bytes(shard_size or "5GB")
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
     flags = "--dtype", "--key-prefix", "--names", "--shard-size"
@@ -349,6 +372,8 @@ def _rename(
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
+    from .convert import translate
+
     numbers, run = _numbers_of(values), _Run(source, destination, threads, max_memory)
     frameworks = from_framework, to_framework
     keys, notes = translate.translate(
