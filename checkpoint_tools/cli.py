@@ -94,6 +94,12 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: shown.advance(task, done)
 
 
+def _at_work(what: str) -> contextlib.AbstractContextManager[object]:
+    """Show on standard error, if that is a terminal, what goes on before a bar knows how much there is to do."""
+    errors = rich.console.Console(stderr=True)
+    return errors.status(what) if errors.is_terminal else contextlib.nullcontext()
+
+
 _Options = ParamSpec("_Options")
 
 
@@ -144,7 +150,8 @@ def _inspect(
     from .look import inspect
     from .stored.safetensors_folder import open_checkpoint
 
-    checkpoint = open_checkpoint(path)
+    with _at_work("reading the metadata"):
+        checkpoint = open_checkpoint(path)
     if tiling_key is not None:
         if tiling_key not in checkpoint.tensors:
             what = "an object, and in one piece" if tiling_key in checkpoint.objects else "not in the checkpoint"
@@ -172,8 +179,9 @@ def _verify(
     from .look import verify
     from .stored.safetensors_folder import open_checkpoint
 
-    checkpoint = open_checkpoint(path)
-    found = verify.check_structure(checkpoint, threads)
+    with _at_work("checking structure and files"):
+        checkpoint = open_checkpoint(path)
+        found = verify.check_structure(checkpoint, threads)
     problems, notes = [*found.problems], [*found.notes]
     checked = ["structure", "files", *["finite values"] * finite, *["data"] * data]
     if data or finite:
@@ -209,7 +217,8 @@ def _diff(
     from .stored.safetensors_folder import open_checkpoint
 
     memory_bytes = parse_bytes(max_memory)
-    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    with _at_work("reading the metadata"):
+        first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     if key_prefix:
         first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
@@ -217,12 +226,14 @@ def _diff(
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
+    notes = diff.split_notes(first, second) if differences else []
     if as_json:
         found = [difference._asdict() for difference in differences]
-        _say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})
+        _say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found, "notes": notes})
     else:
         if differences:
             _say_table(diff.as_table(differences))
+        _say_notes(notes)
         _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 
@@ -231,7 +242,9 @@ def _seal(path: Checkpoint, threads: Threads = 4) -> None:
     from .look import verify
 
     begin_s = time.monotonic()
-    _say_notes(verify.seal(path, threads=threads))
+    with _at_work("reading the checksums"):
+        notes = verify.seal(path, threads=threads)
+    _say_notes(notes)
     _say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")
 
 
@@ -303,7 +316,8 @@ def _exchange(way: "Way") -> Callable[..., None]:
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
         request = Request(rules, numbers, excluded or (), only or (), yes, dry_run)
-        planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
+        with _at_work("reading and planning"):
+            planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
         to_write.finish(way, planned, rewrite.as_table, is_dry=dry_run)
 
     run.__name__ = way
@@ -350,14 +364,20 @@ def _convert(
             raise CheckpointError(text)
     run = _Run(source, destination, threads, max_memory)
     if to == "torch":
-        run.say_written(*torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes))
+        with _at_work("reading and writing"):
+            written = torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes)
+        run.say_written(*written)
     elif of_torch:
-        run.say_written(*torch_files.to_dcp(source, destination, run.memory_bytes))
+        with _at_work("reading and writing"):
+            written = torch_files.to_dcp(source, destination, run.memory_bytes)
+        run.say_written(*written)
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
         wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to, read_names(names))
         is_megatron = to == "fsdp_dtensor"
-        new = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else convert.plan(source, wanted, to, threads)
+        with _at_work("reading and planning"):
+            of_format = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else None
+            new = of_format or convert.plan(source, wanted, to, threads)
         run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
 

@@ -113,7 +113,7 @@ def test_one_process_learns_and_shows_where_its_state_is(tmp_path: Path) -> None
     assert len(measured) == 40
     assert measured[0] == pytest.approx(5.55, abs=0.1)  # ln 256: nothing is known about a byte
     assert measured[-1] < 4.0
-    assert "MiB on host" in output
+    assert "MB on host" in output
     assert "validation loss" in output
 
 
