@@ -51,7 +51,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _with_labels(table: re.Match[str]) -> str:
     """A table for ``figures/tables.css``, which shows rows as cards where there is no room for columns."""
-    names = [TAG.sub("", name).replace('"', "&quot;") for name in HEAD.findall(table[0])]
+    names = [TAG.sub("", name).partition(" (")[0].replace('"', "&quot;") for name in HEAD.findall(table[0])]
 
     def labelled(row: re.Match[str]) -> str:
         cells = iter(names)

@@ -25,7 +25,7 @@ LIMITS = {
     "fsdp_offload/core": 2_360,  # 80 are threads, holders; 120 join updates, time the host; 320 room by position
     "fsdp_offload/engine": 3_240,  # 50 are shared state, and what failures leave; 190 are threads; 20 die with a step
     "fsdp_offload/device": 930,  # 140 are copies by the driver's calls, and waits that are implied; 30 read the memory
-    "fsdp_offload/integrations": 535,  # 75 name remedies; 35 clip in the place of Lightning
+    "fsdp_offload/integrations": 545,  # 75 name remedies; 35 clip in the place of Lightning
     "fsdp_offload/model": 500,  # 28 refuse what is no model, and let an interrupted one be woken
     "fsdp_offload/optimizers": 1_620,  # 270 are the step and the loading of an optimizer with masters; 15 move
     "fsdp_offload/plan": 1_535,  # 32 refuse wrong numbers and models; 80 are room by position and the rate GPUs share

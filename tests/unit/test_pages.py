@@ -55,7 +55,7 @@ def test_the_pages_have_what_is_tested() -> None:
     assert len(RUN) >= 12
     assert len(PYTHON) - len(RUN) >= 8
     assert len(list(commands())) >= 30
-    assert {block.language for page in PAGES for block in blocks_of(page)} <= {"python", "sh", "text"}
+    assert {block.language for page in PAGES for block in blocks_of(page)} <= {"python", "sh", "text", "mermaid"}
 
 
 class Model(nn.Module):
