@@ -5,16 +5,6 @@ from typing import TYPE_CHECKING
 from . import device as device  # asks for copy queues, before CUDA starts
 from .lazy import names_later
 
-if TYPE_CHECKING:
-    from .api.attach import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
-    from .api.clipping import clip_grad_norm_
-    from .api.optimizer import OffloadedOptimizer
-    from .api.report import OffloadReport
-    from .api.wrapped import offload_states, release_states, reload_before, reload_states
-    from .model.materialize import materialize_on_host
-    from .model.sleep import offload_model, reload_model
-    from .policy import OffloadPolicy
-
 __all__ = [
     "OffloadPolicy",
     "OffloadReport",
@@ -35,19 +25,29 @@ __all__ = [
     "synchronize",
 ]
 
-__getattr__, __dir__ = names_later(
-    __name__,
-    __all__,
-    (
-        "policy",
-        "api.attach",
-        "api.clipping",
-        "api.optimizer",
-        "api.report",
-        "api.wrapped",
-        "model.materialize",
-        "model.sleep",
-    ),
-)
+if TYPE_CHECKING:
+    from .api.attach import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+    from .api.clipping import clip_grad_norm_
+    from .api.optimizer import OffloadedOptimizer
+    from .api.report import OffloadReport
+    from .api.wrapped import offload_states, release_states, reload_before, reload_states
+    from .model.materialize import materialize_on_host
+    from .model.sleep import offload_model, reload_model
+    from .policy import OffloadPolicy
+else:  # a type checker would take any name for one that this finds
+    __getattr__, __dir__ = names_later(
+        __name__,
+        __all__,
+        (
+            "policy",
+            "api.attach",
+            "api.clipping",
+            "api.optimizer",
+            "api.report",
+            "api.wrapped",
+            "model.materialize",
+            "model.sleep",
+        ),
+    )
 
 __version__ = "0.1.0"

@@ -34,7 +34,7 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__getattr__ = lambda name: _Nothing("Nothing", (), {})  # type: ignore[method-assign]
 
 
-IS_FOR_HELP = "--help" in sys.argv or len(sys.argv) == 1
+IS_FOR_HELP = __name__ == "__main__" and ("--help" in sys.argv or len(sys.argv) == 1)  # never where it is imported
 
 if IS_FOR_HELP:
     sys.meta_path.insert(0, _Absent())

@@ -25,6 +25,8 @@ _COPIED_BYTES = 1 << 30
 def main(version: str, *, as_json: bool = False) -> None:
     found = itertools.chain([("fsdp_offload", version)], facts())
     if as_json:
+        if sys.stderr.isatty():
+            sys.stderr.write("measuring ...\n")
         sys.stdout.write(f"{json.dumps(dict(found), indent=1, ensure_ascii=False)}\n")
         return
     for name, value in found:  # each as soon as it is known: the link takes seconds

@@ -4,12 +4,6 @@ from typing import TYPE_CHECKING
 
 from ..lazy import names_later
 
-if TYPE_CHECKING:
-    from .forecast import Forecast, Plan, candidates, plan
-    from .machine import Machine, builtin_machines, machine_of
-    from .model import Model, builtin_models, model_of
-    from .training import Training
-
 __all__ = [
     "Forecast",
     "Machine",
@@ -24,4 +18,10 @@ __all__ = [
     "plan",
 ]
 
-__getattr__, __dir__ = names_later(__name__, __all__, ("machine", "training", "model", "forecast"))
+if TYPE_CHECKING:
+    from .forecast import Forecast, Plan, candidates, plan
+    from .machine import Machine, builtin_machines, machine_of
+    from .model import Model, builtin_models, model_of
+    from .training import Training
+else:  # a type checker would take any name for one that this finds
+    __getattr__, __dir__ = names_later(__name__, __all__, ("machine", "training", "model", "forecast"))
