@@ -1,8 +1,8 @@
 """Tools for checkpoints of sharded models and optimizers: split and merge fused weights, seal and verify files."""
 
-from .fuse.live import merge_state_dict, split_state_dict
-from .fuse.rules import Rule, excluding, load_rules, preset, preset_names
-from .look.verify import seal, verify
+from typing import TYPE_CHECKING
+
+from fsdp_offload.lazy import names_later
 
 __all__ = [
     "Rule",
@@ -15,3 +15,11 @@ __all__ = [
     "split_state_dict",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    from .fuse.live import merge_state_dict, split_state_dict
+    from .fuse.presets import preset_names
+    from .fuse.rules import Rule, excluding, load_rules, preset
+    from .look.verify import seal, verify
+else:  # a type checker would take any name for one that this finds
+    __getattr__, __dir__ = names_later(__name__, __all__, ("fuse.presets", "fuse.rules", "fuse.live", "look.verify"))

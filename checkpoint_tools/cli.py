@@ -1,4 +1,7 @@
-"""The command line: commands under the names that users type, their options, and errors of one line."""
+"""The command line: commands under the names that users type, their options, and errors of one line.
+
+Commands import what they run: all of it needs torch, which takes longer to import than ``--help`` may take.
+"""
 
 import contextlib
 import functools
@@ -12,21 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
 
 import rich.console
 import rich.progress
 import typer
 
-from . import rewrite
-from .convert import convert, fsdp_dtensor, torch_files, translate
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
-from .fuse.files import Request
-from .fuse.rules import Way, load_rules, preset, preset_lines
-from .look import diff, inspect, verify
-from .stored.rank_files import read_names
-from .stored.safetensors_folder import open_checkpoint
+from .fuse.presets import preset_lines
 from .stored.storage import TORCH_SUFFIXES, is_file_of
+
+if TYPE_CHECKING:
+    from .fuse.rules import Way
+    from .rewrite import Rewrite
 
 _HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_text())
 
@@ -93,6 +94,12 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: shown.advance(task, done)
 
 
+def _at_work(what: str) -> contextlib.AbstractContextManager[object]:
+    """Show on standard error, if that is a terminal, what goes on before a bar knows how much there is to do."""
+    errors = rich.console.Console(stderr=True)
+    return errors.status(what) if errors.is_terminal else contextlib.nullcontext()
+
+
 _Options = ParamSpec("_Options")
 
 
@@ -140,7 +147,11 @@ def _inspect(
     tiling_key: Annotated[str | None, _option("--tiling")] = None,
     as_json: Json = False,
 ) -> None:
-    checkpoint = open_checkpoint(path)
+    from .look import inspect
+    from .stored.safetensors_folder import open_checkpoint
+
+    with _at_work("reading the metadata"):
+        checkpoint = open_checkpoint(path)
     if tiling_key is not None:
         if tiling_key not in checkpoint.tensors:
             what = "an object, and in one piece" if tiling_key in checkpoint.objects else "not in the checkpoint"
@@ -165,8 +176,12 @@ def _verify(
     threads: Threads = 4,
     as_json: Json = False,
 ) -> None:
-    checkpoint = open_checkpoint(path)
-    found = verify.check_structure(checkpoint, threads)
+    from .look import verify
+    from .stored.safetensors_folder import open_checkpoint
+
+    with _at_work("checking structure and files"):
+        checkpoint = open_checkpoint(path)
+        found = verify.check_structure(checkpoint, threads)
     problems, notes = [*found.problems], [*found.notes]
     checked = ["structure", "files", *["finite values"] * finite, *["data"] * data]
     if data or finite:
@@ -198,8 +213,12 @@ def _diff(
     max_memory: MaxMemory = "2GiB",
     as_json: Json = False,
 ) -> None:
+    from .look import diff
+    from .stored.safetensors_folder import open_checkpoint
+
     memory_bytes = parse_bytes(max_memory)
-    first, second = open_checkpoint(path_a), open_checkpoint(path_b)
+    with _at_work("reading the metadata"):
+        first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     if key_prefix:
         first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # what describes them stays to the end, and may be millions of objects that no collection has to visit
@@ -207,19 +226,25 @@ def _diff(
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
+    notes = diff.split_notes(first, second) if differences else []
     if as_json:
         found = [difference._asdict() for difference in differences]
-        _say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found})
+        _say_json({"a": path_a, "b": path_b, "keys": len(keys), "differences": found, "notes": notes})
     else:
         if differences:
             _say_table(diff.as_table(differences))
+        _say_notes(notes)
         _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
     raise typer.Exit(1 if differences else 0)
 
 
 def _seal(path: Checkpoint, threads: Threads = 4) -> None:
+    from .look import verify
+
     begin_s = time.monotonic()
-    _say_notes(verify.seal(path, threads=threads))
+    with _at_work("reading the checksums"):
+        notes = verify.seal(path, threads=threads)
+    _say_notes(notes)
     _say(f"{path}: sealed ({time.monotonic() - begin_s:.1f} s)")
 
 
@@ -230,12 +255,16 @@ class _Run:
     """One command that writes, from its options to its last line."""
 
     def __init__(self, source: str, destination: str, threads: int, max_memory: str) -> None:
+        from . import rewrite
+
         self._begin_s = time.monotonic()
         self.destination, self.threads, self.memory_bytes = destination, threads, parse_bytes(max_memory)
         rewrite.check_destination(source, destination)
 
-    def finish(self, what: str, new: rewrite.Rewrite, table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
+    def finish(self, what: str, new: "Rewrite", table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
         """Write it, and say so; or print what would be written."""
+        from . import rewrite
+
         if is_dry:
             _say_table(table_of(new))
             _say_notes(new.notes)
@@ -263,7 +292,7 @@ def _numbers_of(values: Sequence[str] | None) -> dict[str, float]:
     return parsed
 
 
-def _exchange(way: Way) -> Callable[..., None]:
+def _exchange(way: "Way") -> Callable[..., None]:
     """Make the command split, or merge, which have their options in common."""
 
     def run(
@@ -279,11 +308,16 @@ def _exchange(way: Way) -> Callable[..., None]:
         max_memory: MaxMemory = "2GiB",
         dry_run: DryRun = False,
     ) -> None:
+        from . import rewrite
+        from .fuse.files import Request
+        from .fuse.rules import load_rules, preset
+
         numbers, to_write = _numbers_of(values), _Run(source, destination, threads, max_memory)
         rules = [rule for name in presets or () for rule in preset(name)]
         rules += [rule for file in rule_files or () for rule in load_rules(file)]
         request = Request(rules, numbers, excluded or (), only or (), yes, dry_run)
-        planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
+        with _at_work("reading and planning"):
+            planned = rewrite.plan(rewrite.open_whole(source, threads), way, request)
         to_write.finish(way, planned, rewrite.as_table, is_dry=dry_run)
 
     run.__name__ = way
@@ -303,6 +337,9 @@ def _convert(
     max_memory: MaxMemory = "2GiB",
     dry_run: DryRun = False,
 ) -> None:
+    from .convert import convert, fsdp_dtensor, torch_files
+    from .stored.rank_files import read_names
+
     shard_bytes = parse_bytes(shard_size or "5GB")
     of_torch = to == "torch" or (is_file_of(source, TORCH_SUFFIXES) and not dry_run)
     flags = "--dtype", "--key-prefix", "--names", "--shard-size"
@@ -327,14 +364,20 @@ def _convert(
             raise CheckpointError(text)
     run = _Run(source, destination, threads, max_memory)
     if to == "torch":
-        run.say_written(*torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes))
+        with _at_work("reading and writing"):
+            written = torch_files.to_torch(source, destination, tuple(excluded or ()), run.memory_bytes)
+        run.say_written(*written)
     elif of_torch:
-        run.say_written(*torch_files.to_dcp(source, destination, run.memory_bytes))
+        with _at_work("reading and writing"):
+            written = torch_files.to_dcp(source, destination, run.memory_bytes)
+        run.say_written(*written)
     else:
         cast_to = convert.DTYPES[dtype] if dtype else None
         wanted = convert.Wanted(key_prefix, excluded or (), shard_bytes, cast_to, read_names(names))
         is_megatron = to == "fsdp_dtensor"
-        new = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else convert.plan(source, wanted, to, threads)
+        with _at_work("reading and planning"):
+            of_format = fsdp_dtensor.plan(source, wanted, threads) if is_megatron else None
+            new = of_format or convert.plan(source, wanted, to, threads)
         run.finish("convert", new, convert.as_table, is_dry=dry_run)
 
 
@@ -349,6 +392,8 @@ def _rename(
     threads: Threads = 4,
     max_memory: MaxMemory = "2GiB",
 ) -> None:
+    from .convert import translate
+
     numbers, run = _numbers_of(values), _Run(source, destination, threads, max_memory)
     frameworks = from_framework, to_framework
     keys, notes = translate.translate(

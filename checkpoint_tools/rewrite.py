@@ -389,7 +389,8 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
             room_bytes -= nbytes
         else:
             left.append(name)
-    listed = (("copied", files), ("not copied, as not of the checkpoint", left))
+    copied = [file for file in files if file != RECORD_FILE]  # which split and merge write anew
+    listed = (("copied", copied), ("not copied, as not of the checkpoint", left))
     notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
     notes += [*checkpoint.notes, *notes_on_checksums(checkpoint)]
     return replace(checkpoint, beside=tuple(files), notes=tuple(notes))

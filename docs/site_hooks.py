@@ -14,6 +14,8 @@ from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):<code>(~[\w.]+\.)?([\w.]+)</code>")
+TABLE, ROW = re.compile(r"<table>.*?</table>", re.DOTALL), re.compile(r"<tr>.*?</tr>", re.DOTALL)
+HEAD, CELL, TAG = re.compile(r"<th[^>]*>(.*?)</th>"), re.compile(r"<td([^>]*>)"), re.compile(r"<[^>]+>")
 PLAIN_TEXT = (".jsonl", ".md", ".py", ".toml")  # a browser shows these as text where their name ends in .txt
 
 
@@ -43,8 +45,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show names in docstrings without the roles that Sphinx would read."""
-    return ROLE.sub(r"<code>\2</code>", html)
+    """Show names in docstrings without the roles that Sphinx would read; let each cell know the name of its column."""
+    return TABLE.sub(_with_labels, ROLE.sub(r"<code>\2</code>", html))
+
+
+def _with_labels(table: re.Match[str]) -> str:
+    """A table for ``figures/tables.css``, which shows rows as cards where there is no room for columns."""
+    names = [TAG.sub("", name).partition(" (")[0].replace('"', "&quot;") for name in HEAD.findall(table[0])]
+
+    def labelled(row: re.Match[str]) -> str:
+        cells = iter(names)
+        return CELL.sub(
+            lambda cell: f'<td data-label="{name}"{cell[1]}' if (name := next(cells, "")) else cell[0], row[0]
+        )
+
+    return ROW.sub(labelled, table[0])
 
 
 def _from_docs(link: re.Match[str]) -> str:

@@ -33,15 +33,15 @@ class Training(NamedTuple):
     """Numbers of a training, and the place of its state."""
 
     metrics: Metrics
-    places: str  # where the optimizer state of one rank was at the end
+    state_mb: tuple[float, float]  # of one rank at the end: beside the model, and on the host
 
 
 class TrainingError(Exception):
     """A training that did not end well, with all it printed."""
 
 
-def train(ranks: int, flags: Sequence[str]) -> str:
-    """Run `train_gpt.py`; returns where the optimizer state of a rank is."""
+def train(ranks: int, flags: Sequence[str]) -> tuple[float, float]:
+    """Run `train_gpt.py`; returns how many MB of a rank's optimizer state are beside the model, and on the host."""
     # Standalone: torchrun chooses a free port, so several demos can run at a time.
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(TRAIN_GPT), *flags]
@@ -53,10 +53,15 @@ def train(ranks: int, flags: Sequence[str]) -> str:
     if result.returncode:
         raise TrainingError(f"{result.stdout}\nfailed with exit code {result.returncode}: {shlex.join(command)}")
     # Without a GPU, all of it is host memory: what would be on the GPU is what lies beside the model.
-    offloaded = re.findall(r"state on the host +(\S+ \S+)|device memory taken +(\S+ \S+)", result.stdout)
-    if offloaded:
-        return f"{offloaded[0][0]} on the host, {offloaded[1][1]} beside the model"
-    return f"{sum(map(float, re.findall(r'([0-9.]+) MiB on', result.stdout)[-2:])):.2f} MiB beside the model"
+    taken = dict(re.findall(r"(state on the host|device memory taken) +(\S+ [GMk]?B)", result.stdout))
+    if taken:
+        return in_mb(taken["device memory taken"]), in_mb(taken["state on the host"])
+    return sum(map(in_mb, re.findall(r"([0-9.]+ MB) on", result.stdout)[-2:])), 0.0
+
+
+def in_mb(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"GB": 1e3, "MB": 1.0, "kB": 1e-3, "B": 1e-6}[unit]
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -68,9 +73,9 @@ def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]
     """One or more `train_gpt.py` in sequence that make one training between them."""
     print(f"{name} ...", flush=True)
     started_s = time.perf_counter()
-    places = [train(ranks, [*flags, "--metrics", str(metrics)]) for flags in runs]
+    states = [train(ranks, [*flags, "--metrics", str(metrics)]) for flags in runs]
     print(f"    {time.perf_counter() - started_s:.0f} s", flush=True)
-    return Training(read_metrics(metrics), places[-1])
+    return Training(read_metrics(metrics), states[-1])
 
 
 def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Training]:
@@ -101,14 +106,21 @@ def first_difference(reference: Metrics, other: Metrics) -> str:
 
 
 def compare(trainings: dict[str, Training], steps: int) -> bool:
-    print(f"\n{'':30}{'loss, step 1':>14}{f'step {steps}':>12}{'validation':>12}   same bits   state of a rank")
+    print(f"\n{'':30}{'loss, step 1':>14}{f'step {steps}':>12}{'validation':>12}   same bits")
     differences = {}
-    for name, (metrics, places) in trainings.items():
+    for name, (metrics, _) in trainings.items():
         differences[name] = first_difference(trainings["plain"].metrics, metrics)
         exact = metrics[0]["loss_hex"], metrics[-2]["loss_hex"], metrics[-1]["validation_loss_hex"]
         first, *others = (f"{float.fromhex(value):.8f}" for value in exact)
         same = "no" if differences[name] else "yes"
-        print(f"{name:30}{first:>14}" + "".join(f"{other:>12}" for other in others) + f"   {same:11} {places}")
+        print(f"{name:30}{first:>14}" + "".join(f"{other:>12}" for other in others) + f"   {same}")
+    print("\nMB of a rank's optimizer state:  █ beside the model (on a GPU: GPU memory)   ░ on the host")
+    most_mb = max(max(training.state_mb) for training in trainings.values())
+    for name, training in trainings.items():
+        for bar, mb in zip("█░", training.state_mb, strict=True):
+            if mb:
+                print(f"{name:30}  {bar * max(1, round(40 * mb / most_mb))} {mb:.2f}")
+            name = ""
     for name, difference in differences.items():
         if difference:
             print(f"{name}: {difference}")

@@ -470,11 +470,11 @@ def memory_by_place(optimizer: torch.optim.Optimizer, device: torch.device) -> s
             if isinstance(value, Tensor):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 state_bytes["host" if local.device.type == "cpu" else "device"] += local.nbytes
-    text = f"state {state_bytes['device'] / MIB:,.1f} MiB on device, {state_bytes['host'] / MIB:,.1f} MiB on host"
+    text = f"state {state_bytes['device'] / 1e6:,.2f} MB on device, {state_bytes['host'] / 1e6:,.2f} MB on host"
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)  # the peak is that of the steps since the last line
-        text += f"  device {allocated / MIB:,.1f} MiB, peak {peak / MIB:,.1f} MiB"
+        text += f"  device {allocated / 1e6:,.1f} MB, peak {peak / 1e6:,.1f} MB"
     return text
 
 

@@ -1,13 +1,9 @@
 """Optimizer-state offload for PyTorch FSDP2: pinned host memory, the user's own optimizer, bitwise the same result."""
 
-from .api.attach import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
-from .api.clipping import clip_grad_norm_
-from .api.optimizer import OffloadedOptimizer
-from .api.report import OffloadReport
-from .api.wrapped import offload_states, release_states, reload_before, reload_states
-from .model.materialize import materialize_on_host
-from .model.sleep import offload_model, reload_model
-from .policy import OffloadPolicy
+from typing import TYPE_CHECKING
+
+from . import device as device  # asks for copy queues, before CUDA starts
+from .lazy import names_later
 
 __all__ = [
     "OffloadPolicy",
@@ -28,5 +24,30 @@ __all__ = [
     "remove_offload",
     "synchronize",
 ]
+
+if TYPE_CHECKING:
+    from .api.attach import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload, synchronize
+    from .api.clipping import clip_grad_norm_
+    from .api.optimizer import OffloadedOptimizer
+    from .api.report import OffloadReport
+    from .api.wrapped import offload_states, release_states, reload_before, reload_states
+    from .model.materialize import materialize_on_host
+    from .model.sleep import offload_model, reload_model
+    from .policy import OffloadPolicy
+else:  # a type checker would take any name for one that this finds
+    __getattr__, __dir__ = names_later(
+        __name__,
+        __all__,
+        (
+            "policy",
+            "api.attach",
+            "api.clipping",
+            "api.optimizer",
+            "api.report",
+            "api.wrapped",
+            "model.materialize",
+            "model.sleep",
+        ),
+    )
 
 __version__ = "0.1.0"

@@ -20,12 +20,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..core.regions import Comb, Layout, Shape, combs_of
 from ..core.text import CheckpointError, is_excluded, shortened
+from .presets import preset_names, preset_text
 
 Size = int | str
 _MOST_PARTS = 65_536  # of one tensor, such as experts
@@ -319,9 +319,6 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
 # Files and presets ---------------------------------------------------------------------------------------------------
 
 
-_PRESETS = resources.files(__package__) / "presets"
-
-
 def load_rules(path: str | Path) -> tuple[Rule, ...]:
     """Rules from a file: ``[[rule]]`` tables in TOML, or ``{"rule": [{...}]}`` in JSON, with the fields of ``Rule``.
 
@@ -341,17 +338,6 @@ def tables_in(path: str | Path) -> Any:
         raise CheckpointError(f"{path!s:.200} is no {'JSON' if is_json else 'TOML'}: {error}") from None
 
 
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets."""
-    return tuple(sorted(file.name.removesuffix(".toml") for file in _PRESETS.iterdir()))
-
-
-def preset_lines() -> dict[str, str]:
-    """Return what each preset is for, by name: the first line of its file."""
-    texts = {name: (_PRESETS / f"{name}.toml").read_text(encoding="utf-8") for name in preset_names()}
-    return {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
-
-
 def presets_for(way: Way, keys: Iterable[str]) -> str:
     """Say which presets match any of these keys: as fused tensors to split, or with all their parts to merge."""
     known = frozenset(keys)
@@ -369,7 +355,7 @@ def preset(name: str) -> tuple[Rule, ...]:
     """Return the rules of a framework by name; ValueError, with all names, if there is no such preset."""
     if name not in preset_names():
         raise CheckpointError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-    return rules_of(tomllib.loads((_PRESETS / f"{name}.toml").read_text(encoding="utf-8")), name)
+    return rules_of(tomllib.loads(preset_text(name)), name)
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:

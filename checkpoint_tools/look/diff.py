@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core.regions import stretches, whole_of
 from ..core.text import CheckpointError, counted, dtype_name, human_shape, natural_order, short_repr, table
 from ..core.values import compare, same_values
+from ..fuse.files import read_record
 from ..fuse.names import sorted_out
 from ..stored.checkpoint import Checkpoint, StoredTensor
 from ..stored.items import ItemReader
@@ -79,6 +80,21 @@ def diff(
     with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
         found = {each.key: each for part in pool.map(compared, parts) for each in part}
     return [found[key] for key in keys if key in found]
+
+
+def split_notes(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Say which side was split from what the other side has fused, by its record, and how to compare them."""
+    notes = []
+    sides = (("A", first), ("B", second))
+    for (fused_name, fused), (name, parted) in (sides, sides[::-1]):
+        split = frozenset[str]().union(*(one.fused for one in read_record(parted)))
+        if count := len(split & fused.tensors.keys() - parted.tensors.keys()):
+            notes.append(
+                f"{name} is split, and {fused_name} is not: {counted(count, 'fused tensor')}, with their state. To "
+                f"compare values: checkpoint-tools merge {parted.path} MERGED, then checkpoint-tools diff {fused.path} "
+                "MERGED"
+            )
+    return notes
 
 
 def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:

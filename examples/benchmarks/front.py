@@ -373,23 +373,24 @@ def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    figure = new_figure(8, 5)
+    figure = new_figure(5, 4.4)  # read on a telephone, too
     axes = figure.subplots()
     for number, rows in enumerate(_trainings(found)):
         first, label = rows[0], "{model}, {batch} × {tokens:,} tokens".format(**rows[0])
         label += f" on each of {first['ranks']}" if first["ranks"] > 1 else ""
-        for at, one in enumerate(rows):
-            if "over_plain" in one and not one["row"].startswith("plain"):
-                point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
-                axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
-                place = (6, (-10, 4, -22, 14)[at % 4])  # neighbours' names lie apart
-                axes.annotate(one["row"], point, xytext=place, textcoords="offset points", fontsize=9)
-                label = "_"  # one entry of the legend
+        shown = [one for one in rows if "over_plain" in one and not one["row"].startswith("plain")]
+        for at, one in enumerate(sorted(shown, key=lambda one: int(one.get("freed_bytes", 0)))):
+            point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
+            axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
+            # Around the points in turns, which are close to each other.
+            side, *place = (("right", -6, 5), ("left", 7, -3), ("right", -6, -12), ("left", 6, -12))[at % 4]
+            axes.annotate(one["row"], point, xytext=place, ha=side, textcoords="offset points", fontsize=9)
+            label = "_"  # one entry of the legend
     axes.plot(0, 0, "x", color="#4c566a", label="without offload")
     axes.set_xlabel("GB freed: plain's peak less the row's")
     axes.set_ylabel("% of time over plain, median iteration")
-    axes.set_title(", ".join(sorted({one["device"] for one in found if "device" in one})), fontsize=9)
-    axes.legend(fontsize=9)
+    device = ", ".join(sorted({one["device"] for one in found if "device" in one}))
+    figure.legend(fontsize=9, loc="outside upper center", ncols=2, title=device, title_fontsize=9)
     axes.grid(linewidth=0.3)
     axes.margins(0.15)
     figure.savefig(path)

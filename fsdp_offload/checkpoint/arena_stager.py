@@ -52,11 +52,13 @@ class ArenaStager(AsyncStager):
     ::
 
         stager = ArenaStager(optimizer)
-        group = dist.new_group(backend="gloo")  # the writer's: in that of training, collectives of both could mix
-        future = dcp.async_save(state_dict, checkpoint_id=path, async_stager=stager, process_group=group)
-        ...                                    # train on; the file gets the state of the call
+        group = dist.new_group(backend="gloo")  # the writer's, not training's
+        future = dcp.async_save(
+            state, checkpoint_id=path, async_stager=stager, process_group=group
+        )
+        ...  # train on; the file gets the state of the call
         future.result()
-        stager.close()                         # raises if state was written in place during the last save
+        stager.close()  # raises if the last save's state was written in place
 
     ``async_save`` returns when everything else (the model's shards, counters, state that has no home on the host) is
     copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for

@@ -11,9 +11,8 @@ Source: the environment variables in the appendix of the CUDA programming guide;
 
 import ctypes
 import os
+import sys
 from collections.abc import MutableMapping
-
-import torch
 
 VARIABLE = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 ENOUGH = 32
@@ -32,9 +31,11 @@ TOO_FEW = (
 def ask_for_copy_queues(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless somebody has. Never initialises CUDA.
 
-    Returns whether the driver has these queues: it reads the variable once, when it is initialised.
+    Returns whether the driver has these queues: it reads the variable once, when it is initialised. Does not import
+    torch. Where torch has been imported, and is a build without CUDA, the variable is not set.
     """
-    if torch.version.cuda is None or VARIABLE in environment:
+    torch = sys.modules.get("torch")
+    if VARIABLE in environment or (torch is not None and torch.version.cuda is None):
         return True
     environment[VARIABLE] = str(ENOUGH)
     return not _driver_is_initialized()

@@ -3,6 +3,8 @@
 Without a GPU it says so and prints the rest. With one, it initialises CUDA and copies 1 GiB each way.
 """
 
+import itertools
+import json
 import os
 import platform
 import resource
@@ -20,10 +22,16 @@ from .host_limits import host_memory
 _COPIED_BYTES = 1 << 30
 
 
-def main(version: str) -> None:
-    sys.stdout.write(f"{'fsdp_offload':24} {version}\n")
-    for name, value in facts():
-        sys.stdout.write(f"{name:24} {value}\n")
+def main(version: str, *, as_json: bool = False) -> None:
+    found = itertools.chain([("fsdp_offload", version)], facts())
+    if as_json:
+        if sys.stderr.isatty():
+            sys.stderr.write("measuring ...\n")
+        sys.stdout.write(f"{json.dumps(dict(found), indent=1, ensure_ascii=False)}\n")
+        return
+    for name, value in found:  # each as soon as it is known: the link takes seconds
+        sys.stdout.write(f"{name:32} {value}\n")
+        sys.stdout.flush()
 
 
 def facts() -> Iterator[tuple[str, str]]:

@@ -2,8 +2,11 @@
 
 ::
 
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, policy={"device_bytes": 1 << 28})
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, optimizer, loader = prepare(
+        accelerator, model, optimizer, loader, policy={"device_bytes": 1 << 28}
+    )
 
 ``accelerator.clip_grad_norm_`` then clips an offloaded optimizer by this package's function. Everything else stays.
 """

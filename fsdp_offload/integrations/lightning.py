@@ -2,10 +2,14 @@
 
 ::
 
-    trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[OffloadCallback({"overlap": "forward"})])
+    trainer = Trainer(
+        strategy=ModelParallelStrategy(),
+        callbacks=[OffloadCallback({"overlap": "forward"})],
+    )
 
     model = fabric.setup(model)
-    optimizer = setup_optimizers(fabric, model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = setup_optimizers(fabric, model, optimizer)
 
 ``gradient_clip_val`` and ``fabric.clip_gradients(max_norm=...)`` then clip an offloaded optimizer by this package's
 function. Everything else stays.

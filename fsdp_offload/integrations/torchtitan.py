@@ -2,9 +2,11 @@
 
 ::
 
-    config.optimizer = offloaded(config.optimizer, OffloadPolicy(overlap="forward"))  # in a function of the registry
+    # In a function of the registry:
+    config.optimizer = offloaded(config.optimizer, OffloadPolicy(overlap="forward"))
 
-    save_from_arena(trainer.checkpointer)  # with --checkpoint.async_mode async: nothing is copied but the model
+    # With --checkpoint.async_mode async: nothing is copied but the model.
+    save_from_arena(trainer.checkpointer)
 
 Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``CheckpointManager`` works in all of
 its modes, without the second line too. Trainers clip an offloaded container by this package's function.

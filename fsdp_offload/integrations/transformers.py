@@ -2,7 +2,9 @@
 
 ::
 
-    trainer = OffloadTrainer(model, args, train_dataset=data, offload_policy={"overlap": "forward"})
+    trainer = OffloadTrainer(
+        model, args, train_dataset=data, offload_policy={"overlap": "forward"}
+    )
 
     class OffloadSFTTrainer(OffloadTrainer, SFTTrainer): ...
 

@@ -1,9 +1,8 @@
 """What training will cost in memory and time, before it runs, and which policy to choose."""
 
-from .forecast import Forecast, Plan, candidates, plan
-from .machine import Machine, builtin_machines, machine_of
-from .model import Model, builtin_models, model_of
-from .training import Training
+from typing import TYPE_CHECKING
+
+from ..lazy import names_later
 
 __all__ = [
     "Forecast",
@@ -18,3 +17,11 @@ __all__ = [
     "model_of",
     "plan",
 ]
+
+if TYPE_CHECKING:
+    from .forecast import Forecast, Plan, candidates, plan
+    from .machine import Machine, builtin_machines, machine_of
+    from .model import Model, builtin_models, model_of
+    from .training import Training
+else:  # a type checker would take any name for one that this finds
+    __getattr__, __dir__ = names_later(__name__, __all__, ("machine", "training", "model", "forecast"))

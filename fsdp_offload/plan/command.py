@@ -2,7 +2,8 @@
 
 import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 try:
     import typer
@@ -13,14 +14,15 @@ except ImportError:
     sys.exit(2)
 
 from ..policy import OverlapKind
-from .forecast import Plan, plan
 from .machine import builtin_machines
-from .model import builtin_models
-from .trace import Checkpointing
+
+if TYPE_CHECKING:
+    from .forecast import Plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-_MODELS = f"{', '.join(builtin_models())}; a config.json or its folder; or package.module:function for a module."
+_BUILTIN = sorted(file.stem for file in (Path(__file__).parent / "models").glob("*.json"))
+_MODELS = f"{', '.join(_BUILTIN)}; a config.json or its folder; or package.module:function for a module."
 
 
 @app.command(
@@ -40,7 +42,9 @@ def main(
     compute_dtype: Annotated[str, typer.Option(help="Of the gathered ones.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd-momentum, ...")] = "adamw",
     masters: Annotated[str, typer.Option(help="Kind of add_masters: fp32 or remainder.")] = "none",
-    checkpointing: Annotated[Checkpointing, typer.Option(help="What is recomputed in the backward.")] = "none",
+    checkpointing: Annotated[
+        Literal["none", "full"], typer.Option(help="What is recomputed in the backward.")
+    ] = "none",
     clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their global norm.")] = True,
     overlap: Annotated[
         OverlapKind | None, typer.Option(help="The most that your loop allows (see docs/policy.md).")
@@ -50,6 +54,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes in bytes.")] = False,
 ) -> None:
     """Print the plan."""
+    from .forecast import plan  # imports torch, which --help does not need
+
     asked = {name: value for name, value in ctx.params.items() if name not in ("overlap", "as_json")}
     try:
         with Console(stderr=True).status("tracing the model"):
@@ -85,7 +91,7 @@ LEGEND = {
 """What the table prints → what it means; a word that is not printed is not explained."""
 
 
-def _show(made: Plan, console: Console, overlap: OverlapKind | None) -> None:
+def _show(made: "Plan", console: Console, overlap: OverlapKind | None) -> None:
     say, training, best = console.print, made.training, made.best(overlap)
     say(
         f"{made.model.name}, {made.model.numel / 1e9:.2f} G parameters, on {training.ranks} × {made.machine.name}: "

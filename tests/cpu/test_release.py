@@ -3,6 +3,7 @@
 `.ci/release` builds one and tries it in empty environments.
 """
 
+import json
 import re
 import runpy
 import shlex
@@ -16,6 +17,7 @@ import pytest
 import fsdp_offload
 from checkpoint_tools.core.text import NEED_EXTRA
 from fsdp_offload.__main__ import main
+from fsdp_offload.device.copy_queues import VARIABLE
 from tests.pages import ROOT
 
 RELATIVE = re.compile(r"\]\((?!https?:)")
@@ -44,8 +46,9 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (("fsdp-offload", "-h"), "doctor       versions, limits"),
         (("fsdp-offload", "--version"), f"fsdp-offload {fsdp_offload.__version__}"),
         (("fsdp-offload", "plan", "--help"), "Usage: fsdp-offload plan [OPTIONS]"),
+        (("fsdp-offload", "doctor", "--help"), "usage: fsdp-offload doctor [--json]"),
     ],
-    ids=["help", "h", "version", "plan"],
+    ids=["help", "h", "version", "plan", "doctor"],
 )
 def test_help(
     command: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -65,11 +68,28 @@ def test_a_command_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_doctor_says_what_a_bug_report_needs() -> None:
-    found = run("fsdp-offload", "doctor")
-    assert found.returncode == 0, found.stderr
-    facts = dict(line.split(None, 1) for line in found.stdout.splitlines())
+    lines, as_json = (run("fsdp-offload", "doctor", *flag) for flag in ((), ("--json",)))
+    facts = json.loads(as_json.stdout)
     assert facts["fsdp_offload"] == fsdp_offload.__version__
-    assert {"torch", "host", "memlock", "NUMA", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "GPU"} <= facts.keys()
+    assert {"torch", "host memory", "memlock (ulimit -l)", "NUMA nodes", VARIABLE, "GPU"} <= facts.keys()
+    assert [line[:32].strip() for line in lines.stdout.splitlines()] == list(facts)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["fsdp_offload", "fsdp_offload doctor", "fsdp_offload plan", "checkpoint_tools", "checkpoint_tools split"],
+)
+def test_help_does_not_wait_for_torch(command: str) -> None:
+    name, *words = command.split()
+    code = f"""
+import atexit, runpy, sys
+atexit.register(lambda: print("torch._C" in sys.modules))
+runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+"""
+    line = [sys.executable, "-c", code, *words, "--help"]
+    found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "sage: " in found.stdout
+    assert found.stdout.splitlines()[-1] == "False"
 
 
 def test_every_script_is_there() -> None:

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from itertools import chain
 from pathlib import Path
 
 from tests.unit.test_import_direction import MAY_IMPORT
@@ -19,8 +18,10 @@ def lines_of_the_map() -> dict[str, str]:
     return dict(re.findall(r"^\| `([\w./]+)` \| (.+) \|$", table, re.MULTILINE))
 
 
-def rows_of_the_picture() -> list[list[str]]:
-    return [row.split() for row in TEXT.partition("```text\n")[2].partition("```")[0].splitlines()]
+def arrows_of_the_picture() -> set[tuple[str, str]]:
+    picture = TEXT.partition("```mermaid\n")[2].partition("```")[0]
+    lines = re.findall(r"(\w+) --> (.+)", picture)
+    return {(room, other) for room, others in lines for other in others.split(" & ")}
 
 
 def test_every_room_has_a_line_and_every_line_a_room() -> None:
@@ -43,14 +44,15 @@ def test_files_that_the_map_names_exist() -> None:
             assert path.exists() or (ROOT / name).exists(), f"{room}: {name}"
 
 
-def test_the_picture_has_every_room_and_imports_go_downwards_in_it() -> None:
-    rows = rows_of_the_picture()
-    assert sorted(chain.from_iterable(rows)) == sorted(MAY_IMPORT)
-    height = {room: -number for number, row in enumerate(rows) for room in row}
-    upward = [
-        (room, other) for room, allowed in MAY_IMPORT.items() for other in allowed if height[other] >= height[room]
-    ]
-    assert upward == []
+def test_the_picture_has_an_arrow_for_each_import_that_no_other_implies() -> None:
+    below: dict[str, set[str]] = {}  # by any number of arrows; the table begins with the lowest room
+    for room, allowed in MAY_IMPORT.items():
+        below[room] = allowed.union(*(below[other] for other in allowed))
+    implied = {(room, far) for room, allowed in MAY_IMPORT.items() for other in allowed for far in below[other]}
+    assert (
+        arrows_of_the_picture()
+        == {(room, other) for room, allowed in MAY_IMPORT.items() for other in allowed} - implied
+    )
 
 
 def test_files_that_the_source_and_the_other_table_name_exist() -> None:

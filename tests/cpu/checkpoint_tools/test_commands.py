@@ -6,11 +6,13 @@ import shlex
 import shutil
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import rich.console
 import rich.progress
 import torch
 from safetensors.torch import save_file
@@ -97,6 +99,25 @@ def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
     tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
     tool.assert_same(tmp_path / "back", saved)
     assert tool.names(tmp_path) == ["back", "made"]
+
+
+def test_diff_says_which_side_is_split(fused: Path, tmp_path: Path) -> None:
+    split = tool.made("split", fused, tmp_path / "split", "--rules", tmp_path / "rules.toml")
+    assert "note: B is split, and A is not: 1 fused tensor" in tool.run("diff", fused, split).stdout
+    assert f"checkpoint-tools merge {split} MERGED" in tool.as_json("diff", split, fused, code=1)["notes"][0]
+    assert "split_record.json" not in tool.shown("merge", split, tmp_path / "merged")
+    assert "note" not in tool.shown("diff", fused, tmp_path / "merged")
+
+
+def test_a_terminal_is_told_what_goes_on_before_there_is_a_bar(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(rich.console.Console, "is_terminal", True)
+    monkeypatch.setattr(rich.console.Console, "status", lambda _, what: nullcontext(said.append(what)))
+    for command in (("inspect", saved), ("verify", saved), ("convert", saved, tmp_path / "new")):
+        assert tool.run(*command).returncode == 0
+    assert said == ["reading the metadata", "checking structure and files", "reading and planning"]
 
 
 def test_progress_ends_where_it_said(fused: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,20 @@
+"""Rules of frameworks by name, as data: a TOML file each, whose first line says what it is for."""
+
+from importlib import resources
+
+_FILES = resources.files(__package__)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml")))
+
+
+def preset_text(name: str) -> str:
+    """Read the file of a preset."""
+    return (_FILES / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def preset_lines() -> dict[str, str]:
+    """Return what each preset is for, by name: the first line of its file."""
+    return {name: preset_text(name).partition("\n")[0].removeprefix("# ") for name in preset_names()}
