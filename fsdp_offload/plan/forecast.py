@@ -2,10 +2,12 @@
 
 import json
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -17,16 +19,20 @@ from .machine import CONTEXT_BYTES, WORKSPACE_BYTES, Machine, machine_of
 from .memory import Curve, DeviceMemory, Sizes, curve_of
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
-from .trace import Segment, Trace
+from .trace import Checkpointing, Trace, blocks_of, joined
 from .training import DTYPES, Masters, Training
 
-# Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
-# records of an H200 have 5 % with 78 % of the device in use, and up to 15 % with a third in use.
-SLACK = 0.05
+SLACK = 0.12
+"""Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels, with
+147.7 reserved; one with 137.3 took 9 % longer, as its allocator gave memory back and took it again."""
+
 RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/lanes.py has it
 MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
 SAME = 1.01  # estimates do not tell closer ones apart
-MORE_RANKS = (1, 2, 4, 8)  # times as many, which are tried if nothing fits
+MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
+
+
+Recomputed = Literal["auto", "none", "full"] | int
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Forecast:
     """Cost of one policy, in memory and in time."""
 
     policy: OffloadPolicy | None  # None is training without offload
+    micro_batches: int
+    recomputed: int  # blocks, the first ones of the model
     device: DeviceMemory
     needed_bytes: int  # what a device has to have: the peak, the driver's share, and what the allocator cannot use
     host_bytes: int  # pinned memory of one rank
@@ -64,11 +72,13 @@ class Plan:
     """Costs of each policy for one training on one machine."""
 
     model: Model
-    training: Training
+    training: Training  # in as few micro-batches as were tried
     machine: Machine
-    parts: Parts  # of an iteration
+    blocks: int  # that may be recomputed
+    parts: Parts  # of an iteration without offload
+    ideal_ms: float  # of an iteration without offload, and nothing recomputed, whether it fits or not
     forecasts: tuple[Forecast, ...]  # one for each policy, training without offload first
-    trace: Trace = field(repr=False)
+    asked: dict[str, Any] = field(repr=False)  # arguments of :func:`plan`
 
     def best(self, overlap: OverlapKind | None = None) -> Forecast | None:
         """Choose the fastest policy that fits; ``None`` if none does.
@@ -102,29 +112,72 @@ class Plan:
             return "clip: the loop has to clip by fsdp_offload.clip_grad_norm_; then --overlap iteration allows it"
         return f"loop: --overlap {overlap} does not allow it"
 
+    def verdict(self, overlap: OverlapKind | None = None) -> str:
+        """Compare the best run with offload with the best one without; empty if neither fits."""
+        plain, *others = self._allowed(overlap)
+        offload = min((one for one in others if one.fits), key=lambda one: one.iteration_ms, default=None)
+        if offload is None:
+            return f"Plain training is best: {self.run(plain)}. No offload fits." if plain.fits else ""
+        if not plain.fits:
+            return f"Plain training does not fit, however many micro-batches and recomputed blocks it has ({plain.why_not})."
+        ratio, freed_gb = plain.iteration_ms / offload.iteration_ms, (plain.needed_bytes - offload.needed_bytes) / 1e9
+        memory = f", in {abs(freed_gb):.0f} GB {'less' if freed_gb > 0 else 'more'}"
+        both = f"{self.run(plain)}; {offload.name}: {self.run(offload)}{memory}"
+        if ratio > SAME:
+            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run. Plain: {both}."
+        if ratio * SAME < 1:
+            return f"Plain training is best; offload takes {100 * (1 / ratio - 1):.0f} % more. Plain: {both}."
+        return f"Plain training is level with offload, within 1 %. Plain: {both}."
+
+    def run(self, one: Forecast) -> str:
+        """Say how a row trains."""
+        blocks = {0: "nothing", self.blocks: f"all {self.blocks} blocks"}
+        recomputed = blocks.get(one.recomputed, f"{one.recomputed} of {self.blocks} blocks")
+        return f"{one.iteration_ms:,.0f} ms with {recomputed} recomputed, {one.micro_batches} micro-batch(es)"
+
+    def hiding_tokens(self, *, parameters: bool = False) -> int:
+        """Return the tokens of a GPU in a step behind which all transfers hide."""
+        state, params = (sum(group[at] for group in self.parts.groups) for at in (0, 1))
+        copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
+        return int(self.training.tokens_per_step / self.training.ranks * copies_ms / self.parts.passes_ms)
+
     def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
-        """Name the policy that needs least and the memory that it needs, and options with which something fits."""
+        """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
-        asked, machine, host_gb = self.training, self.machine, least.host_bytes_per_host / MOST_OF_HOST / 1e9
-        found = []
-        for checkpointing in dict.fromkeys((asked.checkpointing, "full")):
-            trace = self.trace if checkpointing == asked.checkpointing else None
-            for times in MORE_RANKS:
-                ranks, tokens = times * asked.ranks, times * asked.tokens_per_step
-                changes = asdict(asked) | {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
-                made = plan(self.model, machine=machine, trace=trace, **changes)
-                trace = made.trace  # of one rank, which has as much to do beside more of them
-                if best := made.best(overlap):
-                    options = [f"--checkpointing {checkpointing}"] * (checkpointing != asked.checkpointing)
-                    options += [f"--ranks {ranks} --tokens-per-step {tokens}"] * (times > 1)
-                    found.append(f"{best.name} with {' '.join(options)}")
-                    break
-        most = f"{MORE_RANKS[-1]} times the ranks with --checkpointing full"
-        fits = f"What fits: {'; '.join(found)}." if found else f"{most} are not enough: fewer tokens or more ranks are."
-        return (
-            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({machine.memory_gb:.1f} GB "
-            f"here) and {host_gb:.0f} GB of each host ({machine.host_gb:.0f} GB here). {fits}"
+        host_gb = least.host_bytes_per_host / MOST_OF_HOST / 1e9
+        found = (
+            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({self.machine.memory_gb:.1f} GB "
+            f"here) and {host_gb:.0f} GB of each host ({self.machine.host_gb:.0f} GB here). "
         )
+        for changes in self._remedies():
+            made = plan(self.model, **{**self.asked, "machine": self.machine, "device_gb": None, **changes})
+            if best := made.best(overlap):
+                words = {
+                    "micro_batches": f"--micro-batches {best.micro_batches}",
+                    "clip": "--no-clip",
+                    "checkpointing": f"--checkpointing {best.recomputed}",
+                    "ranks": f"--ranks {made.training.ranks} --tokens-per-step {made.training.tokens_per_step}",
+                }
+                options = " ".join(text for name, text in words.items() if name in changes)
+                more = 100 * (best.iteration_ms / self.ideal_ms - 1)
+                return f"{found}What fits: {options} ({best.name}: {made.run(best)}, {more:.0f} % over enough memory)."
+        return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
+
+    def _remedies(self) -> Iterator[dict[str, Any]]:
+        """Changes of what was asked, the cheapest first: each alone, then together, then more ranks."""
+        alone: list[dict[str, Any]] = []
+        if self.asked["micro_batches"] is not None:
+            alone.append({"micro_batches": None})
+        if self.training.clip:
+            alone.append({"clip": False})
+        if self.asked["checkpointing"] not in ("auto", "full"):
+            alone.append({"checkpointing": "auto"})
+        together = [dict(ChainMap(*alone[: 1 + number])) for number in range(1, len(alone))]
+        yield from (*alone, *together)
+        for last in ({}, *together[-1:]) if together else ({}, *alone):
+            for times in MORE_RANKS:
+                more = {"ranks": times * self.training.ranks, "tokens_per_step": times * self.training.tokens_per_step}
+                yield last | more
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -137,6 +190,7 @@ class Plan:
         """Plain values, for JSON."""
         best = self.best(overlap)
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
+        names |= {"verdict": self.verdict(overlap), "blocks": self.blocks}
         settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
         policies = [
             {"name": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
@@ -150,10 +204,11 @@ def plan(
     model: Model | nn.Module | str | Path,
     *,
     tokens_per_step: int,
-    machine: Machine | str | Path = "H200",
+    machine: Machine | str | Path | None = None,
     device_gb: float | None = None,
     link_gb_per_s: float | None = None,
-    trace: Trace | None = None,
+    micro_batches: int | None = None,
+    checkpointing: Recomputed = "auto",
     policies: Sequence[OffloadPolicy] | None = None,
     **training: Any,
 ) -> Plan:
@@ -162,16 +217,16 @@ def plan(
     Args:
         model: a module, a config, or a name; see :func:`model_of`.
         tokens_per_step: of all ranks together.
-        machine: a built-in name or a TOML file; see :func:`machine_of`.
+        machine: a built-in name or a TOML file; see :func:`machine_of`. ``None``: the GPU that is here.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
-        trace: of this model and batch, if there is one already.
+        micro_batches: backwards before one step; ``None``: whatever is fastest.
+        checkpointing: what is recomputed in the backward: ``"none"``, ``"full"``, the number of blocks, the first ones,
+            or ``"auto"``, whatever is fastest.
         policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the other fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
-    for one in trace if isinstance(trace, list | tuple) else (trace,):
-        check_is(one, Segment | None, "plan: trace must be one of Model.trace()", line)
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
@@ -180,21 +235,100 @@ def plan(
         raise ValueError(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
+    is_count = isinstance(checkpointing, int) and not isinstance(checkpointing, bool) and checkpointing >= 0
+    if not is_count and checkpointing not in ("auto", *get_args(Checkpointing)):
+        raise ValueError(f"checkpointing must be auto, none, full or a number of blocks; got {checkpointing!r:.60}")
     there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    wanted, of = Training(tokens_per_step=tokens_per_step, **training), model_of(model)
-    if trace is None:
-        dtype = DTYPES[wanted.compute_dtype]
-        trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
-    sizes = Sizes.of(of.shapes(), wanted)
-    parts = parts_of(sizes, trace, wanted, there)
+    count = {} if micro_batches is None else {"micro_batches": micro_batches}
+    wanted, of = Training(tokens_per_step=tokens_per_step, **count, **training), model_of(model)
+    cases = []
+    for number in range(1, 1 + (wanted.sequences if micro_batches is None else 1)):
+        if wanted.sequences % number == 0:
+            cases.append(_Case(of, replace(wanted, micro_batches=number * wanted.micro_batches), there, checkpointing))
+            if cases[-1].forecast(None, min(cases[-1].counts)).fits:
+                break  # more micro-batches would gain nothing
     if policies is None:
-        policies = candidates(sizes.state, sorted(sizes.params)[len(sizes.params) // 2])
-    forecasts = tuple(_forecast(policy, sizes, trace, parts, wanted, there) for policy in (None, *policies))
-    return Plan(of, wanted, there, parts, forecasts, trace)
+        params = cases[0].sizes.params
+        policies = candidates(cases[0].sizes.state, sorted(params)[len(params) // 2])
+    forecasts = tuple(
+        min((case.fastest(policy) for case in cases), key=lambda one: (not one.fits, one.iteration_ms if one.fits else one.needed_bytes))
+        for policy in (None, *policies)
+    )
+    (first,) = [one for one in cases if one.training.micro_batches == forecasts[0].micro_batches]
+    asked = {"tokens_per_step": tokens_per_step, "micro_batches": micro_batches, "checkpointing": checkpointing}
+    asked |= {"policies": None if policies is None else policies, **training}
+    return Plan(
+        model=of,
+        training=cases[0].training,
+        machine=there,
+        blocks=len(first.blocks),
+        parts=first.parts(forecasts[0].recomputed),
+        ideal_ms=cases[0].forecast(None, 0).iteration_ms,
+        forecasts=forecasts,
+        asked=asked,
+    )
+
+
+class _Case:
+    """A training in micro-batches of one size, of which any number of blocks may be recomputed.
+
+    Attributes:
+        training: which.
+        sizes: of the first rank's shards.
+        blocks: groups that keep less if they are recomputed.
+        counts: how many of them may be.
+    """
+
+    def __init__(self, model: Model, training: Training, machine: Machine, checkpointing: Recomputed) -> None:
+        self.training, self._machine, self.sizes = training, machine, Sizes.of(model.shapes(), training)
+        dtype = DTYPES[training.compute_dtype]
+        shape = (training.sequences, training.sequence_length, dtype)
+        self._traces = [model.trace(*shape, kind) for kind in get_args(Checkpointing)]
+        self.blocks = blocks_of(*self._traces)
+        every = range(1 + len(self.blocks))
+        number = {"none": 0, "full": every[-1]}.get(str(checkpointing), checkpointing)
+        if isinstance(number, int) and number not in every:
+            raise ValueError(f"checkpointing={number}: the model has {len(self.blocks)} blocks that can be recomputed")
+        self.counts = every if number == "auto" else [number]
+        self._known: dict[int, tuple[Trace, Parts]] = {}
+
+    def parts(self, recomputed: int) -> Parts:
+        return self._of(recomputed)[1]
+
+    def _of(self, recomputed: int) -> tuple[Trace, Parts]:
+        if recomputed not in self._known:
+            trace = joined(*self._traces, self.blocks[:recomputed])
+            self._known[recomputed] = trace, parts_of(self.sizes, trace, self.training, self._machine)
+        return self._known[recomputed]
+
+    def forecast(self, policy: OffloadPolicy | None, recomputed: int) -> Forecast:
+        trace, parts = self._of(recomputed)
+        return _forecast(policy, recomputed, self.sizes, trace, parts, self.training, self._machine)
+
+    def fastest(self, policy: OffloadPolicy | None) -> Forecast:
+        """Find the number of recomputed blocks with which a policy fits and is fastest; else needs least.
+
+        Fewer are faster, but where the link is late, which the room of more, or their time, may help.
+        """
+        least = bisect_left(self.counts, True, key=lambda count: self.forecast(policy, count).fits)
+        if least == len(self.counts):
+            return self.forecast(policy, self.counts[-1])
+        found, left = [self.forecast(policy, self.counts[least])], len(self.counts) - 1 - least
+        if found[0].limit == "link":
+            tried = sorted({least + -(-left // part) for part in (8, 4, 2, 1)})
+            found += [self.forecast(policy, self.counts[number]) for number in tried]
+        fastest_ms = min(one.iteration_ms for one in found)
+        return next(one for one in found if one.iteration_ms <= 1.001 * fastest_ms)
 
 
 def _forecast(
-    policy: OffloadPolicy | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
+    policy: OffloadPolicy | None,
+    recomputed: int,
+    sizes: Sizes,
+    trace: Trace,
+    parts: Parts,
+    training: Training,
+    machine: Machine,
 ) -> Forecast:
     curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
     constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
@@ -202,7 +336,8 @@ def _forecast(
         blocks, found = None, estimate(None, parts, curve)
         device = curve.with_blocks({**constant, "optimizer state": sizes.state})
     else:
-        blocks, room_bytes = Blocks(policy, sizes), int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
+        room_bytes = int(min(1 - RESERVE, 1 / (1 + SLACK)) * (machine.device_bytes - CONTEXT_BYTES))
+        blocks = Blocks(policy, sizes)
         constant["parameters"] *= not policy.parameters
 
         def memory(curve: Curve) -> DeviceMemory:
@@ -227,6 +362,8 @@ def _forecast(
         why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
     return Forecast(
         policy=policy,
+        micro_batches=training.micro_batches,
+        recomputed=recomputed,
         device=device,
         needed_bytes=needed_bytes,
         host_bytes=host_bytes,

@@ -13,8 +13,8 @@ from . import machine as reached
 from .blocks import Blocks
 from .machine import Machine
 from .memory import Curve, Sizes
-from .trace import Phase, Segment, Trace
-from .training import Training
+from .trace import Kind, Phase, Segment, Trace
+from .training import DTYPES, Training
 
 
 class Group(NamedTuple):
@@ -171,7 +171,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state) * uneven,  # reads all, and writes all but the gradients
+        update_ms=(3 * params + 2 * state) / (reached.UPDATE * machine.hbm_gb_per_s * 1e6),  # reads all, and writes all but the gradients
         clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
         one_way=1e-6 / min(machine.link_gb_per_s, two_way),
         two_way=1e-6 / two_way,
@@ -209,6 +209,17 @@ def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
     return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
 
 
+def _deterministic_share(kind: Kind, heads: float) -> float:
+    """Return the share of the peak rate that attention reaches with deterministic kernels.
+
+    Their backward divides a head among multiprocessors only so far that each has one part.
+    """
+    if kind == "attention":
+        return reached.DETERMINISTIC[kind]
+    parts = heads * -(-reached.MULTIPROCESSORS // heads)
+    return reached.DETERMINISTIC[kind] * parts / reached.MULTIPROCESSORS / -(-parts // reached.MULTIPROCESSORS)
+
+
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
     """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
     shares, peak = reached.SHARES[segment.phase], machine.bf16_tflops * 1e9  # operations per ms
@@ -217,7 +228,10 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
     even, uneven = _bytes_per_ms(machine)
     ms = 0.0
     for kind, work in segment.work.items():
-        operations_ms = work.flops / shares.get(kind, 1.0) / peak
+        share = shares.get(kind, 1.0)
+        if training.deterministic and work.heads:
+            share = _deterministic_share(kind, work.heads / work.kernels)
+        operations_ms = work.flops / share / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
         # The tiles of a product are read before they are computed and written after, through the caches of the die.
         tiles_ms = work.nbytes / machine.die_gb_per_s / 1e6 if kind == "matmul" else 0.0
@@ -228,6 +242,7 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
         moved += params + gathered  # cast into the buffers of the gather
         moved += 2 * gathered if training.shards > 1 else 0  # and copied out of them
     if segment.phase == "backward":
-        moved += 4 * gathered + params  # into the reduction, out of it, and cast
+        reduced = gathered * DTYPES[training.dtype].itemsize // DTYPES[training.compute_dtype].itemsize
+        moved += gathered + 2 * reduced + params  # cast into the reduction, and out of it
     ms += moved / uneven
     return ms * (1 + reached.GATHER_CONTENTION) if training.ranks > 1 else ms

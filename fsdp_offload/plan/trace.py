@@ -7,7 +7,7 @@ on any device: the bytes are those that a caching allocator counts.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 Checkpointing = Literal["none", "full"]
+"""Of all blocks; :func:`joined` makes the trace of some."""
 Phase = Literal["forward", "backward"]
 Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
 """Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
@@ -33,6 +34,7 @@ class Work(NamedTuple):
     kernels: int = 0
     flops: int = 0
     nbytes: int = 0
+    heads: int = 0  # of attention: sequences times heads
 
 
 class Segment(NamedTuple):
@@ -41,6 +43,7 @@ class Segment(NamedTuple):
     phase: Phase
     group: int
     peak_bytes: int  # of activations, and of gradients that are not reduced yet
+    added_bytes: int  # of them, at the end more than at the beginning
     work: dict[Kind, Work]
 
 
@@ -80,6 +83,23 @@ def trace(
     return tuple(recorder.segments)
 
 
+def blocks_of(trace: Trace, recomputed: Trace) -> list[int]:
+    """List the groups that keep less if they are recomputed, in forward order."""
+    pairs = [pair for pair in zip(trace, recomputed, strict=True) if pair[0].phase == "forward"]
+    return [one.group for one, other in pairs if other.added_bytes < one.added_bytes]
+
+
+def joined(trace: Trace, recomputed: Trace, groups: Collection[int]) -> Trace:
+    """Trace a model of which only ``groups`` are recomputed, from a trace without and one in which all are."""
+    made, live_bytes, alone_bytes = [], 0, [0, 0]
+    for pair in zip(trace, recomputed, strict=True):
+        at = int(pair[0].group in groups)
+        made.append(pair[at]._replace(peak_bytes=pair[at].peak_bytes - alone_bytes[at] + live_bytes))
+        live_bytes += pair[at].added_bytes
+        alone_bytes = [nbytes + one.added_bytes for nbytes, one in zip(alone_bytes, pair, strict=True)]
+    return tuple(made)
+
+
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _FusedKernels():  # the backward, in which this runs again, has taken it off
@@ -95,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
         self.phase: Phase = "forward"
-        self._live_bytes = self._peak_bytes = 0
+        self._live_bytes = self._peak_bytes = self._begin_bytes = 0
         self._seen = WeakIdKeyDictionary()
         self._turn: tuple[Phase, int] | None = None
         self._work: dict[Kind, Work] = {}
@@ -119,10 +139,11 @@ class _Recorder(TorchDispatchMode):
     def turn_to(self, number: int | None) -> None:
         """End the turn in progress, and begin that of a group."""
         if self._turn is not None:
-            self.segments.append(Segment(*self._turn, self._peak_bytes, self._work))
+            added_bytes = self._live_bytes - self._begin_bytes
+            self.segments.append(Segment(*self._turn, self._peak_bytes, added_bytes, self._work))
             self._work = {}
         self._turn = None if number is None else (self.phase, number)
-        self._peak_bytes = self._live_bytes
+        self._peak_bytes = self._begin_bytes = self._live_bytes
 
     def _add(self, nbytes: int) -> None:
         self._live_bytes += nbytes
@@ -174,16 +195,17 @@ def _work_of(
     elif name == "native_layer_norm_backward":
         read_bytes *= 2  # for the input's gradient, and the weight's
     kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "uneven"
-    flops = 0
+    flops = heads = 0
     if "flash_attention" in name:
         # Two products forward, five backward; grouped heads, which torch's own count does not know, change nothing.
         kind = "attention_backward" if "backward" in name else "attention"
         query, key = args[1:3] if kind == "attention_backward" else args[:2]
         flops = (10 if kind == "attention_backward" else 4) * query.numel() * key.shape[2]
         flops //= 2 if any(one is True for one in args) else 1  # causal
+        heads = query.shape[0] * query.shape[1]
     elif count := flop_registry.get(func._overloadpacket):
         kind, flops = "matmul", count(*args, **kwargs, out_val=outputs)
-    return kind, Work(1, flops, read_bytes + written_bytes)
+    return kind, Work(1, flops, read_bytes + written_bytes, heads)
 
 
 class _FusedKernels(TorchFunctionMode):

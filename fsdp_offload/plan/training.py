@@ -7,7 +7,6 @@ from typing import Literal, get_args
 import torch
 
 from ..policy import check_choices, tells
-from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -32,8 +31,8 @@ class Training:
     compute_dtype: Literal["fp32", "bf16"] = "bf16"  # of gathered parameters: MixedPrecisionPolicy.param_dtype
     optimizer: str = "adamw"
     masters: Masters = "none"
-    checkpointing: Checkpointing = "none"  # "full" recomputes every block in the backward
     clip: bool = True  # whether gradients are clipped by their global norm, if the policy allows it
+    deterministic: bool = False  # torch.use_deterministic_algorithms
     other_device_bytes: int = 0  # what else is on each device all the time
 
     def __post_init__(self) -> None:
@@ -43,9 +42,9 @@ class Training:
                 raise ValueError(
                     f"{name} must be {'a positive integer' if least else '0 or more bytes'}, got {value!r}"
                 )
-        check_choices("Training", clip=self.clip)
+        check_choices("Training", clip=self.clip, deterministic=self.deterministic)
         choices: dict[str, Collection[str]] = {"dtype": DTYPES, "compute_dtype": DTYPES, "optimizer": OPTIMIZERS}
-        choices |= {"masters": get_args(Masters), "checkpointing": get_args(Checkpointing)}
+        choices["masters"] = get_args(Masters)
         for name, values in choices.items():
             if getattr(self, name) not in list(values):
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r:.60}")
