@@ -4,7 +4,7 @@ import json
 import math
 from bisect import bisect_left
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,15 +22,21 @@ from .timing import Parts, estimate, parts_of
 from .trace import Checkpointing, Trace, blocks_of, joined
 from .training import DTYPES, Masters, Training
 
+# Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels,
+# and reserved 147.7; one with 137.3 took 9 % longer, as its allocator gave memory back and took it again.
 SLACK = 0.12
-"""Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels, with
-147.7 reserved; one with 137.3 took 9 % longer, as its allocator gave memory back and took it again."""
-
 RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/lanes.py has it
 MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
 SAME = 1.01  # estimates do not tell closer ones apart
 MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
-
+RECOMPUTING = """\
+# transformers:
+model.gradient_checkpointing_enable()
+for block in model.model.layers[recomputed:]:
+    block.gradient_checkpointing = False
+# others, before fully_shard; torchtitan: activation_checkpoint=None, and str(number) for the number of a layer:
+for number in range(recomputed):
+    model.layers[number] = checkpoint_wrapper(model.layers[number])"""
 
 Recomputed = Literal["auto", "none", "full"] | int
 
@@ -114,30 +120,38 @@ class Plan:
 
     def verdict(self, overlap: OverlapKind | None = None) -> str:
         """Compare the best run with offload with the best one without; empty if neither fits."""
-        plain, *others = self._allowed(overlap)
-        offload = min((one for one in others if one.fits), key=lambda one: one.iteration_ms, default=None)
-        if offload is None:
-            return f"Plain training is best: {self.run(plain)}. No offload fits." if plain.fits else ""
+        best, plain = self.best(overlap), self.forecasts[0]
+        others = [one for one in self._allowed(overlap)[1:] if one.fits]
+        if best is None or not others:
+            return f"Plain training is best: {self.run(plain)}. No offload fits." if best else ""
         if not plain.fits:
-            return f"Plain training does not fit, however many micro-batches and recomputed blocks it has ({plain.why_not})."
+            return f"Plain training does not fit, with {self.run(plain).partition(', ')[2]} ({plain.why_not})."
+        offload = min(others, key=lambda one: one.iteration_ms) if best is plain else best
         ratio, freed_gb = plain.iteration_ms / offload.iteration_ms, (plain.needed_bytes - offload.needed_bytes) / 1e9
-        memory = f", in {abs(freed_gb):.0f} GB {'less' if freed_gb > 0 else 'more'}"
-        both = f"{self.run(plain)}; {offload.name}: {self.run(offload)}{memory}"
+        says = "Plain training is level with offload, within 1 %"
         if ratio > SAME:
-            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run. Plain: {both}."
-        if ratio * SAME < 1:
-            return f"Plain training is best; offload takes {100 * (1 / ratio - 1):.0f} % more. Plain: {both}."
-        return f"Plain training is level with offload, within 1 %. Plain: {both}."
+            says = f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run"
+        elif ratio * SAME < 1:
+            says = f"Plain training is best; offload takes {100 * (1 / ratio - 1):.0f} % more"
+        memory = f"in {abs(freed_gb):.0f} GB {'less' if freed_gb > 0 else 'more'}"
+        return f"{says}. Plain: {self.run(plain)}; {offload.name}: {self.run(offload)}, {memory}."
 
     def run(self, one: Forecast) -> str:
         """Say how a row trains."""
         blocks = {0: "nothing", self.blocks: f"all {self.blocks} blocks"}
         recomputed = blocks.get(one.recomputed, f"{one.recomputed} of {self.blocks} blocks")
-        return f"{one.iteration_ms:,.0f} ms with {recomputed} recomputed, {one.micro_batches} micro-batch(es)"
+        return f"{one.iteration_ms:,.0f} ms, {recomputed} recomputed, --micro-batches {one.micro_batches}"
+
+    def lines_to_recompute(self, best: Forecast) -> str:
+        """Write the code that recomputes blocks; empty where neither this row nor plain training recomputes any."""
+        plain = self.forecasts[0].recomputed if self.forecasts[0].fits else best.recomputed
+        other = f"  # {plain} without offload" if plain != best.recomputed else ""
+        return f"recomputed = {best.recomputed}{other}\n{RECOMPUTING}" if best.recomputed or plain else ""
 
     def hiding_tokens(self, *, parameters: bool = False) -> int:
         """Return the tokens of a GPU in a step behind which all transfers hide."""
-        state, params = (sum(group[at] for group in self.parts.groups) for at in (0, 1))
+        state = sum(group.state_bytes for group in self.parts.groups)
+        params = sum(group.parameter_bytes for group in self.parts.groups)
         copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
         return int(self.training.tokens_per_step / self.training.ranks * copies_ms / self.parts.passes_ms)
 
@@ -145,39 +159,32 @@ class Plan:
         """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
         host_gb = least.host_bytes_per_host / MOST_OF_HOST / 1e9
-        found = (
-            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({self.machine.memory_gb:.1f} GB "
-            f"here) and {host_gb:.0f} GB of each host ({self.machine.host_gb:.0f} GB here). "
+        needs = (
+            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({self.machine.memory_gb:.1f}"
         )
+        found = f"{needs} GB here) and {host_gb:.0f} GB of each host ({self.machine.host_gb:.0f} GB here). "
         for changes in self._remedies():
-            made = plan(self.model, **{**self.asked, "machine": self.machine, "device_gb": None, **changes})
+            made = plan(self.model, **{**self.asked, "machine": self.machine, **changes})
             if best := made.best(overlap):
-                words = {
-                    "micro_batches": f"--micro-batches {best.micro_batches}",
-                    "clip": "--no-clip",
-                    "checkpointing": f"--checkpointing {best.recomputed}",
-                    "ranks": f"--ranks {made.training.ranks} --tokens-per-step {made.training.tokens_per_step}",
-                }
-                options = " ".join(text for name, text in words.items() if name in changes)
+                words = {"micro_batches": f"micro-batches {best.micro_batches}", "clip": "no-clip"}
+                words |= {"checkpointing": f"checkpointing {best.recomputed}", "ranks": f"ranks {made.training.ranks}"}
+                words["tokens_per_step"] = f"tokens-per-step {made.training.tokens_per_step}"
+                options = " ".join(f"--{text}" for name, text in words.items() if name in changes)
                 more = 100 * (best.iteration_ms / self.ideal_ms - 1)
-                return f"{found}What fits: {options} ({best.name}: {made.run(best)}, {more:.0f} % over enough memory)."
+                return (
+                    f"{found}What fits: {options} ({best.name}: {made.run(best)}; {more:.0f} % over a GPU with room)."
+                )
         return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
 
-    def _remedies(self) -> Iterator[dict[str, Any]]:
-        """Changes of what was asked, the cheapest first: each alone, then together, then more ranks."""
-        alone: list[dict[str, Any]] = []
-        if self.asked["micro_batches"] is not None:
-            alone.append({"micro_batches": None})
-        if self.training.clip:
-            alone.append({"clip": False})
-        if self.asked["checkpointing"] not in ("auto", "full"):
-            alone.append({"checkpointing": "auto"})
-        together = [dict(ChainMap(*alone[: 1 + number])) for number in range(1, len(alone))]
-        yield from (*alone, *together)
-        for last in ({}, *together[-1:]) if together else ({}, *alone):
-            for times in MORE_RANKS:
-                more = {"ranks": times * self.training.ranks, "tokens_per_step": times * self.training.tokens_per_step}
-                yield last | more
+    def _remedies(self) -> list[dict[str, Any]]:
+        """List changes of what was asked, the cheapest first: each alone, then together, then more ranks."""
+        alone: list[dict[str, Any]] = [{"micro_batches": None}] * (self.asked["micro_batches"] is not None)
+        alone += [{"clip": False}] * self.training.clip
+        alone += [{"checkpointing": "auto"}] * (self.asked["checkpointing"] not in ("auto", "full"))
+        ranks, tokens = self.training.ranks, self.training.tokens_per_step
+        more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
+        together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
+        return [*alone, *together, *more, *(dict(ChainMap(one, *alone)) for one in more if alone)]
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -239,8 +246,10 @@ def plan(
     if not is_count and checkpointing not in ("auto", *get_args(Checkpointing)):
         raise ValueError(f"checkpointing must be auto, none, full or a number of blocks; got {checkpointing!r:.60}")
     there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    count = {} if micro_batches is None else {"micro_batches": micro_batches}
-    wanted, of = Training(tokens_per_step=tokens_per_step, **count, **training), model_of(model)
+    asked: dict[str, Any] = {"policies": policies, **training}
+    asked |= {"tokens_per_step": tokens_per_step, "micro_batches": micro_batches, "checkpointing": checkpointing}
+    count = 1 if micro_batches is None else micro_batches
+    wanted, of = Training(tokens_per_step=tokens_per_step, micro_batches=count, **training), model_of(model)
     cases = []
     for number in range(1, 1 + (wanted.sequences if micro_batches is None else 1)):
         if wanted.sequences % number == 0:
@@ -251,18 +260,19 @@ def plan(
         params = cases[0].sizes.params
         policies = candidates(cases[0].sizes.state, sorted(params)[len(params) // 2])
     forecasts = tuple(
-        min((case.fastest(policy) for case in cases), key=lambda one: (not one.fits, one.iteration_ms if one.fits else one.needed_bytes))
+        min(
+            (case.fastest(policy) for case in cases),
+            key=lambda one: (not one.fits, one.iteration_ms if one.fits else one.needed_bytes),
+        )
         for policy in (None, *policies)
     )
     (first,) = [one for one in cases if one.training.micro_batches == forecasts[0].micro_batches]
-    asked = {"tokens_per_step": tokens_per_step, "micro_batches": micro_batches, "checkpointing": checkpointing}
-    asked |= {"policies": None if policies is None else policies, **training}
     return Plan(
         model=of,
         training=cases[0].training,
         machine=there,
         blocks=len(first.blocks),
-        parts=first.parts(forecasts[0].recomputed),
+        parts=first.of(forecasts[0].recomputed)[1],
         ideal_ms=cases[0].forecast(None, 0).iteration_ms,
         forecasts=forecasts,
         asked=asked,
@@ -283,27 +293,71 @@ class _Case:
         self.training, self._machine, self.sizes = training, machine, Sizes.of(model.shapes(), training)
         dtype = DTYPES[training.compute_dtype]
         shape = (training.sequences, training.sequence_length, dtype)
-        self._traces = [model.trace(*shape, kind) for kind in get_args(Checkpointing)]
+        self._traces = [model.trace(*shape, kind, training.expert_parallel) for kind in get_args(Checkpointing)]
         self.blocks = blocks_of(*self._traces)
-        every = range(1 + len(self.blocks))
-        number = {"none": 0, "full": every[-1]}.get(str(checkpointing), checkpointing)
-        if isinstance(number, int) and number not in every:
-            raise ValueError(f"checkpointing={number}: the model has {len(self.blocks)} blocks that can be recomputed")
-        self.counts = every if number == "auto" else [number]
+        most = len(self.blocks)
+        number = {"auto": -1, "none": 0, "full": most}.get(str(checkpointing), checkpointing)
+        if not isinstance(number, int) or number > most:
+            raise ValueError(f"checkpointing={number}: the model has {most} blocks that can be recomputed")
+        self.counts = range(1 + most) if number < 0 else range(number, 1 + number)
         self._known: dict[int, tuple[Trace, Parts]] = {}
 
-    def parts(self, recomputed: int) -> Parts:
-        return self._of(recomputed)[1]
-
-    def _of(self, recomputed: int) -> tuple[Trace, Parts]:
+    def of(self, recomputed: int) -> tuple[Trace, Parts]:
+        """The trace with so many blocks recomputed, and the parts of its iteration."""
         if recomputed not in self._known:
-            trace = joined(*self._traces, self.blocks[:recomputed])
+            trace = joined(self._traces[0], self._traces[1], self.blocks[:recomputed])
             self._known[recomputed] = trace, parts_of(self.sizes, trace, self.training, self._machine)
         return self._known[recomputed]
 
     def forecast(self, policy: OffloadPolicy | None, recomputed: int) -> Forecast:
-        trace, parts = self._of(recomputed)
-        return _forecast(policy, recomputed, self.sizes, trace, parts, self.training, self._machine)
+        """Forecast a policy with so many blocks recomputed."""
+        sizes, training, machine, (trace, parts) = self.sizes, self.training, self._machine, self.of(recomputed)
+        curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
+        constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
+        if policy is None:
+            blocks, found = None, estimate(None, parts, curve)
+            device = curve.with_blocks({**constant, "optimizer state": sizes.state})
+        else:
+            room_bytes = int(min(1 - RESERVE, 1 / (1 + SLACK)) * (machine.device_bytes - CONTEXT_BYTES))
+            blocks = Blocks(policy, sizes)
+            constant["parameters"] *= not policy.parameters
+
+            def memory(curve: Curve) -> DeviceMemory:
+                lasting = {"blocks": blocks.nbytes - blocks.leaving_bytes}
+                return curve.with_blocks(constant | lasting, blocks.leaving_bytes)
+
+            # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not
+            # fit. Clipping may change them, and those of all but one micro-batch are alive until the last backward.
+            first, frees = memory(curve), policy.parameters and policy.updates_in_backward
+            if frees and not training.clip and training.micro_batches == 1:
+                curve = curve_of(sizes, trace, training, frees=True)
+            blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
+            device, found = memory(curve), estimate(blocks, parts, curve)
+            device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
+        host_bytes = 0 if blocks is None else blocks.host_bytes
+        if policy is not None and policy.updates_in_backward and training.clip:
+            host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
+        per_host = host_bytes * min(training.ranks, machine.devices_per_host)
+        needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
+        if needed_bytes > machine.device_bytes:
+            why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
+        elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
+            why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
+        return Forecast(
+            policy=policy,
+            micro_batches=training.micro_batches,
+            recomputed=recomputed,
+            device=device,
+            needed_bytes=needed_bytes,
+            host_bytes=host_bytes,
+            host_bytes_per_host=per_host,
+            resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
+            iteration_ms=found.reading.iteration_ms,
+            tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
+            limit=found.limit,
+            why_not=why_not,
+            lines=lines_to_write(policy, training.masters),
+        )
 
     def fastest(self, policy: OffloadPolicy | None) -> Forecast:
         """Find the number of recomputed blocks with which a policy fits and is fastest; else needs least.
@@ -319,62 +373,6 @@ class _Case:
             found += [self.forecast(policy, self.counts[number]) for number in tried]
         fastest_ms = min(one.iteration_ms for one in found)
         return next(one for one in found if one.iteration_ms <= 1.001 * fastest_ms)
-
-
-def _forecast(
-    policy: OffloadPolicy | None,
-    recomputed: int,
-    sizes: Sizes,
-    trace: Trace,
-    parts: Parts,
-    training: Training,
-    machine: Machine,
-) -> Forecast:
-    curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
-    constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
-    if policy is None:
-        blocks, found = None, estimate(None, parts, curve)
-        device = curve.with_blocks({**constant, "optimizer state": sizes.state})
-    else:
-        room_bytes = int(min(1 - RESERVE, 1 / (1 + SLACK)) * (machine.device_bytes - CONTEXT_BYTES))
-        blocks = Blocks(policy, sizes)
-        constant["parameters"] *= not policy.parameters
-
-        def memory(curve: Curve) -> DeviceMemory:
-            return curve.with_blocks({**constant, "blocks": blocks.nbytes - blocks.leaving_bytes}, blocks.leaving_bytes)
-
-        # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
-        # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
-        first, frees = memory(curve), policy.parameters and policy.updates_in_backward
-        if frees and not training.clip and training.micro_batches == 1:
-            curve = curve_of(sizes, trace, training, frees=True)
-        blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
-        device, found = memory(curve), estimate(blocks, parts, curve)
-        device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
-    host_bytes = 0 if blocks is None else blocks.host_bytes
-    if policy is not None and policy.updates_in_backward and training.clip:
-        host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
-    per_host = host_bytes * min(training.ranks, machine.devices_per_host)
-    needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
-    if needed_bytes > machine.device_bytes:
-        why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
-    elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
-        why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
-    return Forecast(
-        policy=policy,
-        micro_batches=training.micro_batches,
-        recomputed=recomputed,
-        device=device,
-        needed_bytes=needed_bytes,
-        host_bytes=host_bytes,
-        host_bytes_per_host=per_host,
-        resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
-        iteration_ms=found.reading.iteration_ms,
-        tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
-        limit=found.limit,
-        why_not=why_not,
-        lines=lines_to_write(policy, training.masters),
-    )
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:

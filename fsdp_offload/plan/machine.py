@@ -103,7 +103,9 @@ def _here() -> Machine:
                 host_gb = host_memory().total_bytes / 1e9
                 return replace(one, memory_gb=memory_gb, host_gb=host_gb, devices_per_host=torch.cuda.device_count())
     found = f"no table of {name}, the GPU here" if name else "no GPU here"
-    raise ValueError(f"machine: there is {found}. Write --machine and one of {', '.join(builtin_machines())}, or a TOML file")
+    raise ValueError(
+        f"machine: there is {found}. Write --machine and one of {', '.join(builtin_machines())}, or a TOML file"
+    )
 
 
 def _read(path: Path) -> dict[str, Machine]:

@@ -13,7 +13,7 @@ from . import machine as reached
 from .blocks import Blocks
 from .machine import Machine
 from .memory import Curve, Sizes
-from .trace import Kind, Phase, Segment, Trace
+from .trace import Phase, Segment, Trace
 from .training import DTYPES, Training
 
 
@@ -171,7 +171,8 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state) / (reached.UPDATE * machine.hbm_gb_per_s * 1e6),  # reads all, and writes all but the gradients
+        update_ms=(3 * params + 2 * state)
+        / (reached.UPDATE * machine.hbm_gb_per_s * 1e6),  # reads all, and writes all but the gradients
         clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
         one_way=1e-6 / min(machine.link_gb_per_s, two_way),
         two_way=1e-6 / two_way,
@@ -209,28 +210,24 @@ def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
     return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
 
 
-def _deterministic_share(kind: Kind, heads: float) -> float:
-    """Return the share of the peak rate that attention reaches with deterministic kernels.
-
-    Their backward divides a head among multiprocessors only so far that each has one part.
-    """
-    if kind == "attention":
-        return reached.DETERMINISTIC[kind]
-    parts = heads * -(-reached.MULTIPROCESSORS // heads)
-    return reached.DETERMINISTIC[kind] * parts / reached.MULTIPROCESSORS / -(-parts // reached.MULTIPROCESSORS)
-
-
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
     """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
     shares, peak = reached.SHARES[segment.phase], machine.bf16_tflops * 1e9  # operations per ms
     if training.compute_dtype == "fp32":
         shares, peak = dict.fromkeys(shares, reached.FP32), machine.fp32_tflops * 1e9
     even, uneven = _bytes_per_ms(machine)
+    peers = machine.peer_gb_per_s if training.expert_parallel <= machine.devices_per_host else machine.network_gb_per_s
     ms = 0.0
     for kind, work in segment.work.items():
+        if kind == "exchange":  # what is written has come from others, but for a rank's own part
+            ms += work.nbytes / 2 * (1 - 1 / training.expert_parallel) / peers / 1e6
+            continue
         share = shares.get(kind, 1.0)
         if training.deterministic and work.heads:
-            share = _deterministic_share(kind, work.heads / work.kernels)
+            share = reached.DETERMINISTIC[kind]
+            if kind == "attention_backward":  # a head is divided only so far that each multiprocessor has a part
+                parts = (heads := work.heads / work.kernels) * -(-reached.MULTIPROCESSORS // heads)
+                share *= parts / reached.MULTIPROCESSORS / -(-parts // reached.MULTIPROCESSORS)
         operations_ms = work.flops / share / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
         # The tiles of a product are read before they are computed and written after, through the caches of the die.

@@ -22,8 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 Checkpointing = Literal["none", "full"]
 """Of all blocks; :func:`joined` makes the trace of some."""
 Phase = Literal["forward", "backward"]
-Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
-"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
+Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven", "exchange"]
+"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange;
+"exchange" is an all-to-all among ranks."""
 
 _ALLOCATION_BYTES = 512  # CUDA's caching allocator hands out multiples of this
 
@@ -194,7 +195,7 @@ def _work_of(
         read_bytes = min(read_bytes, 2 * written_bytes)  # not all of the table
     elif name == "native_layer_norm_backward":
         read_bytes *= 2  # for the input's gradient, and the weight's
-    kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "uneven"
+    kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "exchange" if name == "roll" else "uneven"
     flops = heads = 0
     if "flash_attention" in name:
         # Two products forward, five backward; grouped heads, which torch's own count does not know, change nothing.
@@ -220,7 +221,7 @@ def _attention(
 ) -> Tensor:
     causal, scale = options.get("is_causal", False) or attn_mask is not None, options.get("scale")
     flash = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, causal, scale=scale)
-    return flash[0]  # type: ignore[no-any-return]
+    return flash[0][..., : value.shape[-1]]  # type: ignore[no-any-return]
 
 
 _FUSED: dict[Any, Callable[..., Any]] = {

@@ -24,6 +24,7 @@ class Training:
 
     ranks: int = 1
     replicas: int = 1  # of the ranks, as in HSDP: each group of ranks / replicas shards the model
+    expert_parallel: int = 1  # of the shards, among which experts are divided before each part is sharded
     tokens_per_step: int  # of all ranks together
     sequence_length: int = 4096
     micro_batches: int = 1
@@ -36,7 +37,8 @@ class Training:
     other_device_bytes: int = 0  # what else is on each device all the time
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "tokens_per_step", "sequence_length", "micro_batches", "other_device_bytes"):
+        names = ("ranks", "replicas", "expert_parallel", "tokens_per_step", "sequence_length", "micro_batches")
+        for name in (*names, "other_device_bytes"):
             value, least = getattr(self, name), 0 if name.endswith("_bytes") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
@@ -50,6 +52,8 @@ class Training:
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r:.60}")
         if self.ranks % self.replicas:
             raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")
+        if self.shards % self.expert_parallel:
+            raise ValueError(f"expert_parallel={self.expert_parallel} must divide the {self.shards} ranks of a replica")
         unit = self.ranks * self.sequence_length * self.micro_batches
         if self.tokens_per_step % unit:
             several = max(unit, round(self.tokens_per_step / unit) * unit)
