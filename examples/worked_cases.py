@@ -23,9 +23,6 @@ HEAD = f"| model | GPUs | {' | '.join(DEVICES)} |\n| --- |{' --- |' * (1 + len(D
 def cases(name: str, dtype: str = "fp32", masters: str = "none") -> Iterator[str]:
     """The rows of one model."""
     model = model_of(name)
-    traces = {
-        sequences: model.trace(sequences, LENGTH, torch.bfloat16, "full") for sequences in sorted({*DEVICES.values()})
-    }
     for ranks in RANKS:
         cells = []
         for machine, sequences in DEVICES.items():
@@ -35,9 +32,7 @@ def cases(name: str, dtype: str = "fp32", masters: str = "none") -> Iterator[str
                 ranks=ranks,
                 tokens_per_step=ranks * sequences * LENGTH,
                 sequence_length=LENGTH,
-                checkpointing="full",
                 clip=False,
-                trace=traces[sequences],
                 dtype=dtype,
                 masters=masters,
             )
@@ -51,7 +46,7 @@ def cell(made: Plan) -> str:
     if best is None:
         least = min(made.forecasts, key=lambda one: one.needed_bytes)
         return f"no; {least.why_not}" if not least.fits else "no; host memory"
-    return f"{best.name}: {_tokens(best)}/s, {best.needed_bytes / 1e9:.0f} GB, {_host(best)}"
+    return f"{best.name}; {best.recomputed} of {made.blocks}, {best.micro_batches}: {_tokens(best)}/s, {best.needed_bytes / 1e9:.0f} GB, {_host(best)}"
 
 
 def _tokens(one: Forecast) -> str:

@@ -101,14 +101,20 @@ def _show(made: Plan, console: Console, overlap: OverlapKind | None, *, legend: 
             say(f"Nothing fits. {made.what_would_fit(overlap)}")
         return
     say(made.verdict(overlap))
+    offload = made.offload(overlap)
+    for row in (made.forecasts[0], offload):
+        if row is not None and row.fits:
+            spare_gb = (made.machine.device_bytes - row.needed_bytes) / 1e9
+            name = f"Best: {row.name}" if row is best else row.name
+            say(f"{name}, {row.iteration_ms:,.0f} ms, {made.changes(row)}, {spare_gb:.1f} GB to spare.")
+    terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
+    say(f"Peak of the best, in the {best.device.when}, in GB: {terms}")
     hiding = " and ".join(f"{made.hiding_tokens(parameters=both):,}" for both in (False, True))
     say(
         f"All transfers hide behind {hiding} tokens of a GPU in a step (state; parameters as well); here it has "
         f"{sequences * training.sequence_length:,}."
     )
-    terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
-    say(f"Best: {best.name}, with {(made.machine.device_bytes - best.needed_bytes) / 1e9:.1f} GB to spare.")
-    say(f"Its peak, in the {best.device.when}, in GB: {terms}")
-    for line in (best.lines, made.lines_to_recompute(best)):
+    other = "" if offload is None or offload is best else f"# with offload: {offload.lines.splitlines()[-1]}"
+    for line in (made.lines_to_recompute(overlap), best.lines, other):
         if line:
             say(line)

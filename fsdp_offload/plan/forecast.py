@@ -19,7 +19,7 @@ from .machine import CONTEXT_BYTES, WORKSPACE_BYTES, Machine, machine_of
 from .memory import Curve, DeviceMemory, Sizes, curve_of
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
-from .trace import Checkpointing, Trace, blocks_of, joined
+from .trace import Trace, blocks_of, joined
 from .training import DTYPES, Masters, Training
 
 # Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels,
@@ -118,35 +118,37 @@ class Plan:
             return "clip: the loop has to clip by fsdp_offload.clip_grad_norm_; then --overlap iteration allows it"
         return f"loop: --overlap {overlap} does not allow it"
 
-    def verdict(self, overlap: OverlapKind | None = None) -> str:
-        """Compare the best run with offload with the best one without; empty if neither fits."""
-        best, plain = self.best(overlap), self.forecasts[0]
-        others = [one for one in self._allowed(overlap)[1:] if one.fits]
-        if best is None or not others:
-            return f"Plain training is best: {self.run(plain)}. No offload fits." if best else ""
-        if not plain.fits:
-            return f"Plain training does not fit, with {self.run(plain).partition(', ')[2]} ({plain.why_not})."
-        offload = min(others, key=lambda one: one.iteration_ms) if best is plain else best
-        ratio, freed_gb = plain.iteration_ms / offload.iteration_ms, (plain.needed_bytes - offload.needed_bytes) / 1e9
-        says = "Plain training is level with offload, within 1 %"
-        if ratio > SAME:
-            says = f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run"
-        elif ratio * SAME < 1:
-            says = f"Plain training is best; offload takes {100 * (1 / ratio - 1):.0f} % more"
-        memory = f"in {abs(freed_gb):.0f} GB {'less' if freed_gb > 0 else 'more'}"
-        return f"{says}. Plain: {self.run(plain)}; {offload.name}: {self.run(offload)}, {memory}."
+    def offload(self, overlap: OverlapKind | None = None) -> Forecast | None:
+        """Choose the best policy with offload that fits; the fastest if training without it is best."""
+        best, others = self.best(overlap), [one for one in self._allowed(overlap) if one.policy and one.fits]
+        return best if best and best.policy else min(others, key=lambda one: one.iteration_ms, default=None)
 
-    def run(self, one: Forecast) -> str:
-        """Say how a row trains."""
+    def verdict(self, overlap: OverlapKind | None = None) -> str:
+        """Compare the best run with offload with the best one without."""
+        plain, offload = self.forecasts[0], self.offload(overlap)
+        if offload is None:
+            return "Plain training is best: no offload fits." if plain.fits else "Nothing fits."
+        if not plain.fits:
+            return f"Plain training does not fit, with {self.changes(plain)}: {plain.why_not.partition(': ')[2]}."
+        ratio = plain.iteration_ms / offload.iteration_ms
+        if ratio > SAME:
+            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run."
+        if ratio * SAME < 1:
+            return f"Plain training is best: offload takes {100 * (1 / ratio - 1):.0f} % more."
+        return "Plain training and offload are level, within 1 %."
+
+    def changes(self, one: Forecast) -> str:
+        """Say what a row does beside its policy."""
         blocks = {0: "nothing", self.blocks: f"all {self.blocks} blocks"}
         recomputed = blocks.get(one.recomputed, f"{one.recomputed} of {self.blocks} blocks")
-        return f"{one.iteration_ms:,.0f} ms, {recomputed} recomputed, --micro-batches {one.micro_batches}"
+        return f"{recomputed} recomputed and {one.micro_batches} micro-batch{'es' * (one.micro_batches > 1)}"
 
-    def lines_to_recompute(self, best: Forecast) -> str:
-        """Write the code that recomputes blocks; empty where neither this row nor plain training recomputes any."""
-        plain = self.forecasts[0].recomputed if self.forecasts[0].fits else best.recomputed
-        other = f"  # {plain} without offload" if plain != best.recomputed else ""
-        return f"recomputed = {best.recomputed}{other}\n{RECOMPUTING}" if best.recomputed or plain else ""
+    def lines_to_recompute(self, overlap: OverlapKind | None = None) -> str:
+        """Write the code that recomputes blocks in the best run and in the other; empty where neither does."""
+        rows = [one for one in (self.best(overlap), self.forecasts[0], self.offload(overlap)) if one and one.fits]
+        others = [f"  # {one.recomputed} with {one.name}" for one in rows if one.recomputed != rows[0].recomputed]
+        is_any = any(one.recomputed for one in rows)
+        return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING}" if is_any else ""
 
     def hiding_tokens(self, *, parameters: bool = False) -> int:
         """Return the tokens of a GPU in a step behind which all transfers hide."""
@@ -170,10 +172,9 @@ class Plan:
                 words |= {"checkpointing": f"checkpointing {best.recomputed}", "ranks": f"ranks {made.training.ranks}"}
                 words["tokens_per_step"] = f"tokens-per-step {made.training.tokens_per_step}"
                 options = " ".join(f"--{text}" for name, text in words.items() if name in changes)
-                more = 100 * (best.iteration_ms / self.ideal_ms - 1)
-                return (
-                    f"{found}What fits: {options} ({best.name}: {made.run(best)}; {more:.0f} % over a GPU with room)."
-                )
+                more = f"{best.iteration_ms:,.0f} ms, {100 * (best.iteration_ms / self.ideal_ms - 1):.0f} % more than"
+                price = f"{best.name}, {made.changes(best)}: {more} plain training with memory for all"
+                return f"{found}What fits: {options} ({price})."
         return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
 
     def _remedies(self) -> list[dict[str, Any]]:
@@ -184,7 +185,11 @@ class Plan:
         ranks, tokens = self.training.ranks, self.training.tokens_per_step
         more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
         together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
-        return [*alone, *together, *more, *(dict(ChainMap(one, *alone)) for one in more if alone)]
+        return [
+            *alone,
+            *together,
+            *(dict(ChainMap(one, *also)) for one in more for also in ([], alone)[: 1 + bool(alone)]),
+        ]
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -195,15 +200,17 @@ class Plan:
 
     def as_dict(self, overlap: OverlapKind | None = None) -> dict[str, Any]:
         """Plain values, for JSON."""
-        best = self.best(overlap)
+        best, policies = self.best(overlap), []
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
-        names |= {"verdict": self.verdict(overlap), "blocks": self.blocks}
+        names |= {"verdict": self.verdict(overlap), "blocks": self.blocks, "ideal_ms": self.ideal_ms}
+        for one in self.forecasts:
+            more = {
+                "name": one.name,
+                "peak_bytes": one.device.peak_bytes,
+                "passed_over": self.passed_over(one, overlap),
+            }
+            policies.append(more | asdict(one))
         settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
-        policies = [
-            {"name": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
-            | asdict(one)
-            for one in self.forecasts
-        ]
         return {**names, **settings, "policies": policies}
 
 
@@ -224,12 +231,12 @@ def plan(
     Args:
         model: a module, a config, or a name; see :func:`model_of`.
         tokens_per_step: of all ranks together.
-        machine: a built-in name or a TOML file; see :func:`machine_of`. ``None``: the GPU that is here.
+        machine: a built-in name or a TOML file; ``None``: the GPU that is here. See :func:`machine_of`.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
-        micro_batches: backwards before one step; ``None``: whatever is fastest.
-        checkpointing: what is recomputed in the backward: ``"none"``, ``"full"``, the number of blocks, the first ones,
-            or ``"auto"``, whatever is fastest.
+        micro_batches: backwards before one step; ``None``: what is fastest.
+        checkpointing: how many blocks are recomputed, the first ones; ``"none"``, ``"full"``, or ``"auto"``, what is
+            fastest.
         policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the other fields of :class:`Training`.
     """
@@ -243,57 +250,40 @@ def plan(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
     is_count = isinstance(checkpointing, int) and not isinstance(checkpointing, bool) and checkpointing >= 0
-    if not is_count and checkpointing not in ("auto", *get_args(Checkpointing)):
+    if not is_count and checkpointing not in ("auto", "none", "full"):
         raise ValueError(f"checkpointing must be auto, none, full or a number of blocks; got {checkpointing!r:.60}")
-    there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    asked: dict[str, Any] = {"policies": policies, **training}
-    asked |= {"tokens_per_step": tokens_per_step, "micro_batches": micro_batches, "checkpointing": checkpointing}
+    asked = training | dict[str, Any](
+        policies=policies, tokens_per_step=tokens_per_step, micro_batches=micro_batches, checkpointing=checkpointing
+    )
     count = 1 if micro_batches is None else micro_batches
     wanted, of = Training(tokens_per_step=tokens_per_step, micro_batches=count, **training), model_of(model)
-    cases = []
+    there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
+    cases = list[_Case]()
     for number in range(1, 1 + (wanted.sequences if micro_batches is None else 1)):
         if wanted.sequences % number == 0:
-            cases.append(_Case(of, replace(wanted, micro_batches=number * wanted.micro_batches), there, checkpointing))
-            if cases[-1].forecast(None, min(cases[-1].counts)).fits:
+            cases.append(_Case(of, replace(wanted, micro_batches=number * count), there, checkpointing))
+            if cases[-1].forecast(None, cases[-1].counts[0]).fits:
                 break  # more micro-batches would gain nothing
-    if policies is None:
-        params = cases[0].sizes.params
-        policies = candidates(cases[0].sizes.state, sorted(params)[len(params) // 2])
-    forecasts = tuple(
-        min(
-            (case.fastest(policy) for case in cases),
-            key=lambda one: (not one.fits, one.iteration_ms if one.fits else one.needed_bytes),
-        )
-        for policy in (None, *policies)
-    )
-    (first,) = [one for one in cases if one.training.micro_batches == forecasts[0].micro_batches]
-    return Plan(
-        model=of,
-        training=cases[0].training,
-        machine=there,
-        blocks=len(first.blocks),
-        parts=first.of(forecasts[0].recomputed)[1],
-        ideal_ms=cases[0].forecast(None, 0).iteration_ms,
-        forecasts=forecasts,
-        asked=asked,
-    )
+    state, params = cases[0].sizes.state, sorted(cases[0].sizes.params)
+    tried = candidates(state, params[len(params) // 2]) if policies is None else policies
+    rows = [min((case.fastest(policy) for case in cases), key=_preference) for policy in (None, *tried)]
+    (first,) = [one for one in cases if one.training.micro_batches == rows[0].micro_batches]
+    parts, ideal_ms = first.of(rows[0].recomputed)[1], cases[0].forecast(None, 0).iteration_ms
+    return Plan(of, cases[0].training, there, len(first.blocks), parts, ideal_ms, tuple(rows), asked)
+
+
+def _preference(one: Forecast) -> tuple[bool, float]:
+    """Order rows: the fastest that fits, else the one that needs least."""
+    return not one.fits, one.iteration_ms if one.fits else one.needed_bytes
 
 
 class _Case:
-    """A training in micro-batches of one size, of which any number of blocks may be recomputed.
-
-    Attributes:
-        training: which.
-        sizes: of the first rank's shards.
-        blocks: groups that keep less if they are recomputed.
-        counts: how many of them may be.
-    """
+    """A training in micro-batches of one size, of whose ``blocks`` one of ``counts`` are recomputed, the first ones."""
 
     def __init__(self, model: Model, training: Training, machine: Machine, checkpointing: Recomputed) -> None:
         self.training, self._machine, self.sizes = training, machine, Sizes.of(model.shapes(), training)
-        dtype = DTYPES[training.compute_dtype]
-        shape = (training.sequences, training.sequence_length, dtype)
-        self._traces = [model.trace(*shape, kind, training.expert_parallel) for kind in get_args(Checkpointing)]
+        shape = (training.sequences, training.sequence_length, DTYPES[training.compute_dtype])
+        self._traces = [model.trace(*shape, recomputes, training.expert_parallel) for recomputes in (False, True)]
         self.blocks = blocks_of(*self._traces)
         most = len(self.blocks)
         number = {"auto": -1, "none": 0, "full": most}.get(str(checkpointing), checkpointing)
@@ -362,17 +352,15 @@ class _Case:
     def fastest(self, policy: OffloadPolicy | None) -> Forecast:
         """Find the number of recomputed blocks with which a policy fits and is fastest; else needs least.
 
-        Fewer are faster, but where the link is late, which the room of more, or their time, may help.
+        Fewer are faster, but where the link is late: then the room and the time of more may help.
         """
         least = bisect_left(self.counts, True, key=lambda count: self.forecast(policy, count).fits)
         if least == len(self.counts):
             return self.forecast(policy, self.counts[-1])
         found, left = [self.forecast(policy, self.counts[least])], len(self.counts) - 1 - least
-        if found[0].limit == "link":
-            tried = sorted({least + -(-left // part) for part in (8, 4, 2, 1)})
-            found += [self.forecast(policy, self.counts[number]) for number in tried]
-        fastest_ms = min(one.iteration_ms for one in found)
-        return next(one for one in found if one.iteration_ms <= 1.001 * fastest_ms)
+        more = (8, 4, 2, 1) if found[0].limit == "link" else ()
+        found += [self.forecast(policy, self.counts[least + -(-left // part)]) for part in more]
+        return min(found, key=lambda one: (round(one.iteration_ms), one.recomputed))
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .trace import Checkpointing, Trace, trace
+from .trace import Trace, trace
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Model:
     groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
     loss: Callable[[nn.Module, Tensor], Tensor]  # of the module, for (sequences, length + 1) token numbers
     config: Mapping[str, Any] = field(default_factory=dict)  # of which the module was made, by :class:`Decoder`
+    _traced: dict[Any, Trace] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         module, given = vars(self)["module"], vars(self)["groups"]
@@ -54,23 +55,19 @@ class Model:
         return shapes
 
     def trace(
-        self,
-        sequences: int,
-        length: int,
-        compute_dtype: torch.dtype,
-        checkpointing: Checkpointing = "none",
-        expert_parallel: int = 1,
+        self, sequences: int, length: int, dtype: torch.dtype, recomputes: bool = False, expert_parallel: int = 1
     ) -> Trace:
         """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
-        part = self
+        part, key = self, (sequences, length, dtype, recomputes, expert_parallel)
+        if key in self._traced:
+            return self._traced[key]
         if expert_parallel > 1:
             with torch.device("meta"):
                 part = model_of(Decoder(self.config, expert_parallel))
         try:
             tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
-            return trace(
-                part.module, part.groups, lambda module: self.loss(module, tokens), compute_dtype, checkpointing
-            )
+            made = trace(part.module, part.groups, lambda module: self.loss(module, tokens), dtype, recomputes)
+            return self._traced.setdefault(key, made)
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             raise ValueError(
@@ -271,7 +268,9 @@ class _Layer(nn.Module):
         hidden, kind = config["hidden_size"], config["model_type"]
         wide, narrow = (self.head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
         bias = bool(config.get("attention_bias") or kind == "qwen2")
-        self.query, self.key, self.value = (nn.Linear(hidden, size, bias=bias) for size in (wide, narrow, narrow))
+        self.query: nn.Module = nn.Linear(hidden, wide, bias=bias)
+        self.key: nn.Module = nn.Linear(hidden, narrow, bias=bias)
+        self.value: nn.Module = nn.Linear(hidden, narrow, bias=bias)
         self.head_norms = nn.ModuleList(nn.RMSNorm(self.head_dim) for _ in range(2 * kind.startswith("qwen3")))
         self.out = _linear(wide, hidden)
 

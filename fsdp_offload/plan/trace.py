@@ -8,7 +8,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-Checkpointing = Literal["none", "full"]
-"""Of all blocks; :func:`joined` makes the trace of some."""
 Phase = Literal["forward", "backward"]
 Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven", "exchange"]
-"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange;
-"exchange" is an all-to-all among ranks."""
+"""Kinds of kernels: "pointwise" ones read and write in order and once; "uneven" ones do not; "exchange": all-to-all."""
 
 _ALLOCATION_BYTES = 512  # CUDA's caching allocator hands out multiples of this
 
@@ -57,24 +54,21 @@ def trace(
     groups: Sequence[nn.Module],
     loss_of: Callable[[nn.Module], Tensor],
     compute_dtype: torch.dtype,
-    checkpointing: Checkpointing = "none",
+    recomputes: bool = False,
 ) -> Trace:
     """Run a forward and a backward of a copy of the model on the meta device.
 
-    The last of ``groups`` is the root, which has the parameters that are left. ``loss_of`` makes its inputs on the meta
-    device. ``"full"`` recomputes each group but the root in the backward.
+    The last of ``groups`` is the root, which has the parameters that are left; all others may be recomputed in the
+    backward. ``loss_of`` makes its inputs on the meta device.
     """
-    if checkpointing not in get_args(Checkpointing):
-        raise ValueError(f"checkpointing must be one of {', '.join(get_args(Checkpointing))}; got {checkpointing!r}")
     memo: dict[int, Any] = {}  # copies of tensors, which have no data
     for leaf in (*model.parameters(), *model.buffers()):
         meta = torch.empty_like(leaf, device="meta", dtype=compute_dtype if leaf.is_floating_point() else None)
         memo[id(leaf)] = nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else meta
     clone = copy.deepcopy(model, memo).train()
     units = [memo[id(group)] for group in groups]
-    if checkpointing == "full":
-        for unit in units[:-1]:
-            unit.forward = functools.partial(_recomputed, unit.forward)
+    for unit in units[:-1] if recomputes else ():
+        unit.forward = functools.partial(_recomputed, unit.forward)
     recorder = _Recorder(units)
     with _FusedKernels(), recorder:
         loss = loss_of(clone)

@@ -18,7 +18,7 @@ from fsdp_offload.core.items import Item
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.plan import Forecast, Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
-from fsdp_offload.plan.forecast import lines_to_write
+from fsdp_offload.plan.forecast import SLACK, lines_to_write
 from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Curve, DeviceMemory, Sizes
 from fsdp_offload.plan.model import FAMILIES, builtin_models
@@ -41,7 +41,8 @@ def gpt(layers: int = LAYERS, width: int = WIDTH) -> GPT:
 
 
 def small_plan(model: nn.Module | None = None, **training: object) -> Plan:
-    return plan(model or gpt(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, **training})
+    asked = {"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "micro_batches": 1, "checkpointing": "none"}
+    return plan(model or gpt(), **{**asked, "machine": "H200", **training})
 
 
 def large_plan(**training: object) -> Plan:
@@ -60,7 +61,7 @@ def large(name: str, **training: object) -> Forecast:
 def test_a_trace_leaves_the_model_as_it_was() -> None:
     model = GPT(1, WIDTH, 64)
     before = [param.detach().clone() for param in model.parameters()]
-    model_of(model).trace(1, 16, torch.bfloat16, "full")
+    model_of(model).trace(1, 16, torch.bfloat16, recomputes=True)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -93,7 +94,7 @@ def test_state_of_masters_and_of_other_optimizers(dtype: str, masters: str, opti
 def test_gradients_that_do_not_fit_are_freed_in_the_backward() -> None:
     name = "iteration, parameters"
     first = large(name, machine=FAST).device
-    device_gb = (first.peak_bytes + CONTEXT_BYTES) / 0.95e9
+    device_gb = first.peak_bytes * (1 + SLACK) / 1e9 + CONTEXT_BYTES / 1e9
     block_bytes = 4 * sum(param.numel() for param in gpt(8, 1024).blocks[0].parameters())
     less = large(name, machine=FAST, device_gb=0.999 * device_gb).device
     assert large(name, machine=FAST, device_gb=1.001 * device_gb).device == first
@@ -164,10 +165,11 @@ def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
 @pytest.mark.parametrize("name", ["iteration", "iteration, parameters", "step, parameters"])
 def test_no_more_is_kept_than_there_is_room_for(name: str) -> None:
     lowest, highest = (large(name, machine=SLOW, device_gb=gb) for gb in (1e-9, 150))
-    device_gb = ((lowest.device.peak_bytes + highest.device.peak_bytes) / 2 + CONTEXT_BYTES) / 0.95e9
+    middle_bytes = (lowest.device.peak_bytes + highest.device.peak_bytes) / 2
+    device_gb = (middle_bytes * (1 + SLACK) + CONTEXT_BYTES) / 1e9
     one = large(name, machine=SLOW, device_gb=device_gb)
     assert lowest.resident_bytes < one.resident_bytes < highest.resident_bytes
-    assert one.device.peak_bytes <= 0.95e9 * device_gb - CONTEXT_BYTES
+    assert one.device.peak_bytes <= middle_bytes
     assert lowest.iteration_ms > one.iteration_ms > highest.iteration_ms
 
 
@@ -252,9 +254,9 @@ def test_parameters_stay_until_their_forward_where_they_find_room(room: list[int
 
 @pytest.fixture(scope="module")
 def qwen() -> tuple:
-    training = {"tokens_per_step": 16_384, "checkpointing": "full"}
-    trace = plan("Qwen3-14B", **training).trace
-    return lambda **more: plan("Qwen3-14B", trace=trace, **{**training, **more})
+    training = {"tokens_per_step": 16_384, "checkpointing": "full", "micro_batches": 1, "machine": "H200"}
+    model = model_of("Qwen3-14B")
+    return lambda **more: plan(model, **{**training, **more})
 
 
 def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows(qwen) -> None:
@@ -351,7 +353,7 @@ def test_a_decoder_has_as_many_parameters_as_the_model_of_its_config(name: str, 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral', of which .* otherwise give package.module:function"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', of which .* otherwise give package.module:function"),
         ({"model_type": None}, "model_type is None"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
         ({"vocab_size": None}, "vocab_size must be positive integers in it"),
@@ -369,7 +371,7 @@ def test_a_model_of_transformers_is_run_as_it_is() -> None:
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     with torch.device("meta"):
         module = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
-    made = plan(module, tokens_per_step=64, sequence_length=32)
+    made = plan(module, tokens_per_step=64, sequence_length=32, machine="H200")
     assert made.model.numel == sum(param.numel() for param in module.parameters())
     assert made.forecasts[0].device.terms["activations"] > 3 * 2 * 512 * 64
 
