@@ -9,8 +9,6 @@ examples/benchmark_results.
 import argparse
 from collections.abc import Iterator
 
-import torch
-
 from fsdp_offload.plan import Forecast, Plan, model_of, plan
 
 MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
@@ -46,7 +44,8 @@ def cell(made: Plan) -> str:
     if best is None:
         least = min(made.forecasts, key=lambda one: one.needed_bytes)
         return f"no; {least.why_not}" if not least.fits else "no; host memory"
-    return f"{best.name}; {best.recomputed} of {made.blocks}, {best.micro_batches}: {_tokens(best)}/s, {best.needed_bytes / 1e9:.0f} GB, {_host(best)}"
+    blocks = f"{best.name}, {best.recomputed} recomputed"
+    return f"{blocks}: {_tokens(best)}/s, {best.needed_bytes / 1e9:.0f} GB, {_host(best)}"
 
 
 def _tokens(one: Forecast) -> str:

@@ -31,7 +31,7 @@ SAME = 1.01  # estimates do not tell closer ones apart
 MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
 RECOMPUTING = """\
 # transformers:
-model.gradient_checkpointing_enable()
+model.activation_checkpointing_enable()  # in older ones gradient_checkpointing_enable()
 for block in model.model.layers[recomputed:]:
     block.gradient_checkpointing = False
 # others, before fully_shard; torchtitan: activation_checkpoint=None, and str(number) for the number of a layer:
@@ -87,11 +87,10 @@ class Plan:
     asked: dict[str, Any] = field(repr=False)  # arguments of :func:`plan`
 
     def best(self, overlap: OverlapKind | None = None) -> Forecast | None:
-        """Choose the fastest policy that fits; ``None`` if none does.
+        """Choose the fastest policy that fits, of those with the ``overlap`` that the loop allows, if any does.
 
-        Args:
-            overlap: the most that the loop allows; else "forward" if gradients are clipped, as updates in the backward
-                need a loop that clips by ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
+        Without one, "forward" if gradients are clipped, as updates in the backward need a loop that clips by
+        ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
         """
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
@@ -229,14 +228,13 @@ def plan(
     """Say what training will cost in memory and time, before it runs.
 
     Args:
-        model: a module, a config, or a name; see :func:`model_of`.
+        model: see :func:`model_of`.
         tokens_per_step: of all ranks together.
-        machine: a built-in name or a TOML file; ``None``: the GPU that is here. See :func:`machine_of`.
+        machine: see :func:`machine_of`.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
         micro_batches: backwards before one step; ``None``: what is fastest.
-        checkpointing: how many blocks are recomputed, the first ones; ``"none"``, ``"full"``, or ``"auto"``, what is
-            fastest.
+        checkpointing: how many blocks are recomputed, the first ones; ``"none"``, ``"full"``, or what is fastest.
         policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the other fields of :class:`Training`.
     """

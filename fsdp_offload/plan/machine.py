@@ -71,11 +71,7 @@ def builtin_machines() -> dict[str, Machine]:
 
 
 def machine_of(machine: "Machine | str | Path | None") -> Machine:
-    """Find out what is meant: a built-in name, or a TOML file with one machine; ``None``: the GPU that is here.
-
-    Raises:
-        ValueError: there is no such machine, or its file is wrong; the message says what there is, or what is wrong.
-    """
+    """Find out what is meant: a built-in name, or a TOML file with one machine; ``None``: the GPU that is here."""
     check_is(machine, Machine | str | Path | None, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
     if machine is None:
         return _here()

@@ -20,8 +20,7 @@ from ..core.curve import LASTING_POINTS
 from .trace import Trace
 from .training import DTYPES, Training
 
-GRADIENTS_BEHIND = 5
-"""Groups whose gradients exist at once, if updates free them in the backward: one at work, and four behind it."""
+GRADIENTS_BEHIND = 5  # groups whose gradients exist, if updates free them in the backward: at work, and four behind
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,7 @@ class Curve:
 
 
 def curve_of(sizes: Sizes, trace: Trace, training: Training, *, frees: bool = False) -> Curve:
-    """Compute what a model has on the device.
-
-    Args:
-        sizes: of all groups.
-        trace: of one micro-batch.
-        training: which.
-        frees: a gradient is freed in the backward, ``GRADIENTS_BEHIND`` groups later, rather than in ``step()``.
-    """
+    """Compute what a model has on the device; it ``frees`` gradients in the backward, or all in ``step()``."""
     root, shared, moments, updates, done = len(sizes.params) - 1, training.shards > 1, [], [], list[int]()
     behind = min(LASTING_POINTS, (len(trace) * 3 // 2 + 1) // 8)  # step(), of gathers, reductions, and it
     for number, segment in enumerate(trace):

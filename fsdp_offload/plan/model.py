@@ -79,14 +79,9 @@ class Model:
 def model_of(model: "Model | nn.Module | str | Path") -> Model:
     """Find out what is meant.
 
-    Args:
-        model: a module; the path of a ``config.json``, or of a folder that has one; the name of a built-in config
-            (``builtin_models()``); or ``"package.module:name"`` of a function without arguments that makes a module or
-            a :class:`Model` and runs with the meta device as default. If the module returns something else than its
-            loss for token numbers, give a :class:`Model`.
-
-    Raises:
-        ValueError: there is no such model, or its config is not that of a decoder.
+    A module; the path of a ``config.json``, or of its folder; the name of a built-in config (``builtin_models()``); or
+    ``"package.module:name"`` of a function without arguments that makes a module or a :class:`Model`, with the meta
+    device as default. If the module returns something else than its loss for token numbers, give a :class:`Model`.
     """
     if isinstance(model, Model):
         return model
@@ -183,10 +178,9 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Decoder(nn.Module):
-    """RMSNorm, rotary attention, SwiGLU or experts, made from what a ``config.json`` has.
+    """RMSNorm, rotary attention, SwiGLU or the experts of one of ``expert_parallel`` ranks, as a ``config.json`` says.
 
-    Returns the loss of the next token for ``(batch, length + 1)`` tokens. Has the experts of one of ``expert_parallel``
-    ranks.
+    Returns the loss of the next token for ``(batch, length + 1)`` tokens.
     """
 
     def __init__(self, config: Mapping[str, Any], expert_parallel: int = 1) -> None:

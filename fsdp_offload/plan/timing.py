@@ -53,15 +53,11 @@ class Parts:
         return max(max(loaded, stored) * self.one_way, (loaded + stored) * self.two_way)
 
     def late_ms(self, blocks: Blocks, ahead_bytes: float, loaded_bytes: float) -> float:
-        """How long a forward waits for updates. It waits for the group that is late by most.
+        """How long a forward waits for updates, of the group that is late by most.
 
         The link moves the groups in the order of the forward, from when their gradients are final: after the backward,
         or in it; and, from the beginning of the backward on, in its order. The first ones stay on the device.
-
-        Args:
-            blocks: on the device.
-            ahead_bytes: loaded before the gradients are final.
-            loaded_bytes: all that the backward has to load, as it is not on the device at the model's peak.
+        ``ahead_bytes`` are loaded before the gradients are final, ``loaded_bytes`` by the backward in all.
         """
         late, before, ms = 0.0, -blocks.kept_state - blocks.kept_params, 2 * (1 + self.contention) * self.two_way
         for group in self.groups:
@@ -145,11 +141,10 @@ def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
 
+# The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd, a turn of a
+# fully_shard group, and moving and updating a bucket. The first two from two batches of
+# 2026-11-23-h200x1-plan-auto.jsonl in which the device waited for the host, the last from 2026-11-25-h100-core.txt.
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45
-"""The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd; for a turn
-of a ``fully_shard`` group; for moving and updating a bucket. The first two from the two batches of
-``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host, the last from
-``2026-11-25-h100-core.txt``."""
 
 
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:

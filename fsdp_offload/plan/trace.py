@@ -56,10 +56,9 @@ def trace(
     compute_dtype: torch.dtype,
     recomputes: bool = False,
 ) -> Trace:
-    """Run a forward and a backward of a copy of the model on the meta device.
+    """Run a forward and a backward of a copy of the model on the meta device, on which ``loss_of`` makes its inputs.
 
-    The last of ``groups`` is the root, which has the parameters that are left; all others may be recomputed in the
-    backward. ``loss_of`` makes its inputs on the meta device.
+    The last of ``groups`` is the root, which has the parameters that are left; all others may be recomputed.
     """
     memo: dict[int, Any] = {}  # copies of tensors, which have no data
     for leaf in (*model.parameters(), *model.buffers()):
