@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from fsdp_offload.plan import Forecast, Plan, model_of, plan
 
-MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
+MODELS = ("Llama-3.1-8B",)
 DEVICES = {"H100": 4, "H200": 4, "RTX5090": 1}  # and sequences of each device in a step
 RANKS = (1, 2, 4, 8)
 LENGTH = 4096
