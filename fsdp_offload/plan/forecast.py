@@ -29,14 +29,7 @@ RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/dev
 MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
 SAME = 1.01  # estimates do not tell closer ones apart
 MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
-RECOMPUTING = """\
-# transformers:
-model.activation_checkpointing_enable()  # in older ones gradient_checkpointing_enable()
-for block in model.model.layers[recomputed:]:
-    block.gradient_checkpointing = False
-# others, before fully_shard; torchtitan: activation_checkpoint=None, and str(number) for the number of a layer:
-for number in range(recomputed):
-    model.layers[number] = checkpoint_wrapper(model.layers[number])"""
+RECOMPUTING = Path(__file__).with_name("recomputing.txt").read_text(encoding="utf-8")
 
 Recomputed = Literal["auto", "none", "full"] | int
 
@@ -96,11 +89,8 @@ class Plan:
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
         # With parameters on the host, the link has more to do that may come late.
-        return min(
-            close,
-            key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes),
-            default=None,
-        )
+        close.sort(key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes))
+        return close[0] if close else None
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
@@ -131,7 +121,9 @@ class Plan:
             return f"Plain training does not fit, with {self.changes(plain)}: {plain.why_not.partition(': ')[2]}."
         ratio = plain.iteration_ms / offload.iteration_ms
         if ratio > SAME:
-            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run."
+            given = {"--micro-batches": self.asked["micro_batches"], "--checkpointing": self.asked["checkpointing"]}
+            words = "".join(f", {name} {value}" for name, value in given.items() if value not in (None, "auto"))
+            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run{words}."
         if ratio * SAME < 1:
             return f"Plain training is best: offload takes {100 * (1 / ratio - 1):.0f} % more."
         return "Plain training and offload are level, within 1 %."
@@ -147,7 +139,7 @@ class Plan:
         rows = [one for one in (self.best(overlap), self.forecasts[0], self.offload(overlap)) if one and one.fits]
         others = [f"  # {one.recomputed} with {one.name}" for one in rows if one.recomputed != rows[0].recomputed]
         is_any = any(one.recomputed for one in rows)
-        return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING}" if is_any else ""
+        return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING.rstrip()}" if is_any else ""
 
     def hiding_tokens(self, *, parameters: bool = False) -> int:
         """Return the tokens of a GPU in a step behind which all transfers hide."""
@@ -160,10 +152,9 @@ class Plan:
         """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
         host_gb = least.host_bytes_per_host / MOST_OF_HOST / 1e9
-        needs = (
-            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({self.machine.memory_gb:.1f}"
-        )
-        found = f"{needs} GB here) and {host_gb:.0f} GB of each host ({self.machine.host_gb:.0f} GB here). "
+        device_gb, here = least.needed_bytes / 1e9, self.machine
+        found = f"{least.name} would, with {device_gb:.1f} GB of each device ({here.memory_gb:.1f} GB here) and "
+        found += f"{host_gb:.0f} GB of each host ({here.host_gb:.0f} GB here). "
         for changes in self._remedies():
             made = plan(self.model, **{**self.asked, "machine": self.machine, **changes})
             if best := made.best(overlap):
@@ -184,11 +175,8 @@ class Plan:
         ranks, tokens = self.training.ranks, self.training.tokens_per_step
         more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
         together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
-        return [
-            *alone,
-            *together,
-            *(dict(ChainMap(one, *also)) for one in more for also in ([], alone)[: 1 + bool(alone)]),
-        ]
+        both = ([], alone)[: 1 + bool(alone)]
+        return [*alone, *together, *(dict(ChainMap(one, *also)) for one in more for also in both)]
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -203,12 +191,8 @@ class Plan:
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
         names |= {"verdict": self.verdict(overlap), "blocks": self.blocks, "ideal_ms": self.ideal_ms}
         for one in self.forecasts:
-            more = {
-                "name": one.name,
-                "peak_bytes": one.device.peak_bytes,
-                "passed_over": self.passed_over(one, overlap),
-            }
-            policies.append(more | asdict(one))
+            names_of = {"name": one.name, "passed_over": self.passed_over(one, overlap)}
+            policies.append(names_of | {"peak_bytes": one.device.peak_bytes} | asdict(one))
         settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
         return {**names, **settings, "policies": policies}
 

@@ -153,7 +153,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
     early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
-    uneven = 1 / _bytes_per_ms(machine)[1]
+    uneven, update = 1 / _bytes_per_ms(machine)[1], 1e-6 / reached.UPDATE / machine.hbm_gb_per_s
     two_way = machine.two_way_gb_per_s(training.ranks)
     groups = []
     for group in dict.fromkeys((*wanted_ms, *range(len(sizes.params)))):
@@ -166,8 +166,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state)
-        / (reached.UPDATE * machine.hbm_gb_per_s * 1e6),  # reads all, and writes all but the gradients
+        update_ms=(3 * params + 2 * state) * update,  # reads all, and writes all but the gradients
         clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
         one_way=1e-6 / min(machine.link_gb_per_s, two_way),
         two_way=1e-6 / two_way,
