@@ -142,11 +142,12 @@ class Plan:
         return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING.rstrip()}" if is_any else ""
 
     def hiding_tokens(self, *, parameters: bool = False) -> int:
-        """Return the tokens of a GPU in a step behind which all transfers hide."""
+        """Return the tokens of a GPU in a step behind which all transfers hide: behind one of its micro-batches."""
         state = sum(group.state_bytes for group in self.parts.groups)
         params = sum(group.parameter_bytes for group in self.parts.groups)
         copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
-        return int(self.training.tokens_per_step / self.training.ranks * copies_ms / self.parts.passes_ms)
+        passes_ms = self.parts.forward_ms + self.parts.backward_ms
+        return int(self.training.tokens_per_step / self.training.ranks * copies_ms / passes_ms)
 
     def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
         """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
