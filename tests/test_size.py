@@ -33,7 +33,6 @@ LIMITS = {
     "fsdp_offload/fsdp": 1_480,  # planned 940; 80 name checkpoints, 100 count writes; 40 the next torch; 45 allocations
     "checkpoint_tools": 6_845,  # planned 5,500; 270 folders of others; 150 refuse what takes much; 275 fsdp_dtensor
     "examples/benchmarks": 2_825,  # 865 are the front: models that users train, each row in a process of its own
-    "examples/benchmarks": 2_825,  # 865 are the front: models that users train, each row in a process of its own
     "tests": 44_250,  # planned 22,000; 2,100 run remedies; 950 convert folders; 500 are command lines; 340 interrupt
 }
 ATTACHING, STEP = 33, 16  # files
