@@ -3,7 +3,8 @@
 ``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
-``iteration:2GiB:bucket_bytes=64MiB``; behind an ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
+``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; behind an
+``@``, ``--queues`` of this row alone, as in ``iteration@default``.
 Plain training is the first row and the last one; the faster one counts.
 
 JSON lines go to stdout; a table for people, a line as soon as its row is there, to stderr. All its columns are of one
@@ -172,12 +173,15 @@ def row_of(text: str, common: Row, queues: Queues) -> tuple[Row, Queues]:
     try:
         chosen = Queues(own_queues) if own_queues else queues
         policy = POLICIES[name]
-        if policy is None and fields:
-            raise ValueError("plain training has no policy")
         values: dict[str, Any] = dict(policy or {})
         for one in fields:
             field, _, value = one.rpartition("=")
-            values[field or "device_bytes"] = _bytes_or_text(value)
+            if field == "recompute":
+                common = replace(common, recomputed=_recomputed(value))
+            elif policy is None:
+                raise ValueError("plain training has no policy")
+            else:
+                values[field or "device_bytes"] = _bytes_or_text(value)
         made = None if policy is None else asdict(policy_from(values))
     except (KeyError, ValueError, TypeError) as error:
         raise typer.BadParameter(f"--policies {text}: {error}; there are {', '.join(POLICIES)}") from None

@@ -15,20 +15,14 @@ from ..device.arena import aligned
 from ..policy import OffloadPolicy
 from .memory import Sizes
 
-MOST_READINGS = 100
-"""After so many iterations "auto" has taken what there is, if compute still waits."""
+MOST_READINGS = 100  # until "auto" has taken what there is, if compute still waits
 
 
 class Blocks:
-    """Buckets of state, groups of parameters and the blocks of both, of the first rank.
+    """Buckets of state, groups of parameters and the blocks of both (``pools``), of the first rank.
 
-    Attributes:
-        policy: in force.
-        uses: updates of buckets in an iteration, and gathers of parameters that live on the host.
-        host_bytes: of all homes.
-        pools: as ``offload_optimizer`` makes them.
-        kept_state, kept_params: bytes that stay on the device.
-        learns: "auto" takes more where compute waits.
+    ``uses`` counts updates of buckets in an iteration, and gathers of parameters on the host; ``kept_state`` and
+    ``kept_params`` are bytes that stay on the device; where it ``learns``, "auto" takes more if compute waits.
     """
 
     def __init__(self, policy: OffloadPolicy, sizes: Sizes) -> None:
@@ -103,12 +97,7 @@ class Blocks:
         )
 
     def learn(self, read: Callable[[], Reading], free_bytes: Callable[[], int]) -> None:
-        """Take more where compute waits, as training does.
-
-        Args:
-            read: estimates an iteration with the blocks that there are now.
-            free_bytes: what the device would have left at the peak, with these.
-        """
+        """Take more where compute waits, as training does; ``free_bytes``: what the device has left at the peak."""
         room, reading = Room.beside(self.pools, [*self._state, *self._weights]), read()
         for _ in range(MOST_READINGS if self.learns else 0):
             if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:

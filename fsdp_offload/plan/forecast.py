@@ -2,10 +2,12 @@
 
 import json
 import math
+from bisect import bisect_left
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -17,16 +19,19 @@ from .machine import CONTEXT_BYTES, WORKSPACE_BYTES, Machine, machine_of
 from .memory import Curve, DeviceMemory, Sizes, curve_of
 from .model import Model, model_of
 from .timing import Parts, estimate, parts_of
-from .trace import Segment, Trace
+from .trace import Trace, blocks_of, joined
 from .training import DTYPES, Masters, Training
 
-# Share of the peak that an allocator cannot use when nearly full. With room to spare it reserves more, and needs less:
-# records of an H200 have 5 % with 78 % of the device in use, and up to 15 % with a third in use.
-SLACK = 0.05
+# Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels,
+# and reserved 147.7; one with 137.3 took 9 % longer, as its allocator gave memory back and took it again.
+SLACK = 0.12
 RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/lanes.py has it
 MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
 SAME = 1.01  # estimates do not tell closer ones apart
-MORE_RANKS = (1, 2, 4, 8)  # times as many, which are tried if nothing fits
+MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
+RECOMPUTING = Path(__file__).with_name("recomputing.txt").read_text(encoding="utf-8")
+
+Recomputed = Literal["auto", "none", "full"] | int
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Forecast:
     """Cost of one policy, in memory and in time."""
 
     policy: OffloadPolicy | None  # None is training without offload
+    micro_batches: int
+    recomputed: int  # blocks, the first ones of the model
     device: DeviceMemory
     needed_bytes: int  # what a device has to have: the peak, the driver's share, and what the allocator cannot use
     host_bytes: int  # pinned memory of one rank
@@ -64,28 +71,26 @@ class Plan:
     """Costs of each policy for one training on one machine."""
 
     model: Model
-    training: Training
+    training: Training  # in as few micro-batches as were tried
     machine: Machine
-    parts: Parts  # of an iteration
+    blocks: int  # that may be recomputed
+    parts: Parts  # of an iteration without offload
+    ideal_ms: float  # of an iteration without offload, and nothing recomputed, whether it fits or not
     forecasts: tuple[Forecast, ...]  # one for each policy, training without offload first
-    trace: Trace = field(repr=False)
+    asked: dict[str, Any] = field(repr=False)  # arguments of :func:`plan`
 
     def best(self, overlap: OverlapKind | None = None) -> Forecast | None:
-        """Choose the fastest policy that fits; ``None`` if none does.
+        """Choose the fastest policy that fits, of those with the ``overlap`` that the loop allows, if any does.
 
-        Args:
-            overlap: the most that the loop allows; else "forward" if gradients are clipped, as updates in the backward
-                need a loop that clips by ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
+        Without one, "forward" if gradients are clipped, as updates in the backward need a loop that clips by
+        ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
         """
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
         # With parameters on the host, the link has more to do that may come late.
-        return min(
-            close,
-            key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes),
-            default=None,
-        )
+        close.sort(key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes))
+        return close[0] if close else None
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
@@ -102,29 +107,77 @@ class Plan:
             return "clip: the loop has to clip by fsdp_offload.clip_grad_norm_; then --overlap iteration allows it"
         return f"loop: --overlap {overlap} does not allow it"
 
+    def offload(self, overlap: OverlapKind | None = None) -> Forecast | None:
+        """Choose the best policy with offload that fits; the fastest if training without it is best."""
+        best, others = self.best(overlap), [one for one in self._allowed(overlap) if one.policy and one.fits]
+        return best if best and best.policy else min(others, key=lambda one: one.iteration_ms, default=None)
+
+    def verdict(self, overlap: OverlapKind | None = None) -> str:
+        """Compare the best run with offload with the best one without."""
+        plain, offload = self.forecasts[0], self.offload(overlap)
+        if offload is None:
+            return "Plain training is best: no offload fits." if plain.fits else "Nothing fits."
+        if not plain.fits:
+            return f"Plain training does not fit, with {self.changes(plain)}: {plain.why_not.partition(': ')[2]}."
+        ratio = plain.iteration_ms / offload.iteration_ms
+        if ratio > SAME:
+            given = {"--micro-batches": self.asked["micro_batches"], "--checkpointing": self.asked["checkpointing"]}
+            words = "".join(f", {name} {value}" for name, value in given.items() if value not in (None, "auto"))
+            return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run{words}."
+        if ratio * SAME < 1:
+            return f"Plain training is best: offload takes {100 * (1 / ratio - 1):.0f} % more."
+        return "Plain training and offload are level, within 1 %."
+
+    def changes(self, one: Forecast) -> str:
+        """Say what a row does beside its policy."""
+        blocks = {0: "nothing", self.blocks: f"all {self.blocks} blocks"}
+        recomputed = blocks.get(one.recomputed, f"{one.recomputed} of {self.blocks} blocks")
+        return f"{recomputed} recomputed and {one.micro_batches} micro-batch{'es' * (one.micro_batches > 1)}"
+
+    def lines_to_recompute(self, overlap: OverlapKind | None = None) -> str:
+        """Write the code that recomputes blocks in the best run and in the other; empty where neither does."""
+        rows = [one for one in (self.best(overlap), self.forecasts[0], self.offload(overlap)) if one and one.fits]
+        others = [f"  # {one.recomputed} with {one.name}" for one in rows if one.recomputed != rows[0].recomputed]
+        is_any = any(one.recomputed for one in rows)
+        return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING.rstrip()}" if is_any else ""
+
+    def hiding_tokens(self, *, parameters: bool = False) -> int:
+        """Return the tokens of a GPU in a step behind which all transfers hide: behind one of its micro-batches."""
+        state = sum(group.state_bytes for group in self.parts.groups)
+        params = sum(group.parameter_bytes for group in self.parts.groups)
+        copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
+        passes_ms = self.parts.forward_ms + self.parts.backward_ms
+        return int(self.training.tokens_per_step / self.training.ranks * copies_ms / passes_ms)
+
     def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
-        """Name the policy that needs least and the memory that it needs, and options with which something fits."""
+        """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
-        asked, machine, host_gb = self.training, self.machine, least.host_bytes_per_host / MOST_OF_HOST / 1e9
-        found = []
-        for checkpointing in dict.fromkeys((asked.checkpointing, "full")):
-            trace = self.trace if checkpointing == asked.checkpointing else None
-            for times in MORE_RANKS:
-                ranks, tokens = times * asked.ranks, times * asked.tokens_per_step
-                changes = asdict(asked) | {"checkpointing": checkpointing, "ranks": ranks, "tokens_per_step": tokens}
-                made = plan(self.model, machine=machine, trace=trace, **changes)
-                trace = made.trace  # of one rank, which has as much to do beside more of them
-                if best := made.best(overlap):
-                    options = [f"--checkpointing {checkpointing}"] * (checkpointing != asked.checkpointing)
-                    options += [f"--ranks {ranks} --tokens-per-step {tokens}"] * (times > 1)
-                    found.append(f"{best.name} with {' '.join(options)}")
-                    break
-        most = f"{MORE_RANKS[-1]} times the ranks with --checkpointing full"
-        fits = f"What fits: {'; '.join(found)}." if found else f"{most} are not enough: fewer tokens or more ranks are."
-        return (
-            f"{least.name} would, with {least.needed_bytes / 1e9:.1f} GB of each device ({machine.memory_gb:.1f} GB "
-            f"here) and {host_gb:.0f} GB of each host ({machine.host_gb:.0f} GB here). {fits}"
-        )
+        host_gb = least.host_bytes_per_host / MOST_OF_HOST / 1e9
+        device_gb, here = least.needed_bytes / 1e9, self.machine
+        found = f"{least.name} would, with {device_gb:.1f} GB of each device ({here.memory_gb:.1f} GB here) and "
+        found += f"{host_gb:.0f} GB of each host ({here.host_gb:.0f} GB here). "
+        for changes in self._remedies():
+            made = plan(self.model, **{**self.asked, "machine": self.machine, **changes})
+            if best := made.best(overlap):
+                words = {"micro_batches": f"micro-batches {best.micro_batches}", "clip": "no-clip"}
+                words |= {"checkpointing": f"checkpointing {best.recomputed}", "ranks": f"ranks {made.training.ranks}"}
+                words["tokens_per_step"] = f"tokens-per-step {made.training.tokens_per_step}"
+                options = " ".join(f"--{text}" for name, text in words.items() if name in changes)
+                more = f"{best.iteration_ms:,.0f} ms, {100 * (best.iteration_ms / self.ideal_ms - 1):.0f} % more than"
+                price = f"{best.name}, {made.changes(best)}: {more} plain training with memory for all"
+                return f"{found}What fits: {options} ({price})."
+        return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
+
+    def _remedies(self) -> list[dict[str, Any]]:
+        """List changes of what was asked, the cheapest first: each alone, then together, then more ranks."""
+        alone: list[dict[str, Any]] = [{"micro_batches": None}] * (self.asked["micro_batches"] is not None)
+        alone += [{"clip": False}] * self.training.clip
+        alone += [{"checkpointing": "auto"}] * (self.asked["checkpointing"] not in ("auto", "full"))
+        ranks, tokens = self.training.ranks, self.training.tokens_per_step
+        more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
+        together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
+        both = ([], alone)[: 1 + bool(alone)]
+        return [*alone, *together, *(dict(ChainMap(one, *also)) for one in more for also in both)]
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -135,14 +188,13 @@ class Plan:
 
     def as_dict(self, overlap: OverlapKind | None = None) -> dict[str, Any]:
         """Plain values, for JSON."""
-        best = self.best(overlap)
+        best, policies = self.best(overlap), []
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
+        names |= {"verdict": self.verdict(overlap), "blocks": self.blocks, "ideal_ms": self.ideal_ms}
+        for one in self.forecasts:
+            names_of = {"name": one.name, "passed_over": self.passed_over(one, overlap)}
+            policies.append(names_of | {"peak_bytes": one.device.peak_bytes} | asdict(one))
         settings = {name: asdict(getattr(self, name)) for name in ("training", "machine", "parts")}
-        policies = [
-            {"name": one.name, "peak_bytes": one.device.peak_bytes, "passed_over": self.passed_over(one, overlap)}
-            | asdict(one)
-            for one in self.forecasts
-        ]
         return {**names, **settings, "policies": policies}
 
 
@@ -150,28 +202,28 @@ def plan(
     model: Model | nn.Module | str | Path,
     *,
     tokens_per_step: int,
-    machine: Machine | str | Path = "H200",
+    machine: Machine | str | Path | None = None,
     device_gb: float | None = None,
     link_gb_per_s: float | None = None,
-    trace: Trace | None = None,
+    micro_batches: int | None = None,
+    checkpointing: Recomputed = "auto",
     policies: Sequence[OffloadPolicy] | None = None,
     **training: Any,
 ) -> Plan:
     """Say what training will cost in memory and time, before it runs.
 
     Args:
-        model: a module, a config, or a name; see :func:`model_of`.
+        model: see :func:`model_of`.
         tokens_per_step: of all ranks together.
-        machine: a built-in name or a TOML file; see :func:`machine_of`.
+        machine: see :func:`machine_of`.
         device_gb: of a device that may be used, if not all of it.
         link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
-        trace: of this model and batch, if there is one already.
+        micro_batches: backwards before one step; ``None``: what is fastest.
+        checkpointing: how many blocks are recomputed, the first ones; ``"none"``, ``"full"``, or what is fastest.
         policies: to compare with no offload; ``None``: :func:`candidates`.
         training: the other fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
-    for one in trace if isinstance(trace, list | tuple) else (trace,):
-        check_is(one, Segment | None, "plan: trace must be one of Model.trace()", line)
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
@@ -180,64 +232,118 @@ def plan(
         raise ValueError(
             f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
         )
-    there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
-    wanted, of = Training(tokens_per_step=tokens_per_step, **training), model_of(model)
-    if trace is None:
-        dtype = DTYPES[wanted.compute_dtype]
-        trace = of.trace(wanted.sequences, wanted.sequence_length, dtype, wanted.checkpointing)
-    sizes = Sizes.of(of.shapes(), wanted)
-    parts = parts_of(sizes, trace, wanted, there)
-    if policies is None:
-        policies = candidates(sizes.state, sorted(sizes.params)[len(sizes.params) // 2])
-    forecasts = tuple(_forecast(policy, sizes, trace, parts, wanted, there) for policy in (None, *policies))
-    return Plan(of, wanted, there, parts, forecasts, trace)
-
-
-def _forecast(
-    policy: OffloadPolicy | None, sizes: Sizes, trace: Trace, parts: Parts, training: Training, machine: Machine
-) -> Forecast:
-    curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
-    constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
-    if policy is None:
-        blocks, found = None, estimate(None, parts, curve)
-        device = curve.with_blocks({**constant, "optimizer state": sizes.state})
-    else:
-        blocks, room_bytes = Blocks(policy, sizes), int((1 - RESERVE) * machine.device_bytes) - CONTEXT_BYTES
-        constant["parameters"] *= not policy.parameters
-
-        def memory(curve: Curve) -> DeviceMemory:
-            return curve.with_blocks({**constant, "blocks": blocks.nbytes - blocks.leaving_bytes}, blocks.leaving_bytes)
-
-        # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not fit.
-        # Clipping may change gradients, and those of all but one micro-batch are alive until the last backward.
-        first, frees = memory(curve), policy.parameters and policy.updates_in_backward
-        if frees and not training.clip and training.micro_batches == 1:
-            curve = curve_of(sizes, trace, training, frees=True)
-        blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
-        device, found = memory(curve), estimate(blocks, parts, curve)
-        device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
-    host_bytes = 0 if blocks is None else blocks.host_bytes
-    if policy is not None and policy.updates_in_backward and training.clip:
-        host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
-    per_host = host_bytes * min(training.ranks, machine.devices_per_host)
-    needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
-    if needed_bytes > machine.device_bytes:
-        why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
-    elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
-        why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
-    return Forecast(
-        policy=policy,
-        device=device,
-        needed_bytes=needed_bytes,
-        host_bytes=host_bytes,
-        host_bytes_per_host=per_host,
-        resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
-        iteration_ms=found.reading.iteration_ms,
-        tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
-        limit=found.limit,
-        why_not=why_not,
-        lines=lines_to_write(policy, training.masters),
+    is_count = isinstance(checkpointing, int) and not isinstance(checkpointing, bool) and checkpointing >= 0
+    if not is_count and checkpointing not in ("auto", "none", "full"):
+        raise ValueError(f"checkpointing must be auto, none, full or a number of blocks; got {checkpointing!r:.60}")
+    asked = training | dict[str, Any](
+        policies=policies, tokens_per_step=tokens_per_step, micro_batches=micro_batches, checkpointing=checkpointing
     )
+    count = 1 if micro_batches is None else micro_batches
+    wanted, of = Training(tokens_per_step=tokens_per_step, micro_batches=count, **training), model_of(model)
+    there = replace(machine_of(machine), **{name: value for name, value in changes.items() if value is not None})
+    cases = list[_Case]()
+    for number in range(1, 1 + (wanted.sequences if micro_batches is None else 1)):
+        if wanted.sequences % number == 0:
+            cases.append(_Case(of, replace(wanted, micro_batches=number * count), there, checkpointing))
+            if cases[-1].forecast(None, cases[-1].counts[0]).fits:
+                break  # more micro-batches would gain nothing
+    state, params = cases[0].sizes.state, sorted(cases[0].sizes.params)
+    tried = candidates(state, params[len(params) // 2]) if policies is None else policies
+    rows = [min((case.fastest(policy) for case in cases), key=_preference) for policy in (None, *tried)]
+    (first,) = [one for one in cases if one.training.micro_batches == rows[0].micro_batches]
+    parts, ideal_ms = first.of(rows[0].recomputed)[1], cases[0].forecast(None, 0).iteration_ms
+    return Plan(of, cases[0].training, there, len(first.blocks), parts, ideal_ms, tuple(rows), asked)
+
+
+def _preference(one: Forecast) -> tuple[bool, float]:
+    """Order rows: the fastest that fits, else the one that needs least."""
+    return not one.fits, one.iteration_ms if one.fits else one.needed_bytes
+
+
+class _Case:
+    """A training in micro-batches of one size, of whose ``blocks`` one of ``counts`` are recomputed, the first ones."""
+
+    def __init__(self, model: Model, training: Training, machine: Machine, checkpointing: Recomputed) -> None:
+        self.training, self._machine, self.sizes = training, machine, Sizes.of(model.shapes(), training)
+        shape = (training.sequences, training.sequence_length, DTYPES[training.compute_dtype])
+        self._traces = [model.trace(*shape, recomputes, training.expert_parallel) for recomputes in (False, True)]
+        self.blocks = blocks_of(*self._traces)
+        most = len(self.blocks)
+        number = {"auto": -1, "none": 0, "full": most}.get(str(checkpointing), checkpointing)
+        if not isinstance(number, int) or number > most:
+            raise ValueError(f"checkpointing={number}: the model has {most} blocks that can be recomputed")
+        self.counts = range(1 + most) if number < 0 else range(number, 1 + number)
+        self._known: dict[int, tuple[Trace, Parts]] = {}
+
+    def of(self, recomputed: int) -> tuple[Trace, Parts]:
+        """The trace with so many blocks recomputed, and the parts of its iteration."""
+        if recomputed not in self._known:
+            trace = joined(self._traces[0], self._traces[1], self.blocks[:recomputed])
+            self._known[recomputed] = trace, parts_of(self.sizes, trace, self.training, self._machine)
+        return self._known[recomputed]
+
+    def forecast(self, policy: OffloadPolicy | None, recomputed: int) -> Forecast:
+        """Forecast a policy with so many blocks recomputed."""
+        sizes, training, machine, (trace, parts) = self.sizes, self.training, self._machine, self.of(recomputed)
+        curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
+        constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
+        if policy is None:
+            blocks, found = None, estimate(None, parts, curve)
+            device = curve.with_blocks({**constant, "optimizer state": sizes.state})
+        else:
+            room_bytes = int(min(1 - RESERVE, 1 / (1 + SLACK)) * (machine.device_bytes - CONTEXT_BYTES))
+            blocks = Blocks(policy, sizes)
+            constant["parameters"] *= not policy.parameters
+
+            def memory(curve: Curve) -> DeviceMemory:
+                lasting = {"blocks": blocks.nbytes - blocks.leaving_bytes}
+                return curve.with_blocks(constant | lasting, blocks.leaving_bytes)
+
+            # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not
+            # fit. Clipping may change them, and those of all but one micro-batch are alive until the last backward.
+            first, frees = memory(curve), policy.parameters and policy.updates_in_backward
+            if frees and not training.clip and training.micro_batches == 1:
+                curve = curve_of(sizes, trace, training, frees=True)
+            blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
+            device, found = memory(curve), estimate(blocks, parts, curve)
+            device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
+        host_bytes = 0 if blocks is None else blocks.host_bytes
+        if policy is not None and policy.updates_in_backward and training.clip:
+            host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
+        per_host = host_bytes * min(training.ranks, machine.devices_per_host)
+        needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
+        if needed_bytes > machine.device_bytes:
+            why_not = f"device: {(needed_bytes - machine.device_bytes) / 1e9:.1f} GB too little"
+        elif per_host > MOST_OF_HOST * machine.host_gb * 1e9:
+            why_not = f"host: {per_host / 1e9:.0f} GB of {machine.host_gb:.0f} GB would be pinned"
+        return Forecast(
+            policy=policy,
+            micro_batches=training.micro_batches,
+            recomputed=recomputed,
+            device=device,
+            needed_bytes=needed_bytes,
+            host_bytes=host_bytes,
+            host_bytes_per_host=per_host,
+            resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
+            iteration_ms=found.reading.iteration_ms,
+            tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
+            limit=found.limit,
+            why_not=why_not,
+            lines=lines_to_write(policy, training.masters),
+        )
+
+    def fastest(self, policy: OffloadPolicy | None) -> Forecast:
+        """Find the number of recomputed blocks with which a policy fits and is fastest; else needs least.
+
+        Fewer are faster, but where the link is late: then the room and the time of more may help.
+        """
+        least = bisect_left(self.counts, True, key=lambda count: self.forecast(policy, count).fits)
+        if least == len(self.counts):
+            return self.forecast(policy, self.counts[-1])
+        found, left = [self.forecast(policy, self.counts[least])], len(self.counts) - 1 - least
+        more = (8, 4, 2, 1) if found[0].limit == "link" else ()
+        found += [self.forecast(policy, self.counts[least + -(-left // part)]) for part in more]
+        return min(found, key=lambda one: (round(one.iteration_ms), one.recomputed))
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:

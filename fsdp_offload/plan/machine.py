@@ -1,9 +1,10 @@
 """What a machine can do: the tables of ``machines.toml``, each number with its source."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..device.host_limits import host_memory
 from ..policy import check_is
 
 MACHINES = Path(__file__).parent / "machines.toml"
@@ -50,9 +51,12 @@ SHARES = {
     "forward": {"matmul": 0.742, "attention": 0.637},
     "backward": {"matmul": 0.702, "attention": 0.637, "attention_backward": 0.475},
 }
+DETERMINISTIC = {"attention": 0.40, "attention_backward": 0.29}  # the latter of busy multiprocessors
+MULTIPROCESSORS = 132
 FP32 = 0.746  # of any product
 HBM = 0.854  # of the memory's rate
-UNEVEN = 0.65  # of the die's: kernels that reduce or rearrange, copies of fully_shard, and those of the optimizer
+UPDATE = 0.75  # the same, of a fused optimizer
+UNEVEN = 0.65  # of the die's: kernels that reduce or rearrange, copies of fully_shard
 KERNEL_US = 3.0  # launch and tail of each kernel in a full queue
 GATHER_CONTENTION = 0.025  # computation beside gathers and reductions; beside copies, "contention": the median of 15
 # settled rows beside plain ones, from -2 to 6 %, in the records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
@@ -64,13 +68,11 @@ def builtin_machines() -> dict[str, Machine]:
     return _read(MACHINES)
 
 
-def machine_of(machine: "Machine | str | Path") -> Machine:
-    """Find out what is meant: a built-in name, or a TOML file with one machine.
-
-    Raises:
-        ValueError: there is no such machine, or its file is wrong; the message says what there is, or what is wrong.
-    """
-    check_is(machine, Machine | str | Path, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
+def machine_of(machine: "Machine | str | Path | None") -> Machine:
+    """Find out what is meant: a built-in name, or a TOML file with one machine; ``None``: the GPU that is here."""
+    check_is(machine, Machine | str | Path | None, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
+    if machine is None:
+        return _here()
     if isinstance(machine, Machine):
         return machine
     machines = {name.lower(): one for name, one in builtin_machines().items()}
@@ -82,6 +84,24 @@ def machine_of(machine: "Machine | str | Path") -> Machine:
     if len(found) != 1:
         raise ValueError(f"machine {machine}: the file must have one table, [name], with the numbers of one machine")
     return found[0]
+
+
+def _here() -> Machine:
+    """Find the table of this host's GPUs, with the memory that GPU and host have."""
+    import torch  # here, as --help does not wait for it
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    words = set(name.replace("RTX ", "RTX").replace("-", " ").split())
+    for one in builtin_machines().values():
+        if {*one.name.split("-")} == words & {*one.name.split("-"), "PCIe"}:
+            memory_gb = torch.cuda.get_device_properties().total_memory / 1e9
+            if abs(memory_gb / one.memory_gb - 1) < 0.1:
+                host_gb = host_memory().total_bytes / 1e9
+                return replace(one, memory_gb=memory_gb, host_gb=host_gb, devices_per_host=torch.cuda.device_count())
+    found = f"no table of {name}, the GPU here" if name else "no GPU here"
+    raise ValueError(
+        f"machine: there is {found}. Write --machine and one of {', '.join(builtin_machines())}, or a TOML file"
+    )
 
 
 def _read(path: Path) -> dict[str, Machine]:

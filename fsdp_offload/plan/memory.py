@@ -11,15 +11,16 @@ With one shard nothing is gathered, but parameters are still copied to their com
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..core.curve import LASTING_POINTS
 from .trace import Trace
 from .training import DTYPES, Training
 
-GRADIENTS_BEHIND = 5
-"""Groups whose gradients exist at once, if updates free them in the backward: one at work, and four behind it."""
+GRADIENTS_BEHIND = 5  # groups whose gradients exist, if updates free them in the backward: at work, and four behind
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class DeviceMemory:
     terms: Mapping[str, int]
     when: str
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """The peak that ``max_memory_allocated`` would say."""
         return sum(self.terms.values())
@@ -52,12 +53,17 @@ class Sizes:
         numels = tuple(
             tuple(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in group) for group in shapes
         )
+        # Experts are the parameters with three dimensions: those of other ranks are not gathered.
+        copies = [
+            [shards // (training.expert_parallel if len(shape) == 3 else 1) for shape in group] for group in shapes
+        ]
+        whole = [sum(map(operator.mul, *pair)) for pair in zip(numels, copies, strict=True)]
         return Sizes(
             numels=numels,
             itemsize=itemsize,
             state_itemsizes=training.state_itemsizes(),
             params=tuple(itemsize * sum(group) for group in numels),
-            gathered=tuple(DTYPES[training.compute_dtype].itemsize * shards * sum(group) for group in numels),
+            gathered=tuple(DTYPES[training.compute_dtype].itemsize * numel for numel in whole),
         )
 
     @property
@@ -73,7 +79,7 @@ class Curve:
     moments: tuple[DeviceMemory, ...]
     updates: tuple[bool, ...]  # whether updates may run in each, where those of the backward do
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """The model's own peak."""
         return max(one.peak_bytes for one in self.moments)
@@ -90,20 +96,14 @@ class Curve:
         found = []
         for one, updates in zip(self.moments, self.updates, strict=True):
             passing = passing_bytes if updates else min(passing_bytes, self.peak_bytes - one.peak_bytes)
-            terms = {**resident, **one.terms, "blocks": resident.get("blocks", 0) + passing}
-            found.append(DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, one.when))
-        return max(found, key=lambda one: (one.peak_bytes, -one.terms.get("blocks", 0)))
+            found.append((one.peak_bytes + passing, -passing, one))
+        _, passing, one = max(found, key=lambda one: one[:2])
+        terms = {**resident, **one.terms, "blocks": resident.get("blocks", 0) - passing}
+        return DeviceMemory({name: nbytes for name, nbytes in terms.items() if nbytes}, one.when)
 
 
 def curve_of(sizes: Sizes, trace: Trace, training: Training, *, frees: bool = False) -> Curve:
-    """Compute what a model has on the device.
-
-    Args:
-        sizes: of all groups.
-        trace: of one micro-batch.
-        training: which.
-        frees: a gradient is freed in the backward, ``GRADIENTS_BEHIND`` groups later, rather than in ``step()``.
-    """
+    """Compute what a model has on the device; it ``frees`` gradients in the backward, or all in ``step()``."""
     root, shared, moments, updates, done = len(sizes.params) - 1, training.shards > 1, [], [], list[int]()
     behind = min(LASTING_POINTS, (len(trace) * 3 // 2 + 1) // 8)  # step(), of gathers, reductions, and it
     for number, segment in enumerate(trace):

@@ -4,17 +4,18 @@ Where only a config is known, a plain decoder stands for the model. Fused kernel
 its plain torch operations.
 """
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .trace import Checkpointing, Trace, trace
+from .trace import Trace, trace
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Model:
     module: nn.Module  # usually on the meta device; its values are never read
     groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
     loss: Callable[[nn.Module, Tensor], Tensor]  # of the module, for (sequences, length + 1) token numbers
+    config: Mapping[str, Any] = field(default_factory=dict)  # of which the module was made, by :class:`Decoder`
+    _traced: dict[Any, Trace] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         module, given = vars(self)["module"], vars(self)["groups"]
@@ -52,14 +55,19 @@ class Model:
         return shapes
 
     def trace(
-        self, sequences: int, length: int, compute_dtype: torch.dtype, checkpointing: Checkpointing = "none"
+        self, sequences: int, length: int, dtype: torch.dtype, recomputes: bool = False, expert_parallel: int = 1
     ) -> Trace:
         """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
+        part, key = self, (sequences, length, dtype, recomputes, expert_parallel)
+        if key in self._traced:
+            return self._traced[key]
+        if expert_parallel > 1:
+            with torch.device("meta"):
+                part = model_of(Decoder(self.config, expert_parallel))
         try:
             tokens = torch.empty(sequences, length + 1, dtype=torch.long, device="meta")
-            return trace(
-                self.module, self.groups, lambda module: self.loss(module, tokens), compute_dtype, checkpointing
-            )
+            made = trace(part.module, part.groups, lambda module: self.loss(module, tokens), dtype, recomputes)
+            return self._traced.setdefault(key, made)
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             raise ValueError(
@@ -71,14 +79,9 @@ class Model:
 def model_of(model: "Model | nn.Module | str | Path") -> Model:
     """Find out what is meant.
 
-    Args:
-        model: a module; the path of a ``config.json``, or of a folder that has one; the name of a built-in config
-            (``builtin_models()``); or ``"package.module:name"`` of a function without arguments that makes a module or
-            a :class:`Model` and runs with the meta device as default. If the module returns something else than its
-            loss for token numbers, give a :class:`Model`.
-
-    Raises:
-        ValueError: there is no such model, or its config is not that of a decoder.
+    A module; the path of a ``config.json``, or of its folder; the name of a built-in config (``builtin_models()``); or
+    ``"package.module:name"`` of a function without arguments that makes a module or a :class:`Model`, with the meta
+    device as default. If the module returns something else than its loss for token numbers, give a :class:`Model`.
     """
     if isinstance(model, Model):
         return model
@@ -122,7 +125,8 @@ def _of_config(model: str) -> Model:
         raise ValueError(f"model {model!r}: {path} is no JSON ({error}). Give {_MODELS}.") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"model {model!r}: {path}: {error}") from None
-    return replace(decoder, name=path.resolve().parent.name if path.stem == "config" else path.stem)
+    name = path.resolve().parent.name if path.stem == "config" else path.stem
+    return replace(decoder, name=name, config=config)
 
 
 def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -142,42 +146,56 @@ def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3"),
-    *("smollm3", "glm4", "seed_oss", "cohere2", "ernie4_5"),
+    *("smollm3", "glm4", "seed_oss", "cohere2", "ernie4_5", "mixtral", "qwen3_moe", "deepseek_v3"),
 )
 """Values of ``model_type`` for which :class:`Decoder` has as many parameters as transformers' model; tested."""
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the fields of a config; a ``ValueError`` says what is missing, or why this is no plain decoder."""
-    if config.get("model_type") not in FAMILIES:
+    """Complete the fields of a config; a ``ValueError`` says what is missing, or why this is no decoder."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
         raise ValueError(
-            f"model_type is {config.get('model_type')!r}, of which the config does not say what a token costs. Configs "
+            f"model_type is {kind!r}, of which the config does not say what a token costs. Configs "
             f"are enough for {', '.join(FAMILIES)}; otherwise give package.module:function, which makes the module"
         )
-    if missing := [name for name in _SIZES if not isinstance(config.get(name), int) or config[name] < 1]:
+    experts = next((config[name] for name in _COUNTS if config.get(name)), 0)
+    wanted = (*_SIZES, *_LATENT * (kind == "deepseek_v3"), *["num_experts_per_tok"] * bool(experts))
+    if missing := [name for name in wanted if not isinstance(config.get(name), int) or config[name] < 1]:
         raise ValueError(f"not the config of a decoder: {', '.join(missing)} must be positive integers in it")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     key_heads = config.get("num_key_value_heads") or heads
     if heads % key_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={key_heads}")
-    return {**config, "num_key_value_heads": key_heads, "head_dim": config.get("head_dim") or hidden // heads}
+    defaults = {"head_dim": hidden // heads, "moe_intermediate_size": config["intermediate_size"]}
+    defaults |= {"first_k_dense_replace": 0, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+    given = {name: value for name, value in config.items() if value is not None}
+    return {**defaults, **given, "num_key_value_heads": key_heads, "experts": experts}
 
 
 class Decoder(nn.Module):
-    """RMSNorm, rotary attention with grouped heads, SwiGLU, made from what a ``config.json`` has.
+    """RMSNorm, rotary attention, SwiGLU or the experts of one of ``expert_parallel`` ranks, as a ``config.json`` says.
 
     Returns the loss of the next token for ``(batch, length + 1)`` tokens.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], expert_parallel: int = 1) -> None:
         super().__init__()
-        config = _checked(config)
-        self.embed = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config["num_hidden_layers"]))
-        self.norm = nn.RMSNorm(config["hidden_size"])
-        self.head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        config, hidden = _checked(config), config.get("hidden_size", 0)
+        experts, step, plain = (config[name] for name in ("experts", "decoder_sparse_step", "mlp_only_layers"))
+        if expert_parallel > 1 and (not experts or experts % expert_parallel):
+            raise ValueError(f"expert_parallel={expert_parallel} must divide the number of experts, {experts}")
+        layer = _LatentLayer if config["model_type"] == "deepseek_v3" else _Layer
+        self.embed = nn.Embedding(config["vocab_size"], hidden)
+        self.layers = nn.ModuleList(layer(config) for _ in range(config["num_hidden_layers"]))
+        for number in range(config["first_k_dense_replace"], len(self.layers)) if experts else ():
+            if number not in plain and (number + 1) % step == 0:
+                self.layers[number].mlp = Experts(config, experts // expert_parallel)
+        self.norm, self.head = nn.RMSNorm(hidden), _linear(hidden, config["vocab_size"])
         if config.get("tie_word_embeddings"):
             self.head.weight = self.embed.weight
 
@@ -190,23 +208,69 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+_linear = functools.partial(nn.Linear, bias=False)
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = _linear(hidden, inner), _linear(hidden, inner), _linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Experts(nn.Module):
+    """Those of a rank, which get equally many tokens each, as in a balanced batch; and one that all tokens pass."""
+
+    def __init__(self, config: Mapping[str, Any], count: int) -> None:
+        super().__init__()
+        hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+        self.per_token, self.exchanges = config["num_experts_per_tok"], count < config["experts"]
+        self.router = _linear(hidden, config["experts"])
+        self.gate, self.up = (nn.Parameter(torch.empty(count, hidden, inner)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(count, inner, hidden))
+        shared = config.get("n_shared_experts") or 0
+        self.shared = _SwiGLU(hidden, shared * inner) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Dispatch tokens to the experts, and combine what they return."""
+        tokens, own = x.flatten(0, 1), self.gate.shape[0]
+        weights, experts = self.router(tokens).softmax(-1).topk(self.per_token)
+        capacity = experts.numel() // own
+        chosen = experts.flatten().argsort()[: capacity * own]  # expert by expert
+        mine = self._exchanged(tokens[chosen // self.per_token]).unflatten(0, (own, capacity))
+        inner = nn.functional.silu(mine @ self.gate) * (mine @ self.up)
+        outs = self._exchanged((inner @ self.down).flatten(0, 1)) * weights.flatten()[chosen, None]
+        out = torch.zeros_like(tokens).index_add(0, chosen // self.per_token, outs).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        return x.roll(1, 0) if self.exchanges else x  # which stands for an all-to-all: the trace knows
+
+
 class _Layer(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        hidden, self.head_dim = config["hidden_size"], config["head_dim"]
+        self.norms = nn.ModuleList(nn.RMSNorm(config["hidden_size"]) for _ in range(2))
+        self.heads, self.head_dim = config["num_attention_heads"], config["head_dim"]
+        self._make_attention(config)
+        self.mlp: nn.Module = _SwiGLU(config["hidden_size"], config["intermediate_size"])
+
+    def _make_attention(self, config: Mapping[str, Any]) -> None:
+        hidden, kind = config["hidden_size"], config["model_type"]
         wide, narrow = (self.head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
-        bias = bool(config.get("attention_bias") or config["model_type"] == "qwen2")
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.query, self.key, self.value = (nn.Linear(hidden, size, bias=bias) for size in (wide, narrow, narrow))
-        self.head_norms = nn.ModuleList(nn.RMSNorm(self.head_dim) for _ in range(2 * (config["model_type"] == "qwen3")))
-        self.out = nn.Linear(wide, hidden, bias=False)
-        self.gate, self.up = (nn.Linear(hidden, config["intermediate_size"], bias=False) for _ in range(2))
-        self.down = nn.Linear(config["intermediate_size"], hidden, bias=False)
+        bias = bool(config.get("attention_bias") or kind == "qwen2")
+        self.query: nn.Module = nn.Linear(hidden, wide, bias=bias)
+        self.key: nn.Module = nn.Linear(hidden, narrow, bias=bias)
+        self.value: nn.Module = nn.Linear(hidden, narrow, bias=bias)
+        self.head_norms = nn.ModuleList(nn.RMSNorm(self.head_dim) for _ in range(2 * kind.startswith("qwen3")))
+        self.out = _linear(wide, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.norms[0](x))
-        normed = self.norms[1](x)
-        out: Tensor = x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+        out: Tensor = x + self.mlp(self.norms[1](x))
         return out
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -214,16 +278,38 @@ class _Layer(nn.Module):
         query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         if self.head_norms:
             query, key = self.head_norms[0](query), self.head_norms[1](key)
-        angles = torch.outer(
-            torch.arange(x.shape[1], device=x.device),
-            10_000.0 ** -torch.linspace(0, 1, self.head_dim // 2, device=x.device),
-        )[:, None]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return self._mix(query, key, value)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        half = torch.linspace(0, 1, self.head_dim // 2, device=query.device)
+        angles = torch.outer(torch.arange(query.shape[1], device=query.device), 10_000.0**-half)[:, None]
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
         query, key, value = (one.transpose(1, 2) for one in (_rotated(query, cos, sin), _rotated(key, cos, sin), value))
         is_grouped = key.shape[1] != query.shape[1]
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+class _LatentLayer(_Layer):
+    """Queries of all heads come from a narrow vector of each token, and so do keys and values, but for shared parts."""
+
+    def _make_attention(self, config: Mapping[str, Any]) -> None:
+        hidden, narrow = config["hidden_size"], config.get("q_lora_rank")
+        latent, own, shared, value = (config[name] for name in _LATENT)
+        self.head_dim, self.parts, self.both = own + shared, (latent, shared), (own, value)
+        wide = self.heads * self.head_dim
+        query = (_linear(hidden, narrow), nn.RMSNorm(narrow)) if narrow else ()
+        self.query = nn.Sequential(*query, _linear(narrow or hidden, wide))
+        self.key = _linear(hidden, latent + shared)
+        self.value = nn.Sequential(nn.RMSNorm(latent), _linear(latent, self.heads * (own + value)))
+        self.out = _linear(self.heads * value, hidden)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        latent, shared = self.key(x).split(self.parts, -1)
+        own, value = self.value(latent).unflatten(-1, (self.heads, -1)).split(self.both, -1)
+        key = torch.cat((own, shared[:, :, None].expand(*own.shape[:3], -1)), -1)
+        return self._mix(self.query(x).unflatten(-1, (self.heads, -1)), key, value)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

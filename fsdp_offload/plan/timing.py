@@ -14,7 +14,7 @@ from .blocks import Blocks
 from .machine import Machine
 from .memory import Curve, Sizes
 from .trace import Phase, Segment, Trace
-from .training import Training
+from .training import DTYPES, Training
 
 
 class Group(NamedTuple):
@@ -53,15 +53,11 @@ class Parts:
         return max(max(loaded, stored) * self.one_way, (loaded + stored) * self.two_way)
 
     def late_ms(self, blocks: Blocks, ahead_bytes: float, loaded_bytes: float) -> float:
-        """How long a forward waits for updates. It waits for the group that is late by most.
+        """How long a forward waits for updates, of the group that is late by most.
 
         The link moves the groups in the order of the forward, from when their gradients are final: after the backward,
         or in it; and, from the beginning of the backward on, in its order. The first ones stay on the device.
-
-        Args:
-            blocks: on the device.
-            ahead_bytes: loaded before the gradients are final.
-            loaded_bytes: all that the backward has to load, as it is not on the device at the model's peak.
+        ``ahead_bytes`` are loaded before the gradients are final, ``loaded_bytes`` by the backward in all.
         """
         late, before, ms = 0.0, -blocks.kept_state - blocks.kept_params, 2 * (1 + self.contention) * self.two_way
         for group in self.groups:
@@ -145,11 +141,10 @@ def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
 
+# The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd, a turn of a
+# fully_shard group, and moving and updating a bucket. The first two from two batches of
+# 2026-11-23-h200x1-plan-auto.jsonl in which the device waited for the host, the last from 2026-11-25-h100-core.txt.
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45
-"""The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd; for a turn
-of a ``fully_shard`` group; for moving and updating a bucket. The first two from the two batches of
-``examples/benchmark_results/2026-11-23-h200x1-plan-auto.jsonl`` in which the device waited for the host, the last from
-``2026-11-25-h100-core.txt``."""
 
 
 def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -> Parts:
@@ -158,7 +153,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
     early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
-    uneven = 1 / _bytes_per_ms(machine)[1]
+    uneven, update = 1 / _bytes_per_ms(machine)[1], 1e-6 / reached.UPDATE / machine.hbm_gb_per_s
     two_way = machine.two_way_gb_per_s(training.ranks)
     groups = []
     for group in dict.fromkeys((*wanted_ms, *range(len(sizes.params)))):
@@ -171,7 +166,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         micro_batches=count,
-        update_ms=(3 * params + 2 * state) * uneven,  # reads all, and writes all but the gradients
+        update_ms=(3 * params + 2 * state) * update,  # reads all, and writes all but the gradients
         clip_ms=3 * params * uneven if training.clip else 0.0,  # the norm reads, scaling reads and writes
         one_way=1e-6 / min(machine.link_gb_per_s, two_way),
         two_way=1e-6 / two_way,
@@ -215,9 +210,19 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
     if training.compute_dtype == "fp32":
         shares, peak = dict.fromkeys(shares, reached.FP32), machine.fp32_tflops * 1e9
     even, uneven = _bytes_per_ms(machine)
+    peers = machine.peer_gb_per_s if training.expert_parallel <= machine.devices_per_host else machine.network_gb_per_s
     ms = 0.0
     for kind, work in segment.work.items():
-        operations_ms = work.flops / shares.get(kind, 1.0) / peak
+        if kind == "exchange":  # what is written has come from others, but for a rank's own part
+            ms += work.nbytes / 2 * (1 - 1 / training.expert_parallel) / peers / 1e6
+            continue
+        share = shares.get(kind, 1.0)
+        if training.deterministic and work.heads:
+            share = reached.DETERMINISTIC[kind]
+            if kind == "attention_backward":  # a head is divided only so far that each multiprocessor has a part
+                parts = (heads := work.heads / work.kernels) * -(-reached.MULTIPROCESSORS // heads)
+                share *= parts / reached.MULTIPROCESSORS / -(-parts // reached.MULTIPROCESSORS)
+        operations_ms = work.flops / share / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
         # The tiles of a product are read before they are computed and written after, through the caches of the die.
         tiles_ms = work.nbytes / machine.die_gb_per_s / 1e6 if kind == "matmul" else 0.0
@@ -228,6 +233,7 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
         moved += params + gathered  # cast into the buffers of the gather
         moved += 2 * gathered if training.shards > 1 else 0  # and copied out of them
     if segment.phase == "backward":
-        moved += 4 * gathered + params  # into the reduction, out of it, and cast
+        reduced = gathered * DTYPES[training.dtype].itemsize // DTYPES[training.compute_dtype].itemsize
+        moved += gathered + 2 * reduced + params  # cast into the reduction, and out of it
     ms += moved / uneven
     return ms * (1 + reached.GATHER_CONTENTION) if training.ranks > 1 else ms

@@ -7,8 +7,8 @@ on any device: the bytes are those that a caching allocator counts.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-Checkpointing = Literal["none", "full"]
 Phase = Literal["forward", "backward"]
-Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven"]
-"""Kinds of kernels: "pointwise" ones read and write memory in order and once; "uneven" ones reduce or rearrange."""
+Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven", "exchange"]
+"""Kinds of kernels: "pointwise" ones read and write in order and once; "uneven" ones do not; "exchange": all-to-all."""
 
 _ALLOCATION_BYTES = 512  # CUDA's caching allocator hands out multiples of this
 
@@ -33,6 +32,7 @@ class Work(NamedTuple):
     kernels: int = 0
     flops: int = 0
     nbytes: int = 0
+    heads: int = 0  # of attention: sequences times heads
 
 
 class Segment(NamedTuple):
@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     phase: Phase
     group: int
     peak_bytes: int  # of activations, and of gradients that are not reduced yet
+    added_bytes: int  # of them, at the end more than at the beginning
     work: dict[Kind, Work]
 
 
@@ -53,24 +54,20 @@ def trace(
     groups: Sequence[nn.Module],
     loss_of: Callable[[nn.Module], Tensor],
     compute_dtype: torch.dtype,
-    checkpointing: Checkpointing = "none",
+    recomputes: bool = False,
 ) -> Trace:
-    """Run a forward and a backward of a copy of the model on the meta device.
+    """Run a forward and a backward of a copy of the model on the meta device, on which ``loss_of`` makes its inputs.
 
-    The last of ``groups`` is the root, which has the parameters that are left. ``loss_of`` makes its inputs on the meta
-    device. ``"full"`` recomputes each group but the root in the backward.
+    The last of ``groups`` is the root, which has the parameters that are left; all others may be recomputed.
     """
-    if checkpointing not in get_args(Checkpointing):
-        raise ValueError(f"checkpointing must be one of {', '.join(get_args(Checkpointing))}; got {checkpointing!r}")
     memo: dict[int, Any] = {}  # copies of tensors, which have no data
     for leaf in (*model.parameters(), *model.buffers()):
         meta = torch.empty_like(leaf, device="meta", dtype=compute_dtype if leaf.is_floating_point() else None)
         memo[id(leaf)] = nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else meta
     clone = copy.deepcopy(model, memo).train()
     units = [memo[id(group)] for group in groups]
-    if checkpointing == "full":
-        for unit in units[:-1]:
-            unit.forward = functools.partial(_recomputed, unit.forward)
+    for unit in units[:-1] if recomputes else ():
+        unit.forward = functools.partial(_recomputed, unit.forward)
     recorder = _Recorder(units)
     with _FusedKernels(), recorder:
         loss = loss_of(clone)
@@ -78,6 +75,23 @@ def trace(
         loss.backward()
     recorder.turn_to(None)
     return tuple(recorder.segments)
+
+
+def blocks_of(trace: Trace, recomputed: Trace) -> list[int]:
+    """List the groups that keep less if they are recomputed, in forward order."""
+    pairs = [pair for pair in zip(trace, recomputed, strict=True) if pair[0].phase == "forward"]
+    return [one.group for one, other in pairs if other.added_bytes < one.added_bytes]
+
+
+def joined(trace: Trace, recomputed: Trace, groups: Collection[int]) -> Trace:
+    """Trace a model of which only ``groups`` are recomputed, from a trace without and one in which all are."""
+    made, live_bytes, alone_bytes = [], 0, [0, 0]
+    for pair in zip(trace, recomputed, strict=True):
+        at = int(pair[0].group in groups)
+        made.append(pair[at]._replace(peak_bytes=pair[at].peak_bytes - alone_bytes[at] + live_bytes))
+        live_bytes += pair[at].added_bytes
+        alone_bytes = [nbytes + one.added_bytes for nbytes, one in zip(alone_bytes, pair, strict=True)]
+    return tuple(made)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
         self.phase: Phase = "forward"
-        self._live_bytes = self._peak_bytes = 0
+        self._live_bytes = self._peak_bytes = self._begin_bytes = 0
         self._seen = WeakIdKeyDictionary()
         self._turn: tuple[Phase, int] | None = None
         self._work: dict[Kind, Work] = {}
@@ -119,10 +133,11 @@ class _Recorder(TorchDispatchMode):
     def turn_to(self, number: int | None) -> None:
         """End the turn in progress, and begin that of a group."""
         if self._turn is not None:
-            self.segments.append(Segment(*self._turn, self._peak_bytes, self._work))
+            added_bytes = self._live_bytes - self._begin_bytes
+            self.segments.append(Segment(*self._turn, self._peak_bytes, added_bytes, self._work))
             self._work = {}
         self._turn = None if number is None else (self.phase, number)
-        self._peak_bytes = self._live_bytes
+        self._peak_bytes = self._begin_bytes = self._live_bytes
 
     def _add(self, nbytes: int) -> None:
         self._live_bytes += nbytes
@@ -173,17 +188,18 @@ def _work_of(
         read_bytes = min(read_bytes, 2 * written_bytes)  # not all of the table
     elif name == "native_layer_norm_backward":
         read_bytes *= 2  # for the input's gradient, and the weight's
-    kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "uneven"
-    flops = 0
+    kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "exchange" if name == "roll" else "uneven"
+    flops = heads = 0
     if "flash_attention" in name:
         # Two products forward, five backward; grouped heads, which torch's own count does not know, change nothing.
         kind = "attention_backward" if "backward" in name else "attention"
         query, key = args[1:3] if kind == "attention_backward" else args[:2]
         flops = (10 if kind == "attention_backward" else 4) * query.numel() * key.shape[2]
         flops //= 2 if any(one is True for one in args) else 1  # causal
+        heads = query.shape[0] * query.shape[1]
     elif count := flop_registry.get(func._overloadpacket):
         kind, flops = "matmul", count(*args, **kwargs, out_val=outputs)
-    return kind, Work(1, flops, read_bytes + written_bytes)
+    return kind, Work(1, flops, read_bytes + written_bytes, heads)
 
 
 class _FusedKernels(TorchFunctionMode):
@@ -198,7 +214,7 @@ def _attention(
 ) -> Tensor:
     causal, scale = options.get("is_causal", False) or attn_mask is not None, options.get("scale")
     flash = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, causal, scale=scale)
-    return flash[0]  # type: ignore[no-any-return]
+    return flash[0][..., : value.shape[-1]]  # type: ignore[no-any-return]
 
 
 _FUSED: dict[Any, Callable[..., Any]] = {

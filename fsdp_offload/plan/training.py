@@ -7,7 +7,6 @@ from typing import Literal, get_args
 import torch
 
 from ..policy import check_choices, tells
-from .trace import Checkpointing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -25,6 +24,7 @@ class Training:
 
     ranks: int = 1
     replicas: int = 1  # of the ranks, as in HSDP: each group of ranks / replicas shards the model
+    expert_parallel: int = 1  # of the shards, among which experts are divided before each part is sharded
     tokens_per_step: int  # of all ranks together
     sequence_length: int = 4096
     micro_batches: int = 1
@@ -32,25 +32,28 @@ class Training:
     compute_dtype: Literal["fp32", "bf16"] = "bf16"  # of gathered parameters: MixedPrecisionPolicy.param_dtype
     optimizer: str = "adamw"
     masters: Masters = "none"
-    checkpointing: Checkpointing = "none"  # "full" recomputes every block in the backward
     clip: bool = True  # whether gradients are clipped by their global norm, if the policy allows it
+    deterministic: bool = False  # torch.use_deterministic_algorithms
     other_device_bytes: int = 0  # what else is on each device all the time
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "tokens_per_step", "sequence_length", "micro_batches", "other_device_bytes"):
+        names = ("ranks", "replicas", "expert_parallel", "tokens_per_step", "sequence_length", "micro_batches")
+        for name in (*names, "other_device_bytes"):
             value, least = getattr(self, name), 0 if name.endswith("_bytes") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"{name} must be {'a positive integer' if least else '0 or more bytes'}, got {value!r}"
                 )
-        check_choices("Training", clip=self.clip)
+        check_choices("Training", clip=self.clip, deterministic=self.deterministic)
         choices: dict[str, Collection[str]] = {"dtype": DTYPES, "compute_dtype": DTYPES, "optimizer": OPTIMIZERS}
-        choices |= {"masters": get_args(Masters), "checkpointing": get_args(Checkpointing)}
+        choices["masters"] = get_args(Masters)
         for name, values in choices.items():
             if getattr(self, name) not in list(values):
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r:.60}")
         if self.ranks % self.replicas:
             raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")
+        if self.shards % self.expert_parallel:
+            raise ValueError(f"expert_parallel={self.expert_parallel} must divide the {self.shards} ranks of a replica")
         unit = self.ranks * self.sequence_length * self.micro_batches
         if self.tokens_per_step % unit:
             several = max(unit, round(self.tokens_per_step / unit) * unit)

@@ -111,6 +111,8 @@ def test_names_of_rows() -> None:
     assert row.policy is not None
     assert row.policy["parameters"]
     assert not row_of("plain@32", COMMON, Queues.IMPORT)[0].imports_first
+    for text, count in (("plain:recompute=4", 4), ("step:640MiB:recompute=all", None), ("plain", COMMON.recomputed)):
+        assert row_of(text, COMMON, Queues.IMPORT)[0].recomputed == count
     for text in ("iterations", "plain:640MiB", "step:device_byte=1", "step:few", "step@31"):
         with pytest.raises(typer.BadParameter, match=re.escape(text)):
             row_of(text, COMMON, Queues.IMPORT)

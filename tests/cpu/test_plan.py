@@ -1,8 +1,11 @@
 """What training will cost: bytes and times by formulas that are written down here, and answers to bad questions."""
 
 import dataclasses
+import functools
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +18,15 @@ from examples import worked_cases
 from examples.benchmarks.train import GPT
 from fsdp_offload import OffloadPolicy, add_masters
 from fsdp_offload.core.items import Item
+from fsdp_offload.device.host_limits import host_memory
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.plan import Forecast, Plan, builtin_machines, candidates, machine_of, model_of, plan
 from fsdp_offload.plan.blocks import Blocks
-from fsdp_offload.plan.forecast import lines_to_write
+from fsdp_offload.plan.forecast import RECOMPUTING, SLACK, lines_to_write
 from fsdp_offload.plan.machine import CONTEXT_BYTES, MACHINES
 from fsdp_offload.plan.memory import Curve, DeviceMemory, Sizes
 from fsdp_offload.plan.model import FAMILIES, builtin_models
+from fsdp_offload.plan.trace import _recomputed, blocks_of, joined
 from fsdp_offload.plan.training import DTYPES, Masters, Training
 from fsdp_offload.policy import MIB
 from tests.parity import attach
@@ -41,7 +46,8 @@ def gpt(layers: int = LAYERS, width: int = WIDTH) -> GPT:
 
 
 def small_plan(model: nn.Module | None = None, **training: object) -> Plan:
-    return plan(model or gpt(), **{"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, **training})
+    asked = {"tokens_per_step": 4 * LENGTH, "sequence_length": LENGTH, "micro_batches": 1, "checkpointing": "none"}
+    return plan(model or gpt(), **{**asked, "machine": "H200", **training})
 
 
 def large_plan(**training: object) -> Plan:
@@ -60,10 +66,143 @@ def large(name: str, **training: object) -> Forecast:
 def test_a_trace_leaves_the_model_as_it_was() -> None:
     model = GPT(1, WIDTH, 64)
     before = [param.detach().clone() for param in model.parameters()]
-    model_of(model).trace(1, 16, torch.bfloat16, "full")
+    model_of(model).trace(1, 16, torch.bfloat16, recomputes=True)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_blocks_that_are_recomputed_are_those_of_a_trace_in_which_they_are(count: int) -> None:
+    model = gpt(4)
+    plain, full = (model_of(model).trace(2, LENGTH, torch.bfloat16, recomputes) for recomputes in (False, True))
+    assert blocks_of(plain, full) == [0, 1, 2, 3]
+    for block in model.blocks[:count]:
+        block.forward = functools.partial(_recomputed, block.forward)
+    assert joined(plain, full, range(count)) == model_of(model).trace(2, LENGTH, torch.bfloat16)
+
+
+def test_no_more_is_recomputed_and_no_smaller_micro_batches_are_taken_than_must_be() -> None:
+    asked = {
+        "model": model_of(gpt(8, 1024)),
+        "tokens_per_step": 16 * LENGTH,
+        "clip": False,
+        "policies": [],
+        "machine": FAST,
+    }
+    costs = [small_plan(**asked, checkpointing=count).forecasts[0] for count in range(9)]
+    assert costs[0].needed_bytes > costs[4].needed_bytes
+    assert all(one.needed_bytes >= other.needed_bytes for one, other in itertools.pairwise(costs))
+    assert all(one.iteration_ms < other.iteration_ms for one, other in itertools.pairwise(costs))
+    for one in costs:
+        asked["device_gb"] = (one.needed_bytes + 1) / 1e9
+        made = small_plan(**asked, checkpointing="auto")
+        assert made.forecasts[0] == next(other for other in costs if other.needed_bytes <= one.needed_bytes)
+        assert made.ideal_ms == costs[0].iteration_ms
+        free = small_plan(**asked, checkpointing="auto", micro_batches=None).forecasts[0]
+        assert free.fits
+        assert free.iteration_ms <= one.iteration_ms
+    asked["device_gb"] = 0.9 * costs[-1].needed_bytes / 1e9
+    assert not small_plan(**asked, checkpointing="auto").forecasts[0].fits
+
+
+def test_the_verdict_is_about_the_best_run_of_each_kind() -> None:
+    made = large_plan()
+    plain, step = made.forecasts[:2]
+    for ms, says in (
+        (100, "level, within 1 %"),
+        (80, "Offload is 25 % faster than the best plain run"),
+        (150, "takes 50 %"),
+    ):
+        rows = (dataclasses.replace(plain, iteration_ms=100.0), dataclasses.replace(step, iteration_ms=ms))
+        one = dataclasses.replace(made, forecasts=rows)
+        assert says in one.verdict()
+        assert (one.best().policy is None) == (ms >= 100)
+        if ms < 100:  # neither was chosen
+            assert one.verdict().endswith("plain run, --micro-batches 1, --checkpointing none.")
+        assert one.offload() == rows[1]
+    full = dataclasses.replace(plain, why_not="device: 3.0 GB too little", recomputed=8)
+    one = dataclasses.replace(made, forecasts=(full, step), blocks=8)
+    assert (
+        one.verdict()
+        == "Plain training does not fit, with all 8 blocks recomputed and 1 micro-batch: 3.0 GB too little."
+    )
+    assert dataclasses.replace(made, forecasts=(plain,)).verdict() == "Plain training is best: no offload fits."
+
+
+def test_the_allocator_needs_more_than_the_peak() -> None:
+    """Of two Llamas on an H200, one reserved 147.7 GB and was as fast as its kernels; the other was not."""
+    most_gb = H200.memory_gb - CONTEXT_BYTES / 1e9
+    assert 131.1 * (1 + SLACK) < most_gb < 137.3 * (1 + SLACK)
+
+
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_the_lines_recompute_the_first_blocks_of_a_model_of_transformers(count: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).train()
+    lines = RECOMPUTING.partition("# others")[0]
+    exec(lines, {"model": model, "recomputed": count})
+    runs: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *args, number=number: runs.append(number))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert runs == [0, 1, 2, 3, *range(count)[::-1]]
+
+
+@pytest.mark.parametrize("titan", [False, True])
+def test_the_lines_recompute_the_first_blocks_of_other_models(titan: bool) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)]
+    layers = nn.ModuleDict({str(number): one for number, one in enumerate(blocks)}) if titan else nn.ModuleList(blocks)
+    model = nn.Module()
+    model.layers = layers
+    lines = RECOMPUTING.partition("\nfor number")
+    lines = "for number" + lines[2].replace("[number]", "[str(number)]" if titan else "[number]")
+    exec(lines, {"model": model, "recomputed": 3, "checkpoint_wrapper": checkpoint_wrapper})
+    runs: list[int] = []
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *args, number=number: runs.append(number))
+    x = torch.ones(1, 4)
+    for layer in layers.values() if titan else layers:
+        x = layer(x)
+    x.sum().backward()
+    assert runs == [0, 1, 2, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("device", "gb", "found"),
+    [
+        *(("NVIDIA H200", 150.1, "H200"), ("NVIDIA H100 80GB HBM3", 85, "H100"), ("NVIDIA H100 PCIe", 85, None)),
+        *(("NVIDIA A100-SXM4-80GB", 85, "A100"), ("NVIDIA A100-SXM4-40GB", 42, None), ("NVIDIA L40S", 47.7, "L40S")),
+        *(("NVIDIA A100 80GB PCIe", 85, "A100-PCIe"), ("NVIDIA GeForce RTX 4090", 25.3, "RTX4090")),
+        *(("NVIDIA GB200", 192, None), ("NVIDIA T4", 15.8, None)),
+    ],
+)
+def test_the_machine_is_that_of_the_gpu_here_or_asked_for(
+    device: str, gb: float, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gb * 1e9))
+    if found is None:
+        with pytest.raises(
+            ValueError, match=f"no table of {device}, the GPU here. Write --machine and one of H200, H100"
+        ):
+            machine_of(None)
+        return
+    made = machine_of(None)
+    assert (made.name, made.memory_gb, made.devices_per_host) == (found, gb, 3)
+    assert made.host_gb == host_memory().total_bytes / 1e9
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"there is no GPU here\. Write --machine and one of H200, H100"):
+        plan(gpt(), tokens_per_step=4096)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -93,7 +232,7 @@ def test_state_of_masters_and_of_other_optimizers(dtype: str, masters: str, opti
 def test_gradients_that_do_not_fit_are_freed_in_the_backward() -> None:
     name = "iteration, parameters"
     first = large(name, machine=FAST).device
-    device_gb = (first.peak_bytes + CONTEXT_BYTES) / 0.95e9
+    device_gb = first.peak_bytes * (1 + SLACK) / 1e9 + CONTEXT_BYTES / 1e9
     block_bytes = 4 * sum(param.numel() for param in gpt(8, 1024).blocks[0].parameters())
     less = large(name, machine=FAST, device_gb=0.999 * device_gb).device
     assert large(name, machine=FAST, device_gb=1.001 * device_gb).device == first
@@ -164,10 +303,11 @@ def test_a_slow_link_is_what_limits_and_what_is_kept() -> None:
 @pytest.mark.parametrize("name", ["iteration", "iteration, parameters", "step, parameters"])
 def test_no_more_is_kept_than_there_is_room_for(name: str) -> None:
     lowest, highest = (large(name, machine=SLOW, device_gb=gb) for gb in (1e-9, 150))
-    device_gb = ((lowest.device.peak_bytes + highest.device.peak_bytes) / 2 + CONTEXT_BYTES) / 0.95e9
+    middle_bytes = (lowest.device.peak_bytes + highest.device.peak_bytes) / 2
+    device_gb = (middle_bytes * (1 + SLACK) + CONTEXT_BYTES) / 1e9
     one = large(name, machine=SLOW, device_gb=device_gb)
     assert lowest.resident_bytes < one.resident_bytes < highest.resident_bytes
-    assert one.device.peak_bytes <= 0.95e9 * device_gb - CONTEXT_BYTES
+    assert one.device.peak_bytes <= middle_bytes
     assert lowest.iteration_ms > one.iteration_ms > highest.iteration_ms
 
 
@@ -252,9 +392,9 @@ def test_parameters_stay_until_their_forward_where_they_find_room(room: list[int
 
 @pytest.fixture(scope="module")
 def qwen() -> tuple:
-    training = {"tokens_per_step": 16_384, "checkpointing": "full"}
-    trace = plan("Qwen3-14B", **training).trace
-    return lambda **more: plan("Qwen3-14B", trace=trace, **{**training, **more})
+    training = {"tokens_per_step": 16_384, "checkpointing": "full", "micro_batches": 1, "machine": "H200"}
+    model = model_of("Qwen3-14B")
+    return lambda **more: plan(model, **{**training, **more})
 
 
 def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows(qwen) -> None:
@@ -340,7 +480,8 @@ def config_file(folder: Path, config: dict) -> Path:
 def test_a_decoder_has_as_many_parameters_as_the_model_of_its_config(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name, num_hidden_layers=2)
+    dense = {"first_k_dense_replace": 1} if name == "deepseek_v3" else {}
+    config = AutoConfig.for_model(name, num_hidden_layers=2, **dense)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     found = model_of(config_file(tmp_path, config.to_dict()))
@@ -348,10 +489,66 @@ def test_a_decoder_has_as_many_parameters_as_the_model_of_its_config(name: str, 
     assert found.numel == pytest.approx(sum(param.numel() for param in module.parameters()), rel=1e-3)
 
 
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 4])
+def test_experts_that_are_divided_among_ranks(expert_parallel: int, tmp_path: Path) -> None:
+    """Each rank has its part of them, and tokens cross; state and shards are the same."""
+    asked = {"ranks": 8, "tokens_per_step": 64 * 8, "sequence_length": 64, "micro_batches": 1, "checkpointing": "none"}
+    made = plan(config_file(tmp_path, MIXTRAL), machine="H200", expert_parallel=expert_parallel, **asked)
+    experts = 3 * 8 * 32 * 64 * 4
+    assert made.model.numel == sum(param.numel() for param in made.model.module.parameters()) > experts
+    sizes = Sizes.of(made.model.shapes(), made.training)
+    assert sum(map(sum, sizes.numels)) == -(-made.model.numel // 8)
+    assert sum(sizes.gathered) == 2 * (made.model.numel - experts + experts // expert_parallel)
+    trace = made.model.trace(1, 64, torch.bfloat16, expert_parallel=expert_parallel)
+    exchanged = sum(one.work["exchange"].nbytes for one in trace if "exchange" in one.work)
+    # There and back, in forward and backward, for each of 4 blocks and of 2 experts of a token; in bf16.
+    assert exchanged == (0 if expert_parallel == 1 else 2 * 2 * 4 * 2 * 64 * 32 * 2 * 2)
+    flops = [
+        sum(
+            work.flops
+            for one in made.model.trace(1, 64, torch.bfloat16, expert_parallel=count)
+            for work in one.work.values()
+        )
+        for count in (1, expert_parallel)
+    ]
+    assert flops[0] == flops[1]
+
+
+def test_experts_hide_their_transfers_behind_more_tokens(tmp_path: Path) -> None:
+    """By the parameters that a token does not pass."""
+    dense = {**LLAMA, "model_type": "llama"}
+    asked = {"tokens_per_step": 65_536, "machine": "H200", "policies": [], "micro_batches": 1, "checkpointing": "none"}
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+    tokens = [
+        plan(config_file(tmp_path, config | large), **asked).hiding_tokens()
+        for config in (dense, {**MIXTRAL, "num_experts_per_tok": 1})
+    ]
+    assert 3 < tokens[1] / tokens[0] < 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "says"),
+    [
+        ({}, {"expert_parallel": 3, "ranks": 3}, "expert_parallel=3 must divide the number of experts, 8"),
+        ({"num_local_experts": 0}, {"expert_parallel": 2, "ranks": 2}, "must divide the number of experts, 0"),
+        ({}, {"expert_parallel": 2}, "expert_parallel=2 must divide the 1 ranks of a replica"),
+        ({"num_experts_per_tok": None}, {}, "num_experts_per_tok must be positive integers in it"),
+        ({"model_type": "deepseek_v3"}, {}, "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim must be"),
+    ],
+)
+def test_experts_that_cannot_be_planned_are_refused(changes: dict, asked: dict, says: str, tmp_path: Path) -> None:
+    asked = {"sequence_length": 64, "tokens_per_step": 64 * asked.get("ranks", 1), "machine": "H200", **asked}
+    with pytest.raises(ValueError, match=says):
+        plan(config_file(tmp_path, MIXTRAL | changes), **asked)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral', of which .* otherwise give package.module:function"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', of which .* otherwise give package.module:function"),
         ({"model_type": None}, "model_type is None"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
         ({"vocab_size": None}, "vocab_size must be positive integers in it"),
@@ -369,7 +566,7 @@ def test_a_model_of_transformers_is_run_as_it_is() -> None:
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     with torch.device("meta"):
         module = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
-    made = plan(module, tokens_per_step=64, sequence_length=32)
+    made = plan(module, tokens_per_step=64, sequence_length=32, machine="H200")
     assert made.model.numel == sum(param.numel() for param in module.parameters())
     assert made.forecasts[0].device.terms["activations"] > 3 * 2 * 512 * 64
 

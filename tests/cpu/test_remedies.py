@@ -608,7 +608,6 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
         lambda s: integration("accelerate").clip_with(SimpleNamespace(clip_grad_norm_=len), None),
     ),
     "a name of a number": (r"parameter's name, got int", lambda _: ours.Experts(0, 4).global_name(3)),  # type: ignore[arg-type]
-    "a trace in text": (r"Model\.trace\(\), got str", lambda _: plan("Llama-3.1-8B", tokens_per_step=1, trace="t")),  # type: ignore[arg-type]
     "a fabric's model behind": (
         r"setup_optimizers\(fabric, model, optimizer\)",
         lambda s: integration("lightning").setup_optimizers(SimpleNamespace(setup_optimizers=1), s.optimizer, s.model),
@@ -650,10 +649,9 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     ),  # type: ignore[type-var]
     "no tokens": (r"^plan\(\) missing .* 'tokens_per_step'", lambda s: plan(s.model)),  # type: ignore[call-arg]
     "a number for a machine": ("^machine must be .* got int", lambda _: machine_of(3)),  # type: ignore[arg-type]
-    "numbers for a trace": ("Model.trace.., got int", lambda s: plan(s.model, trace=[1], tokens_per_step=4096)),  # type: ignore[arg-type]
     "checkpointing of no kind": (
-        "checkpointing must be one of none, full; got 'some'",
-        lambda s: model_of_plan(s.model).trace(1, 8, torch.float32, "some"),  # type: ignore[arg-type]
+        "checkpointing must be auto, none, full or a number of blocks; got 'some'",
+        lambda s: plan(s.model, tokens_per_step=1, checkpointing="some"),  # type: ignore[arg-type]
     ),
     "fewer than no sequences": (
         "cannot be run .* for -1 ×",

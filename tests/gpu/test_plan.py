@@ -20,6 +20,7 @@ def test_peaks_and_host_bytes_are_as_predicted(mesh: torch.distributed.DeviceMes
     with torch.device("meta"):
         model = GPT(layers, width, vocabulary)
     asked = {"tokens_per_step": sequences * length, "sequence_length": length, "clip": False}
+    asked |= {"micro_batches": 1, "checkpointing": "none"}
     made = plan(model, machine="H200", ranks=1, **asked)
     device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
     bench = Bench(device, layers, width, sequences, length, clip=True, vocabulary=vocabulary)
