@@ -65,7 +65,13 @@ def clip_grad_norm_(
     if isinstance(max_norm, Real) and not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}. To clip nothing, leave it out.")
     check_choices("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
-    return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
+    of_models: list[Tensor] = []  # in the order of the models, then all others
+    for attachment in filter(None, map(attachment_of, inner)):
+        model = None if attachment.model is None else attachment.model()
+        of_models += [] if model is None else parameters_of(model)
+    own = dict.fromkeys([param for one in inner for param in params_of(one)])
+    params = list(dict.fromkeys([*[param for param in of_models if param in own], *own]))
+    return clip_in_order(inner, params, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -115,13 +121,3 @@ def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     for grad in grads:
         found[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     return list(found.values())
-
-
-def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """List the parameters of ``optimizers`` once each: in the order of their models, then all others."""
-    of_models: list[Tensor] = []
-    for attachment in filter(None, map(attachment_of, optimizers)):
-        model = None if attachment.model is None else attachment.model()
-        of_models += [] if model is None else parameters_of(model)
-    own = dict.fromkeys([param for one in optimizers for param in params_of(one)])
-    return list(dict.fromkeys([*[param for param in of_models if param in own], *own]))

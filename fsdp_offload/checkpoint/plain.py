@@ -79,7 +79,11 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
         ValueError: ``values`` has such memory.
     """
     leaves = [leaf for value in values.values() for leaf in leaves_of(value)]
-    empty, found = [key for key, value in values.items() if is_template(value)], []
+    empty: list[str] = []
+    found: list[Engine] = []
+    for optimizer, states in _offered.items():  # plain ones, whose memory is a template until a load fills it
+        own = {address_of(one) for state in optimizer.state.values() for one in state.values()}
+        empty += [key for key, v in values.items() if states.is_untouched(v) and address_of(v) not in own]
     for one in list(optimizers):
         engine, states = attached(one).engine, states_of(one)
         homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
@@ -95,15 +99,6 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
             "state yet. Save what get_optimizer_state_dict() gives without for_load."
         )
     return found
-
-
-def is_template(value: object) -> bool:
-    """Return whether ``for_load`` allocated ``value``, and no load has filled it."""
-    return any(
-        states.is_untouched(value)
-        and address_of(value) not in {address_of(one) for state in optimizer.state.values() for one in state.values()}
-        for optimizer, states in _offered.items()
-    )
 
 
 def keeps_state(optimizer: Optimizer) -> bool:

@@ -233,25 +233,21 @@ def with_parameter_chunks(
     check_experts(state_dict.items(), experts)
     exact = {name: param for param, name in parameter_names(model).items()}
     params = {bare_name(name): param for name, param in exact.items()} | exact
-    return {
-        key if experts is None else experts.global_name(key): _carrying(
-            key, value, params.get(key, params.get(bare_name(key)))
-        )
-        for key, value in state_dict.items()
-    }
-
-
-def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
-    if not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
-        return value
-    like = param if param is not None and says_its_chunks(param) else value
-    if like is value and not needs_chunks(value):
-        return value
-    try:
-        carrying: Any = with_chunks(value, shard_chunks=chunks_of(like))
-    except ValueError as error:
-        unknown = "no parameter of the model has this name, and " if like is value else ""
-        raise ValueError(f"{key}: {unknown}{error}") from error
-    if hasattr(param, MEGATRON_INDEX):  # tells checkpoint_tools.split the tensor-parallel ranks of experts
-        setattr(carrying, MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
+    carrying: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        name = key if experts is None else experts.global_name(key)
+        carrying[name] = value
+        if not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
+            continue
+        param = params.get(key, params.get(bare_name(key)))
+        like = param if param is not None and says_its_chunks(param) else value
+        if like is value and not needs_chunks(value):
+            continue
+        try:
+            carrying[name] = with_chunks(value, shard_chunks=chunks_of(like))
+        except ValueError as error:
+            unknown = "no parameter of the model has this name, and " if like is value else ""
+            raise ValueError(f"{key}: {unknown}{error}") from error
+        if hasattr(param, MEGATRON_INDEX):  # tells checkpoint_tools.split the tensor-parallel ranks of experts
+            setattr(carrying[name], MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
     return carrying

@@ -219,7 +219,9 @@ class TurnsLane(Lane):
         """Issue copies in pieces; a turn has as many of them as fit."""
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
-            flat = not is_traced() and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
+            # torch's profiler labels copies of torch, not those of the driver's calls.
+            traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            flat = not traced and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
             if self._calls is not None and flat:
                 self._copy_by_calls(self._calls, copies, piece_bytes)
                 return
@@ -298,13 +300,8 @@ class HostFlag:
 def recorded(name: str) -> AbstractContextManager[object]:
     """Label work issued inside the block with ``name`` in a trace. Costs nothing without a profiler."""
     # A record costs 30 us and more, since it gives the interpreter to other threads: too much for each bucket.
-    traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # as is_traced(), without a call
+    traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(name) if traced else _NOTHING
-
-
-def is_traced() -> bool:
-    """Return whether torch's profiler records: it labels copies of torch, not those of the driver's calls."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 # One device -----------------------------------------------------------------------------------------------------------
@@ -343,7 +340,7 @@ class Lanes:
         return lane
 
     def here(self) -> Lane:
-        """Return the lane of the stream that is current now, also if another one is later; on the CPU, compute."""
+        """Return the lane of the stream that is current now, for later use under another one; on the CPU, compute."""
         return self.on(None if self._device.type == "cpu" else current_stream(self._device))
 
     def event(self, event: object) -> Mark:

@@ -1,4 +1,4 @@
-"""All private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
+"""Private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
 
 Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro-batches (``is_unreduced``). Required:
 

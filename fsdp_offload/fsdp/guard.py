@@ -37,7 +37,7 @@ class Guard:
     """Methods that need no values."""
 
     def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
-        """``lets_gradients``: ``.grad`` may be read and set. ``attributes`` may be used, as fast as without a guard."""
+        """Make a guard that allows ``attributes``, at full speed, and ``.grad`` if ``lets_gradients``."""
         self.name = name  # prefix of the class names of guarded tensors
         self.message = message  # of the error; ``{what}`` is the function that was called
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT

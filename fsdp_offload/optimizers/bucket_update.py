@@ -138,8 +138,12 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if bound.is_alias:
             conventions.hand_gradient(bound.param, bound.gradient)
         params[bound.shard.group].append(bound.param)
-        if user_state:
-            state[bound.param] = _in_slot(bound, user_state)
+        if user_state:  # the shadow sees the slot, and the user's counters, copied if a later range needs them
+            slot, own = bound.values, dict(user_state)
+            own |= {name: slot[name] for name, value in own.items() if name in slot and value is not None}
+            if not bound.last:
+                own |= {name: value.clone() for name, value in own.items() if name not in slot and _is_counter(value)}
+            state[bound.param] = own
     seen = {
         name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
         for name, real in by_param.items()
@@ -158,16 +162,6 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
-
-
-def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
-    """Build the state that the shadow sees: the slot, and the user's counters, copied if a later range needs them."""
-    slot = bound.values
-    state = {name: slot[name] if name in slot and value is not None else value for name, value in user_state.items()}
-    if not bound.last:
-        counters = {name: value for name, value in state.items() if name not in slot and _is_counter(value)}
-        state |= {name: value.clone() for name, value in counters.items()}  # steps do not write other values
-    return state
 
 
 def _is_counter(value: object) -> TypeGuard[Tensor]:

@@ -36,7 +36,7 @@ class Conventions:
     reads_param_grad = True  # gradients are in ``param.grad``, where autograd puts them
     weights_win = False  # its step itself copies weights that were written into masters
     attributes_by_param: frozenset[str] = frozenset()  # names of attributes that are dicts with parameters as keys
-    group_counters: Mapping[str, object] = {}  # entries of param groups after no step that the first one adds
+    group_counters: Mapping[str, object] = {}  # initial values of entries that the first step adds to param groups
     clears_gradients: bool | None = None  # whether zero_grad() sets gradients to None; None: see its signature
     instead_of_host_fraction = ""  # advice if host_fraction is set, which this optimizer cannot use
 

@@ -212,13 +212,12 @@ def _changed(start: object, given: object, end: object) -> bool:
 
 def _same_values(one: Any, other: Any) -> bool:
     """Return whether entries or attributes are equal. Tensors on a device count as equal: their arithmetic repeats."""
-
-    def same(leaf: Any, own: Any) -> bool:
-        if isinstance(leaf, Tensor) and isinstance(own, Tensor):
-            return leaf is own or leaf.device.type != "cpu" or torch.equal(leaf, own)
-        return bool(leaf == own)
-
     if one is other:
         return True
     (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(map(same, leaves, others))
+    return form == other_form and all(
+        leaf is own or leaf.device.type != "cpu" or torch.equal(leaf, own)
+        if isinstance(leaf, Tensor) and isinstance(own, Tensor)
+        else bool(leaf == own)
+        for leaf, own in zip(leaves, others, strict=True)
+    )

@@ -205,10 +205,10 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _copied(values: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
     """Copy values that a step may write. ``copies``: replacements by ``id``, as for ``deepcopy``."""
-
-    def is_shared(value: Any) -> bool:
+    found = dict(values)
+    for name, value in values.items():
         library = type(value).__module__.partition(".")[0]
         of_torch = library == "torch" and not isinstance(value, Tensor | torch.Generator)  # groups of processes, ...
-        return of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType)
-
-    return {name: value if is_shared(value) else copy.deepcopy(value, copies) for name, value in values.items()}
+        if not (of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType)):
+            found[name] = copy.deepcopy(value, copies)
+    return found

@@ -307,7 +307,7 @@ _MOST_TRIALS = 32  # a schedule of betas or decay has new hyperparameters in eve
 
 
 class AdamWStep(NamedTuple):
-    """All hyperparameters of a param group on which the arithmetic depends, as in ``torch.optim.AdamW``."""
+    """Hyperparameters of a param group: all on which the arithmetic depends, as in ``torch.optim.AdamW``."""
 
     lr: float
     beta1: float

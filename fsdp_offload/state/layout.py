@@ -120,15 +120,14 @@ class StateLayout:
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
     """Return ``layout`` with the dtypes of the values in ``state`` whose shapes match."""
-
-    def changed(value: ValueLayout, given: object) -> ValueLayout:
-        leaves = leaves_of(given)
-        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in value.leaves]:
-            return value
-        pairs = zip(value.leaves, leaves, strict=True)
-        return replace(value, leaves=tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs))
-
-    return replace(layout, values={name: changed(value, state.get(name)) for name, value in layout.values.items()})
+    values = dict(layout.values)
+    for name, value in layout.values.items():
+        leaves = leaves_of(state.get(name))
+        if [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]:
+            pairs = zip(value.leaves, leaves, strict=True)
+            own = tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs)
+            values[name] = replace(value, leaves=own)
+    return replace(layout, values=values)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
