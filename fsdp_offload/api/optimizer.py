@@ -152,7 +152,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment.has_others = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed.
+        """Clear gradients. An update that still reads them keeps them alive; zeroing waits for it.
 
         Raises:
             RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
@@ -191,12 +191,12 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.offload()
 
     def release_states(self) -> None:
-        """Free, to the allocator, the device memory of what :meth:`offload_states` stores, on the current stream."""
+        """Return device memory of state that :meth:`offload_states` stores to the allocator, on the current stream."""
         attached(self).engine.release()
         attached(self).parked.release()
 
     def reload_states(self, *, free_host_memory: bool = False) -> None:
-        """Start loading what the next step uses first, as much as the policy allows. Asynchronous.
+        """Start loading the state that the next step uses first, as much as the policy allows. Asynchronous.
 
         For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless if everything is
         loaded. Before the first step, the state that a step uses first is not known.

@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the elements of the rectangle."""
+        """Return the number of elements of the rectangle."""
         return math.prod(self.sizes)
 
     def in_global(self, whole: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class ShardChunks(NamedTuple):
 
     @property
     def local_numel(self) -> int:
-        """Return the elements of this rank's part."""
+        """Return the number of elements of this rank's part."""
         return math.prod(self.local_shape)
 
     @property

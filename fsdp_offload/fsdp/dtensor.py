@@ -32,7 +32,7 @@ NEWEST_TESTED = 2, 14
 
 
 def is_tested() -> bool:
-    """Return whether this torch is no newer than that."""
+    """Return whether this torch is no newer than :data:`NEWEST_TESTED`."""
     return tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED
 
 
@@ -193,7 +193,7 @@ def first_rank(tensor: Tensor) -> int:
 
 
 def largest_local_numel(tensor: Tensor) -> int:
-    """Return the elements of the largest local part over all ranks; the result is the same on each rank."""
+    """Return the size of the largest local part over all ranks, in elements; it is the same on each rank."""
     if not isinstance(tensor, DTensor):
         return tensor.numel()
     sizes = list(tensor.shape)
@@ -212,7 +212,7 @@ def is_host_offloaded(param: Tensor) -> bool:
 
 
 def split_factor(placement: object) -> int:
-    """Return the number of blocks of which a rank has a part each: 1 for a plain ``Shard``."""
+    """Return the number of blocks of which a rank has a part each, 1 for a plain ``Shard``; else a TypeError."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     if isinstance(placement, Shard):

@@ -43,7 +43,7 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
-    """Return, per group, options that stop torch from choosing foreach for plain shards but not for the parameters."""
+    """Return, per group, options that stop torch from choosing foreach if it would not for the user's parameters."""
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
