@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint to a new folder: check, plan, write, and publish only when it is complete.
+"""Rewrite a checkpoint to a new folder: check, plan, write, and publish it only when complete.
 
 ::
 
@@ -7,15 +7,14 @@
 =========  ============================================================================================================
 direction  piece
 =========  ============================================================================================================
-split      what one stored item has of a part: a view of the bytes of the fused elements
+split      the elements of a part in one stored item: a view of the bytes of the fused elements
 merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
 =========  ============================================================================================================
 
-Nothing of the source is changed, and nothing is written before the source was found to be whole. Each rank keeps files
-of its own, of at most about 1 GiB. DST is there as a whole or not at all. What a killed process has left in
-DST.partial, the next one removes.
+The source is not changed, and nothing is written before it was found to be whole. Each rank keeps its own files, of at
+most about 1 GiB. DST appears as a whole or not at all. The next process removes a DST.partial that a killed one left.
 
-*Sidecars* are files beside the data that belong to a checkpoint all the same, and are copied with it: tokenizer,
+*Sidecars* are files without tensors of the model that belong to a checkpoint and are copied with it: tokenizer,
 ``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers and of
 trainers. Data that are not the checkpoint's own (files of another one saved here before, other formats of the same
 weights) stay behind, and are named.
@@ -62,11 +61,11 @@ from .stored.metadata import METADATA_FILE, open_dcp
 from .stored.storage import TORCH_SUFFIXES, Folder, RemoteFolder, open_folder, read_file, write_file
 
 LARGEST_PIECE_BYTES = 128 << 20
-"""Pieces that are put together in memory are not larger."""
+"""Largest piece that is put together in memory."""
 
-_FILE_BYTES = 1 << 30  # of a rank that has more, several threads write several files
+_FILE_BYTES = 1 << 30  # larger ranks get several files, written by several threads
 _SLICE_BYTES = 1 << 20
-_MARK = ".being-written"  # in a partial folder: it is one of these tools
+_MARK = ".being-written"  # marks our own partial folders
 
 # The plan -------------------------------------------------------------------------------------------------------------
 
@@ -83,16 +82,16 @@ class Piece(NamedTuple):
 class Rewrite(NamedTuple):
     """A new checkpoint that is planned, and not yet written."""
 
-    checkpoint: Checkpoint  # the old one, which was found to be whole
-    tensors: Mapping[str, StoredTensor]  # of the new one; they have no chunks yet
+    checkpoint: Checkpoint  # the old one, found to be whole
+    tensors: Mapping[str, StoredTensor]  # of the new one, without chunks yet
     objects: tuple[str, ...]
-    files: Mapping[str, Sequence[Piece]]  # file → what is written to it
-    paths: Mapping[str, stored.Path]  # where values are in the nested state dict, if known
-    exchange: Exchange = Exchange()  # the plan that this one follows, if any
-    heads: Mapping[str, bytes] = {}  # bytes at the start of files, for those of safetensors
-    notes: tuple[str, ...] = ()  # what people should know
-    beside: Mapping[str, bytes | None] = {}  # files beside the data, with their new content; None, to copy the old one
-    headline: str = ""  # says in a line what is written
+    files: Mapping[str, Sequence[Piece]]  # by file
+    paths: Mapping[str, stored.Path]  # of values in the nested state dict, if known
+    exchange: Exchange = Exchange()  # the plan of a split or merge
+    heads: Mapping[str, bytes] = {}  # bytes at the start of files of safetensors
+    notes: tuple[str, ...] = ()  # for people
+    sidecars: Mapping[str, bytes | None] = {}  # with their new content; None: copy the old one
+    headline: str = ""  # a line for people
 
     @property
     def keys(self) -> int:
@@ -105,7 +104,7 @@ class Rewrite(NamedTuple):
         return sum(self.file_bytes().values())
 
     def file_bytes(self) -> dict[str, int]:
-        """File → the size of its pieces in bytes; of files of DCP, without what is around them."""
+        """Return the size of the pieces of each file in bytes, without the zip format around pieces of DCP."""
         return {
             file: len(self.heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
             for file, pieces in self.files.items()
@@ -113,21 +112,21 @@ class Rewrite(NamedTuple):
 
 
 def open_whole(source: str, threads: int) -> Checkpoint:
-    """Open a checkpoint of DCP that nothing is missing of, with the files beside its data."""
+    """Open a checkpoint of DCP, check that nothing is missing, and list its sidecars."""
     return whole(open_dcp(source), threads)
 
 
 def plan(source: Checkpoint, way: Way, request: Request) -> Rewrite:
     """Plan the split or the merge of a checkpoint."""
     exchange, asked = find_exchange(way, source, request)
-    new, beside = plan_rewrite(source, exchange), {file: None for file in source.beside if file != RECORD_FILE}
+    new, sidecars = plan_rewrite(source, exchange), {file: None for file in source.sidecars if file != RECORD_FILE}
     state, done = len(exchange.fusions) - exchange.parameters, "split" if way == "split" else "merged"
     exchanged = f"{counted(exchange.parameters, 'tensor')} and {counted(state, 'state tensor')} {done}"
     nbytes = sum(math.prod(fusion.shape) * fusion.dtype.itemsize for fusion in exchange.fusions)
     size = f"{human_bytes(nbytes)} of {human_bytes(new.nbytes)}"
     headline = f"{exchanged}, {size}; {counted(new.keys, 'key')} in {counted(len(new.files), 'file')}"
     record = new_record(source, way, asked, exchange.matched)
-    return new._replace(beside={**beside, **record}, notes=(*asked.notes, *source.notes), headline=headline)
+    return new._replace(sidecars={**sidecars, **record}, notes=(*asked.notes, *source.notes), headline=headline)
 
 
 def as_table(rewrite: Rewrite) -> list[str]:
@@ -170,12 +169,12 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
         for rank, pieces in enumerate(new.pieces.values())
         for number, some in enumerate(in_files(pieces, lambda piece: piece.nbytes, _FILE_BYTES))
     }
-    notes, beside = checkpoint.notes, dict.fromkeys(checkpoint.beside)
-    return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange, notes=notes, beside=beside)
+    notes, sidecars = checkpoint.notes, dict.fromkeys(checkpoint.sidecars)
+    return Rewrite(checkpoint, new.tensors, tuple(new.objects), files, paths, exchange, notes=notes, sidecars=sidecars)
 
 
 class _NewFiles:
-    """Pieces by the rank whose file they go to."""
+    """Collects pieces by the rank whose file gets them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -184,7 +183,7 @@ class _NewFiles:
         self.objects: dict[str, None] = {}
 
     def add(self, file: str, piece: Piece) -> None:
-        """Add a piece to the file that takes the place of an old one, or of all of a rank."""
+        """Add a piece to the file that replaces an old file, or all files of a rank."""
         if piece.region is None:
             self.objects[piece.key] = None
         rank = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
@@ -207,7 +206,7 @@ class _NewFiles:
         stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
         most = LARGEST_PIECE_BYTES // fusion.dtype.itemsize
         for source in stored:
-            rectangles = [(source.region, 0)]  # and where each begins in the memory of the chunk
+            rectangles = [(source.region, 0)]  # with the first element of each in the memory of the chunk
             if fusion.is_flat:
                 flat_range = source.offsets[0], source.offsets[0] + source.sizes[0]
                 found = chunks_of(fusion.shape, flat_range).chunks
@@ -227,7 +226,7 @@ class _NewFiles:
     def add_merged(self, fusion: Fusion) -> None:
         parts = [self.checkpoint.tensors[part] for part in fusion.parts]
         stored = [chunk for part in parts for chunk in part.chunks]
-        # As large as what a rank has of all parts, and in turns to the same files: loading reads no more than before.
+        # Pieces as large as a rank's share of all parts, in turns to the same files: loading reads no more than before.
         shares = (len(fusion.parts) * chunk.numel for chunk in stored)
         numel = min(max(shares, default=1), LARGEST_PIECE_BYTES // fusion.dtype.itemsize)
         files = itertools.cycle(dict.fromkeys(chunk.file for chunk in stored))
@@ -237,7 +236,7 @@ class _NewFiles:
 
 
 def given(key: str, content: bytes | Tensor, region: TensorRegion | None = None) -> Piece:
-    """Return a piece that is known already: an object, or a rectangle."""
+    """Return a piece of known content: an object, or a rectangle."""
     return Piece(key, region, content.nbytes if isinstance(content, Tensor) else len(content), lambda reader: content)
 
 
@@ -260,7 +259,7 @@ def in_files(some: Iterable[_Sized], nbytes_of: Callable[[_Sized], int], file_by
 def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
     """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
     chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
-    if not fusion.shape:  # a single element, and no dimension that parts would lie along
+    if not fusion.shape:  # a single element, without a dimension to divide
         yield 0, chunk
         return
     shard = ShardChunks(fusion.shape, region.sizes, (chunk,))
@@ -273,11 +272,11 @@ def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chun
 def _carved(
     key: str, region: TensorRegion, dtype: torch.dtype, source: StoredChunk, start: int, strides: tuple[int, ...]
 ) -> Piece:
-    """Return the rectangle whose elements are in those of one item, from ``start`` on."""
+    """Return the piece of a rectangle whose elements one item has, from ``start`` on."""
 
     def read(reader: ItemReader) -> Tensor:
         view = _view(reader.bits(source, dtype), region.sizes, start, strides)
-        if view.is_contiguous():  # written from where it is, as a storage of its own: torch.save writes whole storages
+        if view.is_contiguous():  # a storage of its own, without a copy: torch.save writes whole storages
             return typed(torch.from_numpy(view.numpy()), dtype)
         return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
@@ -304,7 +303,7 @@ def _view(bits: Tensor, sizes: Sequence[int], start: int, strides: Sequence[int]
 
 
 def check_destination(source: str, destination: str) -> None:
-    """Refuse a destination that is there, or is in the source, or the other way round."""
+    """Raise if the destination exists, or if it or the source lies inside of the other."""
     old, new, path = _place(source), _place(destination), Path(destination)
     is_there, has_no_parent = os.path.lexists(path), not path.parent.is_dir()
     if "://" in destination:
@@ -328,7 +327,7 @@ def check_destination(source: str, destination: str) -> None:
 
 
 def _place(path: str) -> str:
-    """Return what all paths inside of this one begin with."""
+    """Return the prefix of all paths inside of this one."""
     if path.startswith(("file://", "local://")):
         path = path.partition("://")[2]
     return os.path.join(path if "://" in path else Path(path).resolve(), "")
@@ -337,12 +336,12 @@ def _place(path: str) -> str:
 def write(
     rewrite: Rewrite, destination: str, threads: int, max_memory_bytes: int, advance: Advance = lambda done: None
 ) -> None:
-    """Write the new checkpoint, and seal it if it is one of DCP. After an error nothing is left of it.
+    """Write the new checkpoint, and seal it if it is one of DCP; remove it after an error.
 
-    ``max_memory_bytes``: for pieces that are put together, over all threads. ``advance`` is told of bytes that are
-    written, from any thread.
+    ``max_memory_bytes``: for pieces that are put together, over all threads. ``advance`` is called with numbers of
+    bytes written, from any thread.
     """
-    # A thread has one piece, and an item of the old checkpoint mapped; one thread can always go on.
+    # Each thread has one piece, and an item of the old checkpoint mapped; at least one thread runs.
     checkpoint = rewrite.checkpoint
     mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
     each_bytes = min(LARGEST_PIECE_BYTES, rewrite.nbytes) + mapped_bytes + 1
@@ -351,25 +350,25 @@ def write(
     stamps = [checkpoint.folder.stamp(file) for file in files]
     with appearing(destination) as folder:
         _save(rewrite, ItemReader(checkpoint, max_memory_bytes // 4), folder, destination, threads, advance)
-        for file, content in rewrite.beside.items():
+        for file, content in rewrite.sidecars.items():
             write_file(folder / file, read_sidecar(checkpoint.folder, file) if content is None else content)
         if not rewrite.heads:
             seal(folder, threads=threads)
         if [checkpoint.folder.stamp(file) for file in files] != stamps:
             raise CheckpointError(
-                f"{checkpoint.path} was changed while it was read; run this again when nobody writes it"
+                f"{checkpoint.path} was changed while it was read; run this again when no process writes it"
             )
 
 
-# Files beside the data ----------------------------------------------------------------------------------------------
+# Sidecars -----------------------------------------------------------------------------------------------------------
 
 _NAMES_IN_NOTES = 8
-_MAX_BYTES = 256 << 20  # up to which files are copied, in all
+_MAX_BYTES = 256 << 20  # of all sidecars that are copied
 _MAX_FILES = 1000
 
 
 def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
-    """Check that nothing is missing of a checkpoint; return it with the files beside its data, and notes on both."""
+    """Check that nothing of a checkpoint is missing; return it with its sidecars, and notes on both."""
     check_whole(checkpoint, threads)
     folder, known = checkpoint.folder, {*(checkpoint.own_files or ()), *checkpoint.items_by_file()}
     files: list[str] = []
@@ -383,7 +382,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
             found = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
             inside, nbytes = found, sum(map(folder.size_bytes, found))
         has_data = any(DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
-        # A folder goes as a whole, or not at all.
+        # A folder is copied as a whole, or not at all.
         if inside and not has_data and nbytes <= room_bytes and len(files) + len(inside) <= _MAX_FILES:
             files += inside
             room_bytes -= nbytes
@@ -393,7 +392,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
     listed = (("copied", copied), ("not copied, as not of the checkpoint", left))
     notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
     notes += [*checkpoint.notes, *notes_on_checksums(checkpoint)]
-    return replace(checkpoint, beside=tuple(files), notes=tuple(notes))
+    return replace(checkpoint, sidecars=tuple(files), notes=tuple(notes))
 
 
 def _files_in(folder: Folder, name: str) -> Iterator[str]:
@@ -406,10 +405,10 @@ def _files_in(folder: Folder, name: str) -> Iterator[str]:
 
 
 def read_sidecar(folder: Folder, file: str) -> bytes:
-    """Read such a file; one of ``torch.save`` is compared with its checksums."""
+    """Read a sidecar; compare a file of ``torch.save`` with its checksums."""
     try:
         content = read_file(folder, file, _MAX_BYTES)
-        # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are none.
+        # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are not zip files.
         if file.endswith(TORCH_SUFFIXES) and (content.startswith(b"PK\3\4") or is_zip_end(content)):
             Archive(memoryview(content)).read_all()
     except DamagedError as error:
@@ -423,11 +422,11 @@ def read_sidecar(folder: Folder, file: str) -> bytes:
 # Files, and the folder that takes its name at the end -----------------------------------------------------------------
 
 _Place = tuple[str, TensorRegion | None, _StorageInfo]
-"""The key and the rectangle of a piece, and where it was written."""
+"""Key and rectangle of a piece, and its place in the new files."""
 
 
 class _Stream(io.BufferedWriter):
-    """Writes a tensor of 128 MiB in slices that fit into caches: at once it takes three times as long."""
+    """Writes large tensors in slices that fit into caches, three times as fast as 128 MiB at once."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
@@ -478,7 +477,7 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
         for key, tensor in rewrite.tensors.items()
     }
-    # DCP looks for a chunk first at the number that its index has.
+    # The number in a chunk's index tells DCP where to look first.
     stored = {dcp.MetadataIndex(key): info for key, region, info in places if region is None}
     regions = {(key, region): info for key, region, info in places if region is not None}
     for key, region in sorted(regions):
@@ -496,9 +495,9 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
 
 @contextlib.contextmanager
 def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
-    """Give an empty folder that becomes ``destination`` at the end, or is sent there; it is gone after an error.
+    """Yield an empty folder that is renamed to ``destination``, or sent there, at the end; remove it after an error.
 
-    ``is_file``: give the path of a file in it instead, which becomes ``destination``.
+    ``is_file``: yield the path of a file in it instead, which becomes ``destination``.
     """
     try:
         if "://" in destination:
@@ -529,17 +528,17 @@ def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
-    """Hold a folder that no other process holds, and that is empty but for its mark."""
+    """Lock a folder against other processes, and empty it except for its mark."""
     mark = folder / _MARK
     folder.mkdir(exist_ok=True)
     names = os.listdir(folder)
     if names and _MARK not in names:
-        raise CheckpointError(f"{folder} is there, and not of these tools; remove it, or give another name")
+        raise CheckpointError(f"{folder} exists, and was not made by this program; remove it, or give another name")
     lock = os.open(mark, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one who had it may have finished, and renamed the folder.
+            # The last process may have finished, and renamed the folder.
             is_ours = os.path.samestat(os.fstat(lock), os.stat(mark))
         except OSError:
             is_ours = False
@@ -555,7 +554,7 @@ def held(folder: Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder safe on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -564,7 +563,7 @@ def _sync(folder: Path) -> None:
 
 
 def _send(folder: Path, url: str) -> None:
-    """Send all files; what was sent is removed again if one fails."""
+    """Send all files to a URL; remove them again if one fails."""
     remote = RemoteFolder(url)
     fs, root = remote.fs, remote.root
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -574,7 +573,7 @@ def _send(folder: Path, url: str) -> None:
             fs.makedirs(place.rpartition("/")[0], exist_ok=True)
             fs.put_file(str(folder / file), place)
     except BaseException as error:
-        with contextlib.suppress(Exception):  # what is said is why it did not end well
+        with contextlib.suppress(Exception):  # report the first error, not this one
             fs.rm(root, recursive=True)
         if isinstance(error, Exception):
             raise CheckpointError(f"{url} cannot be written: {type(error).__name__}: {error}") from error
@@ -582,7 +581,7 @@ def _send(folder: Path, url: str) -> None:
 
 
 def written(error: BaseException) -> CheckpointError:
-    """Make the error for what could not be written; torch's writer has errors of its own for a full disk."""
+    """Return the error for a failed write, also for torch's own errors of a full disk."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -4,7 +4,7 @@
 
     checkpoint of DCP ──_Parts──▶ model, other tensors, objects ──▶ model-*.safetensors, optimizer-*, optimizer.json
     safetensors ──open_safetensors──▶ the same keys and paths ──▶ __0_0.distcp, __1_0.distcp, ..., .metadata
-    files of ranks ──open_rank_files──▶ either of these
+    files of ranks ──open_rank_files──▶ the one or the other
 """
 
 import base64
@@ -24,7 +24,7 @@ from ..fuse.names import sorted_out
 from ..rewrite import LARGEST_PIECE_BYTES, Piece, Rewrite, given, in_files
 from ..stored import safetensors_folder as folder
 from ..stored.checkpoint import Checkpoint, Path, StoredTensor
-from ..stored.foreign import state_beside, works_for_state
+from ..stored.foreign import state_files, works_for_state
 from ..stored.items import ItemReader
 from ..stored.metadata import open_dcp
 from ..stored.rank_files import is_rank_files, open_rank_files, with_optimizer
@@ -39,17 +39,17 @@ _LEAVE_OUT = "leave it out with --exclude"
 
 
 class Wanted(NamedTuple):
-    """Selection of what is converted, and its options; ``key_prefix`` of the model's keys in DCP: None, to find out."""
+    """Options of a conversion, and selected keys; ``key_prefix``: of the model's keys in DCP, or None to find it."""
 
     key_prefix: str | None = None
     excluded: Sequence[str] = ()
     shard_bytes: int = 5_000_000_000
     dtype: torch.dtype | None = None
-    names: Sequence[Any] | None = None  # of parameters that an optimizer has by number
+    names: Sequence[Any] | None = None  # of the parameters of an optimizer's numbers
 
 
 def plan(source: str, wanted: Wanted, to: str | None = None, threads: int = 4) -> Rewrite:
-    """Open a checkpoint, find it whole, and plan its conversion to the other format."""
+    """Open and check a checkpoint, and plan its conversion to the other format."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors, dcp, torch or fsdp_dtensor, not {to}")
     of_ranks = is_rank_files(source)
@@ -63,7 +63,7 @@ def plan(source: str, wanted: Wanted, to: str | None = None, threads: int = 4) -
     if opened is None:
         opened = open_dcp(source) if expected == "safetensors" else open_safetensors(source, wanted.key_prefix)
     if wanted.names and not of_ranks:
-        files = [file for file in state_beside(opened.folder.files()) if file.endswith(TORCH_SUFFIXES)]
+        files = [file for file in state_files(opened.folder.files()) if file.endswith(TORCH_SUFFIXES)]
         if len(files) != 1 or expected != "dcp" or opened.own_files is None:
             raise CheckpointError("--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")
         opened = with_optimizer(opened, files[0], wanted.names)
@@ -87,9 +87,9 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
     new = _new_tensors(checkpoint, [*parts.model, *parts.others], frozenset(parts.model), wanted.dtype)
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
-    beside: dict[str, bytes | None] = dict.fromkeys(checkpoint.beside)
-    for file in checkpoint.beside if checkpoint.archives else ():  # verl's, where from_pretrained looks for them
-        beside[file.removeprefix("huggingface/")] = rewrite.read_sidecar(checkpoint.folder, file)
+    sidecars: dict[str, bytes | None] = dict.fromkeys(checkpoint.sidecars)
+    for file in checkpoint.sidecars if checkpoint.archives else ():  # verl's, to where from_pretrained looks for them
+        sidecars[file.removeprefix("huggingface/")] = rewrite.read_sidecar(checkpoint.folder, file)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
@@ -111,10 +111,10 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
             metadata = {"total_size": sum(new[key].nbytes for key in keys), **prefix}
             by_name = {name: weight_map[name] for name in sorted(weight_map, key=in_order)}
             content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
-            beside[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
+            sidecars[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
     if parts.objects or parts.others or parts.odd:
-        beside[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
-    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=checkpoint.notes, beside=beside), parts.prefix
+        sidecars[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
+    return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=checkpoint.notes, sidecars=sidecars), parts.prefix
 
 
 class _Parts:
@@ -135,17 +135,17 @@ class _Parts:
         self.objects = [key for key in keys if key in checkpoint.objects]
         if not (self.model or self.others):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted: no tensors")
-        # Tensors of the model that were nested in a way that their keys do not tell.
+        # Tensors of the model whose keys do not show how they were nested.
         paths = checkpoint.paths
         self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}
 
 
 def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
-    """Return the keys without excluded ones, of a checkpoint of which no optimizer's state would be left behind."""
+    """Return the keys that are not excluded; raise if an optimizer's state would be left behind."""
     everything = [*checkpoint.tensors, *checkpoint.objects]
-    beside = state_beside(checkpoint.folder.files()) if checkpoint.own_files is not None else []
-    check_patterns("--exclude", excluded, [*everything, *beside])
-    left = [name for name in beside if not is_excluded(name, excluded)]
+    states = state_files(checkpoint.folder.files()) if checkpoint.own_files is not None else []
+    check_patterns("--exclude", excluded, [*everything, *states])
+    left = [name for name in states if not is_excluded(name, excluded)]
     if left and not sorted_out(everything, checkpoint.paths).states:
         raise CheckpointError(
             f"{checkpoint.path}: {left[0]} has the optimizer's state, which would be left behind. "
@@ -155,7 +155,7 @@ def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
-    """Return the prefix of the model's keys, which is known where the model was nested."""
+    """Return the prefix of the model's keys: of the nested state dict, if that is known."""
     inside = [key for key in keys if key.startswith(_DEFAULT_PREFIX)]
     paths = [path for key in inside if (path := checkpoint.paths.get(key))]
     if paths:
@@ -202,18 +202,18 @@ def as_dcp(
     paths: Mapping[str, Path],
     shard_bytes: int,
 ) -> Rewrite:
-    """Plan a checkpoint of DCP of these tensors, their pieces, and contents of objects."""
+    """Plan a checkpoint of DCP from tensors, their pieces, and contents of objects."""
     shards = in_files(pieces, lambda piece: piece.nbytes, shard_bytes) or [[]]
     shards[-1] += [given(key, content) for key, content in objects.items()]
     files = {f"__{number}_0.distcp": shard for number, shard in enumerate(shards)}
-    beside = dict.fromkeys(checkpoint.beside)
-    return Rewrite(checkpoint, new, tuple(objects), files, paths, notes=checkpoint.notes, beside=beside)
+    sidecars = dict.fromkeys(checkpoint.sidecars)
+    return Rewrite(checkpoint, new, tuple(objects), files, paths, notes=checkpoint.notes, sidecars=sidecars)
 
 
 def _new_tensors(
     checkpoint: Checkpoint, keys: Iterable[str], model_keys: Collection[str], dtype: torch.dtype | None
 ) -> dict[str, StoredTensor]:
-    """Return the new ones among ``keys``: the model's floats get the dtype."""
+    """Return the new tensors of ``keys``: the model's floats get the dtype."""
     found = {key: checkpoint.tensors[key]._replace(chunks=()) for key in keys if key in checkpoint.tensors}
     cast = {key for key, tensor in found.items() if dtype and key in model_keys and tensor.dtype in DTYPES.values()}
     return {key: tensor._replace(dtype=dtype) if dtype and key in cast else tensor for key, tensor in found.items()}

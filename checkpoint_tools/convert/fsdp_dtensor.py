@@ -8,8 +8,8 @@
     common.pt: param groups                      optimizer.param_to_group_meta.module.module.module.<each, fused>.step
     common.pt: args, iteration, ...              args, iteration, ...
 
-``torch_dist`` stacks layers and experts in front, and has gate and up as one rank has them. So each new tensor is a
-rectangle of an old one. Of ``args``, plain values are kept, and nothing is run.
+``torch_dist`` stacks layers and experts along its first dimensions, and stores gate and up like one rank. So each new
+tensor is a rectangle of an old one. Only plain values of ``args`` are kept, and nothing is run.
 """
 
 import argparse
@@ -59,14 +59,14 @@ class _Part(NamedTuple):
     shape: Shape
 
     def read(self, tensor: StoredTensor, region: TensorRegion, reader: ItemReader) -> Tensor:
-        """Read some of it."""
+        """Read a region of the tensor."""
         offsets = (*self.at, *map(int.__add__, self.start, region.offsets))
         sizes = (*(1 for _ in self.at), *region.sizes)
         return reader.read_region(tensor, TensorRegion(offsets, sizes)).view(region.sizes)
 
 
 def plan(source: str, wanted: Wanted, threads: int) -> Rewrite:
-    """Open a checkpoint, find it whole, and plan its conversion."""
+    """Open and check a checkpoint, and plan its conversion."""
     opened = open_dcp(source)
     if not is_torch_dist(opened):
         raise CheckpointError(f"{source} is no torch_dist of Megatron, whose {FORMAT_FILE} says so")
@@ -90,7 +90,7 @@ class _Plan:
         self.pieces: list[Piece] = []
         self.contents: dict[str, bytes] = {}
         self.paths: dict[str, Path] = {}
-        self.saved: dict[int, bytes] = {}  # by the identity of an option, which many parameters share
+        self.saved: dict[int, bytes] = {}  # by ``id`` of an option, which many parameters share
         self.common, unread = _common(checkpoint)
         self.args: dict[str, Any] = vars(self.common.get("args", argparse.Namespace()))
         names = sorted_out(keys, checkpoint.paths)
@@ -113,7 +113,7 @@ class _Plan:
         self.notes += [what] * bool(apart)
 
     def rewrite(self) -> Rewrite:
-        mains, trained = 0, dict[str, int]()  # the parameters with state, and how many dimensions each has
+        mains, trained = 0, dict[str, int]()  # number of dimensions by parameter with state
         for key, parts in self._parts().items():
             state = self.state[key]
             main = next((state.pop(kind) for kind in _MAINS if kind in state), None)
@@ -135,10 +135,10 @@ class _Plan:
         return new._replace(notes=(*self.notes, *self.checkpoint.notes), headline=headline)
 
     def _parts(self) -> dict[str, list[_Part]]:
-        """Return what becomes of each tensor of the model: a part for each layer and expert, gate and up."""
+        """Return the parts of each tensor of the model: for each layer and expert, gate and up."""
         tensors, path = self.checkpoint.tensors, self.checkpoint.path
         form = _GROUPED if self.args.get("moe_grouped_gemm", True) else _SEQUENTIAL
-        placed: dict[str, tuple[str, Shape]] = {}  # parameter → where it is stored
+        placed: dict[str, tuple[str, Shape]] = {}  # by parameter: stored tensor and place
         counts: dict[str, int] = {}
         for key in self.state:
             names: dict[str, Shape] = {key: ()}
@@ -178,7 +178,7 @@ class _Plan:
             self.pieces.append(Piece(key, small, small.numel * tensor.dtype.itemsize, read))
 
     def _add_values(self, path: Path, value: Any) -> None:
-        """Add what is no state, each value in nested dicts under a key of its own, as DCP has them."""
+        """Add values that are no state, those in nested dicts under keys of their own, as in DCP."""
         for own, each in flattened(value, path):
             if isinstance(each, Tensor):
                 shape = tuple(each.shape)
@@ -201,7 +201,7 @@ class _Plan:
         return key
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the param groups of all optimizers, with the counter that torch's have beside them."""
+        """Return the param groups of all optimizers, with the counter of torch's optimizers."""
         found, view = self.common.pop("optimizer", {}), self.checkpoint.folder.view
         groups = []
         with told(f"the optimizer in {self.checkpoint.path}/{COMMON_FILE}"):
@@ -220,7 +220,7 @@ class _Plan:
         return groups
 
     def _add_options(self, trained: Mapping[str, int]) -> None:
-        """Add parameters' options, and their counter also to their state, where torch's own optimizers look for it."""
+        """Add parameters' options, and the counter to their state, where torch's own optimizers read it."""
         groups, found = self._groups(), {}
         for name, dims in trained.items():
             found[module] = options = self._options_of(module := _WITHIN.sub(r"\1", name), dims, groups)
@@ -232,7 +232,7 @@ class _Plan:
             self._add_values(("optimizer", "param_to_group_meta", f"{_WRAPPERS}{module}"), options)
 
     def _options_of(self, name: str, dims: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Find a parameter's group: by --names, and without these as Megatron divides them."""
+        """Return the options of a parameter's group: by --names or, without these, by Megatron's rule."""
         names, fitting = self.wanted.names, groups
         if names:
             fitting = [
@@ -253,7 +253,7 @@ class _Plan:
 
 
 def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """Read Megatron's common state, and name what is left out of it: what is no plain value, or of torch_dist alone."""
+    """Read Megatron's common state; name omitted entries: values that are not plain, or only for torch_dist."""
     unread: list[str] = []
     if COMMON_FILE not in checkpoint.folder.files():
         raise CheckpointError(f"{checkpoint.path} has no {COMMON_FILE}, in which torch_dist has its options; fetch it")

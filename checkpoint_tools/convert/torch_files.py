@@ -1,11 +1,11 @@
-"""Between one file of ``torch.save`` and a checkpoint of DCP, whole in memory one way, mapped the other way.
+"""Convert one file of ``torch.save`` to a checkpoint of DCP (mapped), and back (whole in memory).
 
 ::
 
     model.pt ──torch.load(weights_only, mmap)──▶ state dict ──dcp.save──▶ DST/
     SRC/     ──ItemReader──▶ tensors and objects, by path ──torch.save──▶ model.pt
 
-Nothing that either contains is run: what consists of more than tensors and plain values is refused.
+No code of either is run: files with more than tensors and plain values are refused.
 """
 
 import os
@@ -36,7 +36,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
 
 
 def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, list[str]]:
-    """Write a checkpoint with everything in a file; return what is at its top, and notes."""
+    """Write a checkpoint with everything in a file; return its outermost keys, and notes."""
     folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
     try:
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
@@ -70,7 +70,7 @@ def _empty_dicts(state: Mapping[Any, Any], lead: str = "") -> Iterator[str]:
 
 
 def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> tuple[str, list[str]]:
-    """Write one file with everything in a checkpoint, nested as it was; return what is in it, and notes."""
+    """Write one file with everything in a checkpoint, nested as it was; return its content, and notes."""
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, 1)
     keys = wanted_keys(checkpoint, excluded)
@@ -104,7 +104,7 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
 
 
 class _Nest(dict[Any, Any]):
-    """A dict that is made here; others are values."""
+    """A dict made by :func:`_nested`; other dicts are values."""
 
 
 def _nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
@@ -126,13 +126,13 @@ def _nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts whose keys are the numbers of a list are that list: paths have numbers where lists were."""
+    """Turn dicts whose keys are the numbers of a list into lists: paths have numbers for lists."""
     if not isinstance(value, _Nest):
         return value
     inside = {key: _with_lists(each) for key, each in value.items()}
     state = inside.get("state")
     if "param_groups" in inside and type(state) is dict and all(_NUMBER.fullmatch(str(key)) for key in state):
-        # An optimizer's own state dict: its parameters are numbers, and DCP makes texts of them.
+        # An optimizer's own state dict numbers its parameters; DCP turns the numbers into texts.
         inside["state"] = {int(key): each for key, each in state.items()}
     is_list = bool(inside) and set(inside) == set(range(len(inside))) and all(type(key) is int for key in inside)
     return [inside[number] for number in range(len(inside))] if is_list else inside

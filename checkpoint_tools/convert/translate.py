@@ -1,6 +1,6 @@
 """Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
 
-Each step writes into a folder beside the destination, which is removed when the next one is done.
+Each step writes into a folder next to the destination, which is removed after the next step.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
 _TORCH_DIST = resources.files(__package__) / "torch_dist.json"
 
-_LEAD = r"{lead:(?:.*\.)?}"  # what keys may have in front, such as model.
+_LEAD = r"{lead:(?:.*\.)?}"  # prefixes of keys, such as model.
 
 
 class Rename(NamedTuple):
-    """A step that gives other names, by templates, and leaves out keys that the other framework has not."""
+    """A step that renames keys by templates, and leaves out keys that the other framework lacks."""
 
     pairs: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
 
     def renamed(self, key: str) -> str | None:
-        """Return the new name of a key, or None if the step has none."""
+        """Return the new name of a key; None if no template matches."""
         for old, new in self.pairs:
             found = template_pattern(old).fullmatch(key) if len(key) <= MAX_KEY else None
             if found is not None:
@@ -55,7 +55,7 @@ class Fuse(NamedTuple):
 
 
 def _family(name: str) -> Mapping[str, Any]:
-    """Read the data file of a family: one that comes with the tools, or a TOML file of the user's."""
+    """Read the data file of a family: of this package, or the user's TOML file."""
     if not name.endswith(".toml"):
         files = {file.name.removesuffix(".toml"): file for file in _FRAMEWORKS.iterdir()}
         if name not in files:
@@ -84,7 +84,7 @@ def steps(family: str, source: str, target: str) -> list[Rename | Fuse]:
         stages = sorted({table.get("stage", 1) for table in tables})
         return [_rules([table for table in tables if table.get("stage", 1) == stage]) for stage in stages]
 
-    # Of either framework's own tensors, the first to be merged first.
+    # Each framework's own tensors, in stages of merging.
     split, merged = fusions(other, None), fusions(HUB, other)
     if source == HUB:
         split, merged = merged, split
@@ -106,7 +106,7 @@ def _rules(tables: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
-    """Exchange every key for that with the new name. What keys have in front (``model.``) is left out."""
+    """Plan the renaming of all keys, without their prefix (``model.``)."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
     prefix = _prefix_of([key for key in names.others if key in checkpoint.tensors], rename)
     found = Exchange()
@@ -138,7 +138,7 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
 
 
 def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
-    """Find the prefix that the model's keys have in front of the framework's names: one of those of the first key."""
+    """Return the prefix of the model's keys before the framework's names: one of the first key's prefixes."""
     starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
     prefixes = (keys[0][:start] for start in starts)
     return next((each for each in prefixes if any(rename.renamed(key[len(each) :]) is not None for key in keys)), "")
@@ -155,7 +155,7 @@ def translate(
     max_memory_bytes: int,
     progress: Progress,
 ) -> tuple[int, list[str]]:
-    """Write it, from the names of one framework to those of the other; return how many keys there are, and notes."""
+    """Write a checkpoint with another framework's names; return the number of keys, and notes."""
     old = rewrite.open_whole(source, threads)
     try:
         tables = _family(family)["rule"]
@@ -167,7 +167,7 @@ def translate(
             f"{family} is not as docs/checkpoints.md describes it ({type(error).__name__}: {error})"
         ) from error
     notes += old.notes
-    # Refused before the first step, and not in a later one. Optional rules may match nothing, and then need no values.
+    # Checked before the first step, not in a later one. Optional rules may match nothing, and then need no values.
     rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
     missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
     if missing:
@@ -189,11 +189,11 @@ def translate(
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            beside: dict[str, bytes | None] = dict.fromkeys(old.beside)  # without the record of a split
-            if is_last and frameworks[1] == "megatron":  # what Megatron-Core expects beside torch_dist
+            sidecars: dict[str, bytes | None] = dict.fromkeys(old.sidecars)  # without the record of a split
+            if is_last and frameworks[1] == "megatron":  # files that Megatron-Core expects with torch_dist
                 torch.save({}, buffer := io.BytesIO())
-                beside = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **beside}
-            new = new._replace(beside=beside)
+                sidecars = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **sidecars}
+            new = new._replace(sidecars=sidecars)
             with progress(f"rename, {number + 1} of {len(work)}", new.nbytes) as advance:
                 rewrite.write(new, destination if is_last else f"{room}/{number}", threads, max_memory_bytes, advance)
             shutil.rmtree(room / f"{number - 1}", ignore_errors=True)
@@ -203,7 +203,7 @@ def translate(
 
 @contextlib.contextmanager
 def _room_for(destination: str) -> Iterator[Path]:
-    """Give a folder for what is between the steps, on the destination's disk if that is local."""
+    """Yield a folder for the steps' results, on the destination's disk if that is local."""
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as folder:
             yield Path(folder)

@@ -34,7 +34,7 @@ Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
 
 
 class Comb(NamedTuple):
-    """The indices of one part along the fused dimension: so many ``blocks`` of ``length``, ``distance`` apart.
+    """The indices of one part along the fused dimension: ``blocks`` of ``length``, ``distance`` apart.
 
     ``is_dropped``: the part has one index there, and does not have the dimension.
     """
@@ -56,7 +56,7 @@ class Comb(NamedTuple):
 
 
 def replaced(values: Sequence[int], dim: int, *new: int) -> Shape:
-    """Return offsets, sizes or strides with others in the place of one dimension."""
+    """Return offsets, sizes or strides with other values in the place of one dimension."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
@@ -92,7 +92,7 @@ def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
 
 
 def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
-    """Return where in the flat local memory the part's first element is, and its chunks in the stretch to its last."""
+    """Return the place of the part's first element in flat local memory, and its chunks from there."""
     chunks = [chunk for chunk in part.chunks if chunk.numel]
     if not chunks:
         return 0, ShardChunks(part.global_shape, (0,), part.chunks)
@@ -134,7 +134,7 @@ def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step:
 
 
 def nothing_of(shape: Shape) -> "TensorRegion":
-    """Return an empty rectangle as torch's empty shards have it: at the end of dimension 0, so all are alike."""
+    """Return an empty rectangle at the end of dimension 0, as torch's empty shards have it: all are alike."""
     return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
@@ -151,7 +151,7 @@ class TensorRegion(NamedTuple):
 
 
 def whole_of(shape: Shape) -> TensorRegion:
-    """Return all of a tensor as a region of it."""
+    """Return the region of a whole tensor."""
     return TensorRegion((0,) * len(shape), shape)
 
 
@@ -161,7 +161,7 @@ def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
     if region.numel <= max(max_numel, 1):
         yield region
         return
-    # The first dimension of which several indices may fit into one stretch; all before it are taken one by one.
+    # The first dimension with several indices per stretch; dimensions before it are taken one index at a time.
     inner = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     dim = next(dim for dim, numel in enumerate(inner) if numel <= max_numel or dim == len(sizes) - 1)
     step = max(max_numel // inner[dim], 1)
@@ -172,7 +172,7 @@ def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
 
 
 def common(one: TensorRegion, other: TensorRegion) -> TensorRegion | None:
-    """Return the rectangle that both have in common, or None."""
+    """Return the intersection of two rectangles, or None."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = zip(offsets, one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     sizes = tuple(min(a + n, b + m) - start for start, a, n, b, m in ends)

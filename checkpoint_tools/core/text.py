@@ -1,4 +1,4 @@
-"""Text that users write and read: sizes, an order of keys, patterns of keys, and what is safe to print.
+"""Text that users write and read: sizes, order and patterns of keys, and text that is safe to print.
 
 Keys and names of files may contain anything: escapes that move the cursor or set the title of a window, letters that
 turn the direction of what follows, halves of letters. :func:`printable` escapes them.
@@ -18,9 +18,9 @@ NEED_EXTRA = (
 
 
 class CheckpointError(ValueError):
-    """Something about a checkpoint, about rules, or about what was asked for, is wrong.
+    """A problem of a checkpoint, of rules, or of a request.
 
-    The message is one line: what is wrong, and what to do. Whatever opens, reads, plans or writes may raise it.
+    The message is one line: the problem, and what to do. Functions that open, read, plan or write may raise it.
     """
 
     def __init__(self, message: str) -> None:
@@ -102,13 +102,13 @@ def human_shape(shape: Iterable[int]) -> str:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return what torch calls a dtype, without ``torch.``."""
+    """Return torch's name of a dtype, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key in which digits count as numbers, of which some have more than Python makes an int of."""
+    """Return a sort key in which digits count as numbers, also numbers too long for Python's int()."""
     parts = ((part.isdecimal(), part) for part in _DIGITS.split(key) if part)
     digits = ((is_number, part.lstrip("0") if is_number else part) for is_number, part in parts)
     return tuple([(not is_number, len(part) * is_number, part) for is_number, part in digits])
@@ -142,7 +142,7 @@ def printable(text: str) -> str:
 
 
 def table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows of texts, to the left, and of numbers, to the right, below their names. Nothing is cut off."""
+    """Format rows of texts, aligned left, and numbers, aligned right, below their names; nothing is cut off."""
     cells = [(*texts, *numbers)]
     cells += (tuple(printable(cell).replace("\n", "\\n") for cell in row) for row in rows)
     aligned = []

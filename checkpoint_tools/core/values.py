@@ -14,17 +14,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 def compare(
     a: Tensor, b: Tensor, numels: Sequence[int], rtol: float = 0.0, atol: float = 0.0
 ) -> list[tuple[int, float | None]]:
-    """Compare flat tensors of the same dtype, that consist of parts with so many elements, part by part.
+    """Compare flat tensors of the same dtype, part by part; ``numels``: elements of each part.
 
     Elements are the same if their bits are, or with tolerances as ``torch.isclose`` has it (NaN are equal).
 
     Returns:
-        For each part how many elements differ, and by how much at most: infinite where only one is a number; ``None``
-        if none differs, or the dtype has no differences.
+        For each part, the number of different elements, and the largest difference: infinite if only one side is a
+        number; ``None`` if no element differs, or the dtype has no differences.
     """
     differs = _bits(a) != _bits(b)
     where = (differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs).nonzero().flatten()
-    # By their bits: packed dtypes such as float4 cannot be indexed.
+    # Compares bits: packed dtypes such as float4 cannot be indexed.
     part_a, part_b = (_bits(each).view(len(each), -1)[where].flatten().view(a.dtype) for each in (a, b))
     gaps = _gaps(part_a, part_b)
     if gaps is not None and (rtol or atol):
@@ -39,14 +39,14 @@ def compare(
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
-    """Return distances in float64: infinite where only one is a number, None for dtypes without numbers."""
+    """Return distances in float64: infinite if only one side is a number; None for dtypes without numbers."""
     try:
         wide = _wide(a), _wide(b)
     except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
         return None
     gaps = (wide[0] - wide[1]).abs()
     if not (a.is_floating_point() or a.is_complex()):
-        # float64 has 53 bits: the difference is taken before. Where it does not fit into int64, rounding is no matter.
+        # float64 has 53 bits, so subtract in int64; for differences beyond int64, rounding does not matter.
         exact = a.to(torch.int64) - b.to(torch.int64)
         return torch.where(gaps < 2.0**62, exact.to(torch.float64).abs(), gaps)
     both_nan = wide[0].isnan() & wide[1].isnan()
@@ -62,7 +62,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 MAX_VALUES = 10_000_000
-"""In an object: of a few lists that contain each other again and again, there are more than anybody can look at."""
+"""Most values of an object: a few lists that contain each other have more than can be visited."""
 
 
 def values_in(value: Any) -> Iterator[Any]:
@@ -93,16 +93,16 @@ def _is_nested(value: Any) -> bool:
 
 
 def has_more_values(value: Any, most: int) -> bool:
-    """Tell whether a tree holds more than so many values."""
+    """Tell whether a tree holds more than ``most`` values."""
     return any(True for _ in itertools.islice(values_in(value), most, most + 1))
 
 
 def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
     """Tell whether two objects are the same: their types, and the bits of their numbers and tensors.
 
-    So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and a NaN is the same as one of the same bits; also as
-    keys of dicts, whose order is of no account, and in sets. ``seen``: pairs of containers inside, each of which is
-    looked into once. RecursionError, if they are nested too deeply.
+    So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and NaN equal each other if their bits do; also in sets
+    and as keys of dicts, whose order does not matter. ``seen``: pairs of containers, each of which is compared once.
+    Raises a RecursionError if they are nested too deeply.
     """
     seen = {} if seen is None else seen
     if type(a) is not type(b):
@@ -111,7 +111,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
     if isinstance(a, dict | list | tuple):
         if (id(a), id(b)) in seen:
-            return True  # if not, that was found there
+            return True  # differences are found where the pair was first seen
         seen[id(a), id(b)] = a, b
     if isinstance(a, dict):
         of_a, of_b = ({_identity(key): value for key, value in each.items()} for each in (a, b))
@@ -122,7 +122,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
 
 
 def _identity(value: Any) -> Any:
-    """Map a value to something equal only for identical values, unlike ``==``; hashable if ``value`` is."""
+    """Map a value to an object that, unlike ``value``, is equal only for identical values; hashable if it is."""
     kind = type(value)
     if isinstance(value, float):
         return kind, struct.pack("<d", value)

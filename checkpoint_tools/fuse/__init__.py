@@ -1,1 +1,1 @@
-"""Fused tensors: the rules by which they are made of parts, in files and in state dicts in memory."""
+"""Fused tensors: rules for their parts, and splits and merges in files and in state dicts in memory."""

@@ -1,16 +1,16 @@
-"""Splits and merges of checkpoints in files: what was asked for, completed by what they contain, and planned.
+"""Splits and merges of checkpoints in files: requests, completed from the files' content, and plans.
 
 ::
 
     --preset, --rules, --value, --exclude, --only, --yes ─┐
-    split_record.json: what was taken apart, and how ─────┼──find_exchange──▶ Exchange
+    split_record.json: what was split, and how ───────────┼──find_exchange──▶ Exchange
     args, config.json: values of the model's config ──────┘
 
-The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records
-beside its checkpoint which tensors it took apart, by which rules and values, and merge exchanges these and no others.
+The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records in
+its checkpoint which tensors it split, with rules and values, and merge exchanges only those.
 
-Users need not give the values of the model's config that a checkpoint contains: ranks, by the format of Megatron's
-``torch_dist``; sizes and heads, in its ``args``, of which nothing is run; numbers, in Hugging Face's ``config.json``.
+Values of the model's config are read from the checkpoint: ranks, from the format of Megatron's ``torch_dist``; sizes
+and heads, from its ``args``, of which nothing is run; numbers, from Hugging Face's ``config.json``.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _MAX_BYTES = 256 << 20
 
 
 class Split(NamedTuple):
-    """One run of split: by which rules and values of the model's config, and what, by the names that rules match."""
+    """One run of split: its rules, values of the model's config, and fused tensors by the names that rules match."""
 
     rules: tuple[Rule, ...]
     values: Mapping[str, float]
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 def read_record(checkpoint: Checkpoint) -> list[Split]:
-    """Read the splits that a checkpoint went through and that were not undone, the latest last."""
+    """Read the splits of a checkpoint that were not undone, the latest last."""
     try:
         content = read_file(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
 
 
 def new_record(checkpoint: Checkpoint, way: Way, asked: "Request", fused: Sequence[str]) -> dict[str, bytes]:
-    """Return the file that tells of all splits when these tensors are split or merged; none if none is left."""
+    """Return the record after these tensors are split or merged; no file if no split is left."""
     matched, splits = frozenset(fused), read_record(checkpoint)
     if way == "split":
         splits.append(Split(tuple(asked.rules), asked.values, matched))
@@ -92,29 +92,29 @@ def new_record(checkpoint: Checkpoint, way: Way, asked: "Request", fused: Sequen
 
 
 def _crc(splits: Any) -> int:
-    """Compute the CRC-32 of the record's meaning, however it is formatted."""
+    """Compute the CRC-32 of the record's content, independent of its formatting."""
     return zlib.crc32(json.dumps(splits).encode())
 
 
 class Request(NamedTuple):
-    """A split or merge as the user asked for it; without rules, to undo the last split."""
+    """A user's request to split or merge; without rules, to undo the last split."""
 
     rules: Sequence[Rule]
     values: Mapping[str, float]
     excluded: Sequence[str] = ()  # patterns of keys that stay
-    only: Sequence[str] = ()  # patterns of fused tensors or parts that alone are exchanged
-    is_sure: bool = False  # merge whatever the rules match
-    is_dry: bool = False  # only to be looked at
-    # Of one that is completed by what the checkpoint contains:
+    only: Sequence[str] = ()  # patterns of the only fused tensors or parts to exchange
+    is_sure: bool = False  # merge everything that the rules match
+    is_dry: bool = False  # plan only
+    # Completed from the checkpoint:
     wanted: Wanted = ALL  # which matches are exchanged
-    is_known: bool = False  # and whether a record or the user has said so, rather than the rules alone
+    is_known: bool = False  # a record or the user has chosen them, not the rules alone
     notes: Sequence[str] = ()
 
 
 def _of_record(
     checkpoint: Checkpoint, request: Request
 ) -> tuple[Sequence[Rule], frozenset[str] | None, list[tuple[str, float]]]:
-    """Return the rules, the fused tensors that they are about, and their values, as the record of split has them."""
+    """Return the rules of a merge, and fused tensors and values from the record of split."""
     rules, splits = request.rules, read_record(checkpoint)
     if rules:
         splits = [] if request.is_sure else splits
@@ -140,14 +140,14 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
         raise CheckpointError(f"no rules{hint}; give --preset NAME or --rules FILE: {fitting}")
     known, given = {name for rule in rules for name in rule.value_names}, dict(request.values)
     recorded = [(name, value) for name, value in recorded if name in known]
-    for name, value in recorded:  # by which it was split, whatever the config of the model has
+    for name, value in recorded:  # they win over the model's config
         if given.setdefault(name, value) != value and name not in request.values:
             raise CheckpointError(f"{RECORD_FILE} has several values of {name}; give the one with --value")
     values, notes = with_told(checkpoint, known, given)
     rules = [rule.expanded(values) for rule in rules]
     notes += [f"{n} = {given[n]} as given; {RECORD_FILE} has {v}" for n, v in recorded if given[n] != v]
     idle = [name for name in values if name not in known]
-    if idle:  # typing errors
+    if idle:  # typos
         names = ", ".join(sorted(known)) or "none"
         raise CheckpointError(f"--value that no rule uses: {', '.join(idle)}. The rules name {names}")
     if EXPERT_RANKS not in values and DENSE_RANKS in values:
@@ -171,7 +171,7 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
 
 
 def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[Exchange, Request]:
-    """Plan a split or merge of a checkpoint, by what was asked for and what it contains; return that too."""
+    """Plan a split or merge of a checkpoint; return the completed request too."""
     asked = _completed(checkpoint, way, request)
     source = _Files(checkpoint, asked.values)
     found = plan_exchange(way, source, asked.rules, asked.excluded, asked.wanted)
@@ -181,7 +181,7 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     _check_left(source, found, asked.excluded)
     if not (asked.is_known or asked.is_dry):
         raise CheckpointError(
-            f"{checkpoint.path} has no {RECORD_FILE}, so that nobody knows which parts were ever fused; all that the "
+            f"{checkpoint.path} has no {RECORD_FILE}, so it is not known which parts were ever fused; all that the "
             f"rules match would be: {some_of(found.matched, 5)}. Look at it with --dry-run, and pass --yes, or --only "
             "PATTERN for some of it"
         )
@@ -213,13 +213,13 @@ class _Files(Source):
 
 
 def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[GroupName, Any]:
-    """Read the contents of the param groups that are stored as objects."""
+    """Read the param groups that are stored as objects."""
     reader = ItemReader(checkpoint)
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 
 
 def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> None:
-    """Refuse a key that seems to belong to an exchanged tensor, and would silently stay as it was."""
+    """Raise for a key that seems to belong to an exchanged tensor, and would silently stay unchanged."""
     old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
     others = source.names.others
     known = old.intersection(others)
@@ -245,14 +245,14 @@ COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 _CONFIG_FILE = "config.json"
 _ARGS = "args"
-_MAX_CONFIG_BYTES = 64 << 20  # of a file with such values
+_MAX_CONFIG_BYTES = 64 << 20  # of a file with config values
 
 _MEGATRON: Mapping[str, list[str]] = tomllib.loads(resources.files(__package__).joinpath("megatron.toml").read_text())
-"""The presets' names of values → the arguments of Megatron whose product they are."""
+"""By name of a value in presets: the arguments of Megatron whose product it is."""
 
 
 class _Known(NamedTuple):
-    """A value, where it was found, and whether it is how the checkpoint is stored, which users cannot know better."""
+    """A value, its source, and whether it describes how the checkpoint is stored, so that users cannot override it."""
 
     value: float
     where: str
@@ -262,7 +262,7 @@ class _Known(NamedTuple):
 def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Complete the given values of these names with those that the checkpoint contains, and note their source."""
+    """Add values of ``names`` from the checkpoint to the given ones, and note their sources."""
     wanted = set(names)
     found = {**_of_config(checkpoint), **_of_args(checkpoint)} if wanted else {}
     if is_torch_dist(checkpoint):
@@ -287,7 +287,7 @@ def with_told(
 
 
 def is_torch_dist(checkpoint: Checkpoint) -> bool:
-    """Tell whether Megatron-Core has written it, and says so."""
+    """Tell whether the checkpoint says that Megatron-Core has written it."""
     return bool(_json(checkpoint, FORMAT_FILE).get("sharded_backend") == "torch_dist")
 
 
@@ -310,10 +310,10 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
     for where, args in found.items():
         if isinstance(args, PickledObject) and isinstance(args.state, dict):
             state = args.state
-            if state.get("group_query_attention") is False:  # then Megatron's argument is 1
+            if state.get("group_query_attention") is False:  # then num_query_groups is 1
                 state = {**state, "num_query_groups": state.get("num_attention_heads")}
             counts: dict[str, list[Any]] = {name: [state.get(each) for each in of] for name, of in _MEGATRON.items()}
-            # Megatron itself divided the experts: nothing else tells over how many ranks.
+            # Only args tell over how many ranks Megatron divided the experts.
             return {
                 name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
                 for name, factors in counts.items()

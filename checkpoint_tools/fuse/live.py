@@ -5,9 +5,9 @@
     model state, optimizer state ──flat keys──▶ plan_exchange ──▶ Exchange ──▶ parts: views of fused memory
     parts ──(saved, or loaded into)──▶ merge_state_dict ──▶ the very fused tensors again
 
-No collective, and for shards no copy: what is loaded into the parts is in the fused tensors. A part of a sharded tensor
-is a DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement
-says which rows of it a rank has.
+No collective, and no copies of shards: loads into the parts write the fused tensors. A part of a sharded tensor is a
+DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement
+describes its rows on a rank.
 """
 
 import copy
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Origin(NamedTuple):
-    """Link from a part to the fused tensor that it views, or that its copy goes back to; ``ranks`` divide that."""
+    """Link from a part to the fused tensor that it views, or of which it is a copy; ``ranks`` divide that tensor."""
 
     fused: Tensor
     rule_key: str
@@ -51,7 +51,7 @@ class _Origin(NamedTuple):
 
 
 _origins: Any = WeakIdKeyDictionary()
-"""Parts made here, while they live. Merging gives back what they were made of."""
+"""Origins of living parts; merging returns their fused tensors."""
 
 
 @tells("split_state_dict(model_state, optim_state, rules, values={'tp_size': 2})")
@@ -68,22 +68,22 @@ def split_state_dict(
     Args:
         model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters.
         optim_state: in any layout of ``get_optimizer_state_dict``, or ``None``. Its names may have ``module.`` in front
-            more often than the model's. State that is shaped like the parameter is split like it, also where it is the
+            more often than the model's. State that is shaped like the parameter is split like it, also if it is the
             flat local part of a Megatron-FSDP buffer; counters and numbers are copied; ``master_param`` of the
-            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks where its own
-            placements are nominal. Megatron's ``param_to_group_meta`` stays as it is: that goes by the names of the
-            fused parameters there.
+            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks if its own
+            placements are nominal. Megatron's ``param_to_group_meta`` is not changed: its keys are names of fused
+            parameters.
         rules: see :mod:`checkpoint_tools.fuse.rules`.
         values: config values that the rules' sizes name. ``tp_size``, and for experts ``etp_size``, are taken from the
-            mesh of each parameter that tells them; elsewhere ``etp_size`` is ``tp_size`` by default, as in Megatron.
-        model: whose ``state_dict()`` ``model_state`` is, if that is one of Megatron-FSDP: it knows the slices that the
-            values have lost. Where experts are renumbered, call
-            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that, instead.
+            mesh of a parameter if that shows them; otherwise ``etp_size`` is ``tp_size`` by default, as in Megatron.
+        model: a model of Megatron-FSDP whose ``state_dict()`` is ``model_state``: its parameters know their slices,
+            which the values have lost. If experts are renumbered, call
+            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that instead.
 
     Returns:
-        New dicts; what is not fused is taken over as it is, also in modules without a gate (which are logged). Parts
-        are views of the memory of the fused tensors, except where a plain tensor was fused in groups, which no strides
-        can tell: those are copies, and :func:`merge_state_dict` writes them back.
+        New dicts; tensors that are not fused stay, also in modules without a gate (which are logged). Parts are views
+        of the memory of the fused tensors, except those of plain tensors fused in groups, which strides cannot express:
+        they are copies, and :func:`merge_state_dict` writes them back.
 
     Raises:
         ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
@@ -102,8 +102,8 @@ def merge_state_dict(
 ) -> tuple[StateDict, StateDict | None]:
     """Exchange parts for the fused tensors: the inverse of :func:`split_state_dict`.
 
-    Parts that :func:`split_state_dict` made give back the fused tensors themselves, with whatever has been loaded into
-    them. Plain tensors from elsewhere are copied together.
+    For parts made by :func:`split_state_dict`, return the fused tensors themselves, with the values loaded into the
+    parts. Other plain tensors are copied together.
 
     Raises:
         ValueError: parts are missing, do not belong together, differ in a counter, or are sharded and were not made by
@@ -129,13 +129,13 @@ def _exchanged(
         )
     check_is(optim_state, Mapping | None, "expected the state dict of an optimizer", line)
     check_is(values, Mapping, "expected config values by name", f"{line[:-1]}, values={{'tp_size': 2}})")
-    is_empty = not optim_state or optim_state == {"state": {}}  # as of no optimizer, and of one without state
+    is_empty = not optim_state or optim_state == {"state": {}}  # no optimizer, or one without state
     source = _StateDicts(model_state, None if is_empty else optim_state, values)
     found = plan_exchange(way, source, [rule.expanded(values) for rule in rules])
     for note in found.notes:
         _log.info(note)
     for fqn in found.listed if way == "split" else ():
-        if fqn not in found.owners:  # no model tells how it is sharded
+        if fqn not in found.owners:  # no model shows how it is sharded
             raise CheckpointError(
                 f"the optimizer has state of {fqn[1]}, which is fused, and the model's state dict has no such tensor. "
                 "Give both by the same names; for a model whose state_dict() splits it, dict(model.named_parameters())"
@@ -189,7 +189,7 @@ class _StateDicts(Source):
         return local_shard(value).detach() if isinstance(value, Tensor) else value
 
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
-        """Divide by as many tensor-parallel ranks as the parameter's own mesh has: that of experts may have others."""
+        """Take the number of tensor-parallel ranks from the parameter's own mesh: experts' may differ."""
         value, name = self.all[key], str(rule.groups)
         ranks = _origins[value].ranks if value in _origins else _tensor_parallel_ranks(value)
         if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
@@ -206,7 +206,7 @@ class _StateDicts(Source):
         return super().joined(match, keys, where) if origins is None else origins[0].layout
 
     def nested(self, optim: StateDict, found: Exchange) -> StateDict:
-        """Return the optimizer's state dict in the layout that it had, of the values under these flat keys."""
+        """Return the optimizer's state dict in its original layout, from values under flat keys."""
         if self._is_flat:
             return {key.removeprefix(f"{self._lead}."): value for key, value in optim.items()}
         state: StateDict = {new: {} for fqn in self._states for new in found.listed.get((self._lead, fqn), (fqn,))}
@@ -220,7 +220,7 @@ class _StateDicts(Source):
 
 
 def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
-    """Old key → the new keys and values in its place."""
+    """Map each old key to the new keys and values that replace it."""
     fusions = {fusion.fused: fusion for fusion in found.fusions}
     owners = {name.key: found.owners.get((name.optimizer, name.fqn)) for name in source.names.states}
     new: dict[str, StateDict] = {}
@@ -241,7 +241,7 @@ def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
 
 
 def _with_chunks_of(param: Any, value: Any) -> Any:
-    """Give state of an unsplit parameter that parameter's chunks, where its own placements are nominal."""
+    """Give state of an unsplit parameter that parameter's chunks, if its own placements are nominal."""
     if not all(isinstance(each, Tensor) and is_dtensor(each) for each in (param, value)):
         return value
     if says_its_chunks(value) or not says_its_chunks(param):
@@ -252,7 +252,7 @@ def _with_chunks_of(param: Any, value: Any) -> Any:
 
 
 def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Views of ``value``: the fused parameter itself, or state of it."""
+    """Return the parts of ``value``, the fused parameter itself or its state, as views."""
     local = local_shard(value)
     memory = (local.local if isinstance(local, ShardTensor) else local).detach()  # this rank's elements, no copy
     if type(memory) is not Tensor:
@@ -261,7 +261,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
     if (is_dtensor(value) or is_dtensor(param)) and not memory.is_contiguous():
         raise CheckpointError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
     own = chunks_of(param)
-    # A whole tensor; beside a sharded parameter, one that is larger than the shard.
+    # A whole tensor; if the parameter is sharded, one that is larger than the shard.
     is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
     chunks = _chunks_in(fusion, param, own, value, memory, is_plain=is_plain)
     if chunks is None:
@@ -273,7 +273,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
     found = {}
     for number, (key, comb) in enumerate(zip(fusion.parts, fusion.combs, strict=True)):
         if is_plain:
-            blocks = _blocks_of(memory, fusion.dim, comb)  # copied where strides cannot express the part
+            blocks = _blocks_of(memory, fusion.dim, comb)  # copied if strides cannot express the part
             part = blocks if comb.is_dropped else blocks.flatten(fusion.dim, fusion.dim + 1)
         else:
             begin, of_part = span_of(part_chunks(chunks, fusion.dim, comb))
@@ -287,7 +287,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
 
 
 def _tensor_parallel_ranks(tensor: Tensor) -> int | None:
-    """Count the tensor-parallel ranks that divide a DTensor, by its own mesh; ``None`` where nothing tells."""
+    """Count the tensor-parallel ranks of a DTensor's mesh that divide it; ``None`` if unknown."""
     if not isinstance(tensor, DTensor):
         return None
     is_megatron, index = hasattr(tensor, MEGATRON_INDEX), getattr(tensor, MEGATRON_INDEX, None)
@@ -300,16 +300,16 @@ def _tensor_parallel_ranks(tensor: Tensor) -> int | None:
 def _chunks_in(
     fusion: Fusion, param: Tensor, own: ShardChunks, value: Tensor, memory: Tensor, *, is_plain: bool
 ) -> ShardChunks | None:
-    """List what ``memory`` holds of the fused tensor, whose parameter has the chunks ``own``; None if unknown."""
+    """Return the chunks of the fused tensor in ``memory``; ``own``: those of its parameter; None if unknown."""
     is_whole_shape = tuple(value.shape) == fusion.shape
     if is_plain:
         return chunks_of(memory) if is_whole_shape else None
     if is_whole_shape and is_dtensor(value):
-        # Placements of Megatron-FSDP's tensors are nominal: their chunks are the parameter's.
+        # Placements of Megatron-FSDP's tensors are nominal: they have the parameter's chunks.
         is_nominal = says_its_chunks(param) and not says_its_chunks(value)
         chunks = own if is_nominal else chunks_of(value)
         return chunks if chunks.local_numel == memory.numel() else None
-    # What some optimizers keep: this rank's elements, shaped as in the parameter or flat, and maybe without a mesh.
+    # Some optimizers keep this rank's elements, in the parameter's local shape or flat, perhaps without a mesh.
     is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
     is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
@@ -323,7 +323,7 @@ def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
 
 
 def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
-    """Return where the parts come from, if they are all parts of ``rule_key`` in order; others are plain tensors."""
+    """Return the origins of all parts of ``rule_key``, in order; None if they are other plain tensors."""
     origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
     if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
         return None
@@ -333,7 +333,7 @@ def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> li
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
-    """Old key → the new keys and values in its place: the fused tensor replaces its first part."""
+    """Map each old key to the new keys and values that replace it; a fused tensor replaces its first part."""
     new = {key: dict.fromkeys(found.copies.get(key, (key,)), value) for key, value in source.all.items()}
     for fusion in found.fusions:
         parts = [source.all[part] for part in fusion.parts]

@@ -1,19 +1,19 @@
-"""Sort the keys of a checkpoint: tensors of a model, state of an optimizer by FQN, or its param groups.
+"""Sort the keys of a checkpoint into tensors of a model, state of an optimizer by FQN, and its param groups.
 
 ====================================== ================================================================================
-path or key                            what it is
+path or key                            kind
 ====================================== ================================================================================
 ``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
 ``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
 ``optimizer.state.exp_avg.FQN``        the same, named by kind first, as Megatron's ``torch_dist`` has it
-``optim`` ``param_groups.FQN.lr``      what a param group says of one parameter, flattened
+``optim`` ``param_groups.FQN.lr``      an entry of a param group for one parameter, flattened
 ``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
 anything else                          a tensor of a model, or something that has no parts: such as Megatron's
-                                       ``param_to_group_meta``, which has the fused names whatever is split
+                                       ``param_to_group_meta``, which always has the fused names
 ====================================== ================================================================================
 
-DCP keeps the path of a value in the nested state dict; where another writer has not, the key's own dots are taken. FQNs
-have dots and names of state have none, unless flattened param groups list a shorter FQN, as
+DCP keeps the path of a value in the nested state dict; for other writers, the key is divided at its dots. FQNs have
+dots and names of state have none, unless flattened param groups list a shorter FQN, as
 :mod:`fsdp_offload.checkpoint.names` reads them too.
 """
 
@@ -30,19 +30,19 @@ from ..stored.checkpoint import Path
 _BY_FQN = ("state", "param_groups")
 
 KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
-"""Megatron-Core's names of state, for checkpoints without a model that tells which words are the FQN."""
+"""Megatron-Core's names of state, to find the FQN in checkpoints without a model."""
 
 
 class StateName(NamedTuple):
-    """A key that is about one parameter of an optimizer: ``before`` + ``fqn`` + ``after``."""
+    """A key of one parameter of an optimizer: ``before`` + ``fqn`` + ``after``."""
 
     key: str
-    optimizer: str  # the prefix that tells one optimizer's keys from those of others
+    optimizer: str  # prefix of this optimizer's keys
     before: str  # "optim.state.", or "optimizer.state.exp_avg."
     fqn: str
     after: str  # ".exp_avg", or nothing
-    path: Path = ()  # where the value was; empty if that is not known
-    kind: str = ""  # the entry's name, where it comes before the FQN
+    path: Path = ()  # of the value; empty if not known
+    kind: str = ""  # the entry's name, if it precedes the FQN
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class StateName(NamedTuple):
         return self.kind or self.after.removeprefix(".")
 
     def renamed(self, fqn: str) -> tuple[str, Path]:
-        """Return the key and the path of the same entry of another parameter."""
+        """Return key and path of the same entry of another parameter."""
         path: list[str | int] = []
         start = 0
         for part in self.path:
@@ -61,7 +61,7 @@ class StateName(NamedTuple):
 
 
 class GroupName(NamedTuple):
-    """A key that is a param group, all of them, or the list of FQNs of one."""
+    """A key of a param group, of all groups, or of the list of FQNs of one."""
 
     key: str
     optimizer: str
@@ -69,7 +69,7 @@ class GroupName(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The keys of a checkpoint, by what they are."""
+    """The keys of a checkpoint, sorted by kind."""
 
     states: tuple[StateName, ...]
     groups: tuple[GroupName, ...]
@@ -84,7 +84,7 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
         path = paths.get(key, ())
         known = path if ".".join(map(str, path)) == key else ()
         name = _of_path(key, known, known)
-        if name is None and len(known) < 2:  # nothing is nested there, or nobody knows
+        if name is None and len(known) < 2:  # not nested, or of unknown nesting
             name = _by_kind_first(key, known, known_keys.keys()) or _of_path(key, _path_in(key), known)
         if isinstance(name, StateName):
             states.append(name)
@@ -96,13 +96,12 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
     for name in states:
         if name.before.endswith("param_groups."):
             listed[name.optimizer].add(name.fqn)
-    return Names(tuple(_of_listed(name, listed[name.optimizer]) for name in states), tuple(groups), tuple(others))
-
-
-def _of_listed(name: StateName, listed: Set[str]) -> StateName:
-    """Cut the FQN down to one that flattened param groups list: a value may be a dict, and its name have dots then."""
-    fqn = None if name.kind else parameter_of(f"{name.fqn}.", listed)
-    return name if fqn is None else name._replace(fqn=fqn, after=f"{name.fqn.removeprefix(fqn)}{name.after}")
+    # Shorten FQNs to those that flattened param groups list: the rest is the dotted name of a value in a dict.
+    for number, name in enumerate(states):
+        fqn = None if name.kind else parameter_of(f"{name.fqn}.", listed[name.optimizer])
+        if fqn is not None:
+            states[number] = name._replace(fqn=fqn, after=f"{name.fqn.removeprefix(fqn)}{name.after}")
+    return Names(tuple(states), tuple(groups), tuple(others))
 
 
 def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
@@ -113,7 +112,7 @@ def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
         if component == "param_groups" and (not rest or isinstance(rest[0], int)):
             return _group(key, start.removesuffix("."), rest)
         if word in _BY_FQN and (dot or rest):
-            is_alone = not dot and len(rest) > 1  # in its component; else the last word there is the entry
+            is_alone = not dot and len(rest) > 1  # the FQN is a component; else its last word is the entry
             if not dot:
                 if not isinstance(rest[0], str):
                     return None
@@ -126,7 +125,7 @@ def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
 
 
 def _path_in(key: str) -> Path:
-    """Return the path that a key of state, or of a param group, seems to have: FQNs have dots, and other names none."""
+    """Guess the path of a key of state, or of a param group: FQNs have dots, and other names none."""
     words = key.split(".")
     for at, word in enumerate(words):
         lead, rest = words[: at + 1], words[at + 1 :]
@@ -138,7 +137,7 @@ def _path_in(key: str) -> Path:
 
 
 def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
-    """State of Megatron-Core's ``torch_dist``: what follows the kind is a key of the model itself."""
+    """Return the name of state of Megatron-Core's ``torch_dist``: a key of the model follows the kind."""
     lead, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
     kind, _, fqn = rest.partition(".")
     if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
@@ -154,14 +153,14 @@ def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | N
 
 
 def _is_number(part: str) -> bool:
-    return part.isdecimal() and len(part) < 10  # of param groups: nobody has a thousand million
+    return part.isdecimal() and len(part) < 10  # no optimizer has 10**9 param groups
 
 
 # Whose state it is ----------------------------------------------------------------------------------------------------
 
 
 class Owner(NamedTuple):
-    """The tensor of a model that state belongs to: ``key = lead + same``, and the state's ``fqn = own_lead + same``."""
+    """The model's tensor of some state: ``key = lead + same``, and the state's ``fqn = own_lead + same``."""
 
     key: str
     lead: str
@@ -188,11 +187,11 @@ class Owners:
                 self._by_end.setdefault(name[at:], []).append(key)
                 at = name.find(".", at) + 1 or -1
 
-    def of(self, fqn: str, same: Callable[[str, str], bool]) -> Owner | None:
+    def of(self, fqn: str, outcome: Callable[[str], object]) -> Owner | None:
         """Return the owner of state of ``fqn``, which may have ``module.`` in front more often than the model.
 
         Either may have wrappers in its name, if no name is exact. Of several owners, the one with the shortest prefix
-        is returned. If several have it, they must become the ``same``.
+        is returned. If several have it, ``outcome`` must be equal for all of them.
         """
         ends: list[str] = []
         for name in (fqn, without_wrappers(fqn)):
@@ -204,7 +203,7 @@ class Owners:
             return None
         depth = min(key.count(".") for key in found)
         nearest = [key for key in dict.fromkeys(found) if key.count(".") == depth]
-        if not all(same(nearest[0], other) for other in nearest[1:]):
+        if any(outcome(nearest[0]) != outcome(other) for other in nearest[1:]):
             raise CheckpointError(
                 f"state of {fqn} may belong to {' or '.join(nearest[:3])}, of which not the same becomes; use "
                 "rules that match all of them, or --exclude them all"

@@ -1,4 +1,4 @@
-"""Plan what becomes of each key when fused tensors are split or parts are merged: *keys × rules → plan*.
+"""Plan splits of fused tensors and merges of parts, key by key: *keys × rules → plan*.
 
 ::
 
@@ -6,8 +6,8 @@
                                state by FQN ────whose tensor is it?────┴──▶ Exchange: fusions, copies, new names
 
 One plan serves checkpoints in files (:mod:`checkpoint_tools.fuse.files`) and state dicts in memory
-(:mod:`checkpoint_tools.fuse.live`). State follows its parameter: where the model's tensors are among the keys, their
-state is exchanged as they are, even if its FQNs have other prefixes (``model.module.x`` and ``module.module.x``). State
+(:mod:`checkpoint_tools.fuse.live`). State follows its parameter: if the model's tensors are among the keys, their
+state is exchanged like them, even if its FQNs have other prefixes (``model.module.x`` and ``module.module.x``). State
 without a model is matched by its own FQNs. The plan reads shapes, and only those values that it copies or compares.
 """
 
@@ -28,16 +28,16 @@ from .rules import ALL, MAX_KEY, Match, Rule, Wanted, Way, find_matches, match_o
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts, of which either it or they are stored."""
+    """One fused tensor and its parts; a checkpoint stores either the one or the others."""
 
     fused: str
     parts: tuple[str, ...]
-    shape: Shape  # of the fused one
+    shape: Shape  # of the fused tensor
     dtype: torch.dtype
     dim: int
     combs: tuple[Comb, ...]
     is_flat: bool = False  # stored as one dimension of all of its elements
-    owner: str | None = None  # the key of the model's tensor whose state it is, or its own key in the model
+    owner: str | None = None  # key of the model's tensor: its own, or that of its parameter
 
     def part_shapes(self) -> list[tuple[str, Shape]]:
         """List the key and the shape of each part."""
@@ -51,20 +51,20 @@ Fqn = tuple[str, str]
 
 @dataclass
 class Exchange:
-    """The plan: what becomes of each key. Keys that it does not name stay."""
+    """The plan: the outcome of each key. Keys that it does not name stay."""
 
     fusions: list[Fusion] = field(default_factory=list)  # split, or merged; those of the model come first
-    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)  # key → those that have its value afterwards
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)  # old key → new keys with its value
     objects: dict[str, Any] = field(default_factory=dict)  # key → its new value: a param group that lists other FQNs
     paths: dict[str, Path] = field(default_factory=dict)  # new key → its path in the nested state dict, if known
-    parameters: int = 0  # how many of the fusions are tensors of a model
-    matched: tuple[str, ...] = ()  # fused tensors by the names that rules match: of the model, or of state without one
-    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # what param groups list instead of an FQN
-    owners: dict[Fqn, str] = field(default_factory=dict)  # keys of the model's tensors whose state there is
-    notes: tuple[str, ...] = ()  # what people should know
+    parameters: int = 0  # number of fusions of a model's tensors
+    matched: tuple[str, ...] = ()  # fused tensors by matched name: the model's, or state's without a model
+    listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # FQN → its replacement in param groups
+    owners: dict[Fqn, str] = field(default_factory=dict)  # FQN of state → key of the model's tensor
+    notes: tuple[str, ...] = ()  # for people
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
-        """Give an entry of state to these parameters."""
+        """Copy an entry of state to other parameters."""
         self.copies[name.key] = tuple(self.renamed(name, fqn) for fqn in fqns)
 
     def renamed(self, name: StateName, fqn: str) -> str:
@@ -75,7 +75,7 @@ class Exchange:
         return key
 
     def relist(self, name: GroupName, content: Any, new: Mapping[str, Sequence[str]]) -> None:
-        """List other FQNs in a param group, in several, or in the list of one; ``new`` has those in place of each."""
+        """Replace FQNs in a param group, in several, or in the list of one; ``new``: the replacements of each."""
 
         def relisted(value: Any, *, is_list: bool) -> Any:
             if is_list:
@@ -88,7 +88,7 @@ class Exchange:
             self.objects[name.key] = relisted(content, is_list=name.is_list)
 
     def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
-        """Check that every new key is free; ``before`` are the keys that there were, ``old`` those that are fused."""
+        """Raise if a new key is taken; ``before``: all keys of the checkpoint; ``old``: those that are fused."""
         fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in old)
         new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
         left = before - old - self.copies.keys()
@@ -98,12 +98,12 @@ class Exchange:
 
 
 Layout = tuple[Shape, int, tuple[Comb, ...]]
-"""The shape of a fused tensor, its fused dimension, and where the parts lie along it."""
+"""Shape of a fused tensor, its fused dimension, and the comb of each part along it."""
 
 
 @dataclass
 class Source:
-    """Sources of a plan: values under flat keys. ``tensors`` have a shape and a dtype; ``values`` are of the config."""
+    """Input of a plan: values under flat keys. ``tensors`` have a shape and a dtype; ``values`` are the config's."""
 
     names: Names
     tensors: Mapping[str, Any]
@@ -112,27 +112,27 @@ class Source:
     values: Mapping[str, float]
 
     def value(self, key: str) -> Any:
-        """Return an object or a number, to be copied or compared."""
+        """Return an object or a number, to copy or compare it."""
         raise NotImplementedError
 
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
-        """Return the config values that hold for the tensor ``key``."""
+        """Return the config values for the tensor ``key``."""
         del rule, key
         return self.values
 
     def joined(self, match: Match, keys: Sequence[str], where: str) -> Layout:
-        """Return the layout of the tensor that is fused of these; see :meth:`Match.joined`."""
+        """Return the layout of the tensor that is merged from ``keys``; see :meth:`Match.joined`."""
         shapes = [tuple(self.tensors[key].shape) for key in keys]
         return match.joined(shapes, self.values_for(match.rule, keys[0]), where)
 
     def check_state(self, key: str, shape: Shape, fused: str) -> None:
-        """Refuse state that cannot be split like its parameter, which has this shape."""
+        """Raise if state cannot be split like its parameter, which has ``shape``."""
 
 
 def plan_exchange(
     way: Way, source: Source, rules: Sequence[Rule], excluded: Sequence[str] = (), wanted: Wanted = ALL
 ) -> Exchange:
-    """Plan which tensors are split, or which parts merged. Rules that are not optional have to match something."""
+    """Plan which tensors to split, or which parts to merge. Rules that are not optional must match."""
     planner = _Planner(way, source, rules, excluded, wanted)
     (planner.split if way == "split" else planner.merge)()
     found = planner.found
@@ -147,8 +147,7 @@ def plan_exchange(
 class _Role(NamedTuple):
     """The role of a name in a match: the fused tensor (no number), or one of the parts.
 
-    ``fused`` and ``parts`` are named as the model or this optimizer names them; ``owner`` is the model's tensor to
-    which state belongs.
+    ``fused`` and ``parts`` are names of the model or of this optimizer; ``owner`` is the model's tensor of state.
     """
 
     match: Match
@@ -175,15 +174,15 @@ class _Planner:
         self.keys = frozenset(keys)
         self.found = Exchange()
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
-        self.used: set[int] = set()  # rules that match something
-        self.whole: dict[str, None] = {}  # what they match, and nothing is fused in
+        self.used: set[int] = set()  # numbers of rules that match
+        self.whole: dict[str, None] = {}  # matched tensors in which nothing is fused
         self.of_model = self._roles(model, self.shapes)
         self.of_state = self._roles_of_state(fqns, Owners(key for key in model if len(key) <= MAX_KEY))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
         if not self.used or (idle and self.wanted is ALL):
             nothing = ", ".join(idle or dict.fromkeys(rule.fused for rule in self.rules))
             if way == "split" and any(match_of("merge", rule, key) for rule in rules for key in self.keys):
-                nothing += ", but parts of these: they are split already"
+                nothing += ", but their parts: they are split already"
             raise CheckpointError(
                 f"rules that match nothing: {nothing}. Look at the keys, and take out what is not there; "
                 f"{presets_for(way, [*model, *(fqn for _, fqn in self.fqns)])}"
@@ -194,7 +193,7 @@ class _Planner:
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
-        for fqn, role in self.of_state.items():  # param groups list the parts, or the fused one in place of the first
+        for fqn, role in self.of_state.items():  # in param groups, a merged tensor replaces its first part
             self.found.listed[fqn] = role.parts if role.number is None else () if role.number else (role.fused,)
 
     def _roles(self, names: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, _Role]:
@@ -215,9 +214,9 @@ class _Planner:
         roles: dict[Fqn, _Role] = {}
         alone: dict[str, list[str]] = {}
         for optimizer, fqn in fqns:
-            owner = owners.of(fqn, self._become_the_same)
+            owner = owners.of(fqn, self._outcome)
             if owner is None:
-                if not is_excluded(_key_of((optimizer, fqn)), self.excluded):  # users exclude the keys that they see
+                if not is_excluded(_key_of((optimizer, fqn)), self.excluded):  # --exclude matches keys
                     alone.setdefault(optimizer, []).append(fqn)
                 continue
             self.found.owners[optimizer, fqn] = owner.key
@@ -231,14 +230,10 @@ class _Planner:
             roles.update(((optimizer, fqn), role) for fqn, role in found.items())
         return roles
 
-    def _become_the_same(self, one: str, other: str) -> bool:
-        """Tell whether two of the model's tensors are exchanged alike, so that state may be of either."""
-
-        def outcome(key: str) -> object:
-            role = self.of_model.get(key)
-            return role and (id(role.match.rule), role.number, self.shapes[key], self.source.tensors[key].dtype)
-
-        return outcome(one) == outcome(other)
+    def _outcome(self, key: str) -> object:
+        """Return a value that is equal for tensors of the model that are exchanged alike: state may be of either."""
+        role = self.of_model.get(key)
+        return role and (id(role.match.rule), role.number, self.shapes[key], self.source.tensors[key].dtype)
 
     def _check_ambiguity(self) -> None:
         for optimizer, param in self.fqns:
@@ -294,22 +289,22 @@ class _Planner:
         self.found.fusions.append(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner))
 
     def _fuse_model(self, fusion: Fusion, old: str, new: Iterable[str]) -> None:
-        """Exchange a tensor of the model; new ones are where the ``old`` one was in the nested state dict."""
+        """Exchange a tensor of the model; ``new`` keys get paths in the nested state dict next to that of ``old``."""
         self.found.fusions.append(fusion)
         self.found.parameters += 1
         self.layouts[fusion.fused] = fusion.shape, fusion.dim, fusion.combs
         path = self.source.paths.get(old, ())
         for key in new if path and ".".join(map(str, path)) == old else ():
-            # The longest beginning that both have.
+            # The longest common prefix.
             leads = ((at, "".join(f"{part}." for part in path[:at])) for at in reversed(range(len(path))))
             at, lead = next((at, lead) for at, lead in leads if key.startswith(lead))
             self.found.paths[key] = (*path[:at], key.removeprefix(lead))
 
     def _shapes_of_state(self) -> dict[str, dict[str, Shape]]:
-        """Optimizer → FQN → the shape of the parameter: that of the state with the most dimensions."""
+        """Return the shape of each parameter, by optimizer and FQN: that of the state with the most dimensions."""
         shapes: dict[str, dict[str, Shape]] = {name.optimizer: {} for name in self.source.names.states}
         for name in self.source.names.states:
-            is_state = bool(name.kind) or name.before.endswith("state.")  # rather than what a group says
+            is_state = bool(name.kind) or name.before.endswith("state.")  # not an entry of a group
             if is_state and name.key in self.source.tensors:
                 shape = tuple(self.source.tensors[name.key].shape)
                 known = shapes[name.optimizer].setdefault(name.fqn, shape)
@@ -373,12 +368,12 @@ class _Planner:
         return Fusion(fused, keys, shape, first, dim, combs, owner=owner)
 
     def _check_options(self) -> None:
-        """Check that the parts of one tensor, which has one of each, are in param groups with the same options."""
+        """Check that the parts of one tensor are in param groups with the same options, as it can have only one set."""
         options: dict[Fqn, Mapping[str, Any]] = {}
         for name, content in self.source.groups.items():
             for group in groups_in(content, name):
                 entries = {entry: value for entry, value in group.items() if entry != "params"}
-                if name.is_list:  # the options are under keys of their own; groups are taken to differ
+                if name.is_list:  # options have their own keys; assume that groups differ
                     entries = {"listed in": name.key}
                 options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
         roles = {(optimizer, role.fused): role.parts for (optimizer, _), role in self.of_state.items()}
@@ -400,7 +395,7 @@ class _Planner:
 
 
 def _key_of(fqn: Fqn) -> str:
-    """Return what the keys of a parameter's state begin with."""
+    """Return the prefix of the keys of a parameter's state."""
     return f"{fqn[0]}.state.{fqn[1]}".removeprefix(".")
 
 

@@ -1,4 +1,4 @@
-r"""Rules: which tensors are fused of which parts, as data.
+r"""Rules: fused tensors and their parts, as data.
 
 A rule names the fused tensor and its parts by templates. ``{name}`` stands for any text and ``{name:regex}`` for text
 that matches; the parts are named with the same texts, so a rule reads in both directions::
@@ -33,7 +33,7 @@ _MOST_PARTS = 65_536  # of one tensor, such as experts
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One way in which tensors are fused.
+    """A rule for one kind of fused tensor.
 
     Attributes:
         fused: template of the fused tensor's key: the whole FQN.
@@ -46,12 +46,12 @@ class Rule:
             part, along a dimension that the parts do not have.
         groups: for ``grouped``, a number or an expression: how many ranks or groups.
         same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
-            Where ``linear_fc1`` has that size itself, the MLP has no gate, and stays as it is.
-        each: how many indices a stack has, an expression; ``{each}`` in the parts stands for every one.
-        optional: whether a model may have no such tensor. Of several optional rules one has to match all the same.
-        only: patterns of keys, as a shell's (``*``, ``?``, ``[...]``): the rule is about no others.
-        exclude: patterns of keys that the rule is not about.
-        source: where the layout is defined.
+            If ``linear_fc1`` itself has that size, the MLP has no gate, and is not changed.
+        each: an expression for the number of indices of a stack; ``{each}`` in the parts stands for each index.
+        optional: whether a model may have no such tensor. Of several optional rules, one must match.
+        only: patterns of keys, as in a shell (``*``, ``?``, ``[...]``): the rule covers only these.
+        exclude: patterns of keys that the rule does not cover.
+        source: the code that defines the layout.
 
     Raises:
         ValueError: the rule contradicts itself.
@@ -97,16 +97,16 @@ class Rule:
                 raise CheckpointError(f"rule for {self.fused}: {text}")
 
     def expanded(self, values: Mapping[str, float]) -> "Rule":
-        """Return the rule with a part for each index, by the config value that says how many there are."""
+        """Return the rule with a part for each index; a config value gives their number."""
         count = evaluated(self.each, values, f"{self.fused}, and how many parts it has") if self.each else 0
-        if count > _MOST_PARTS:  # a config.json can say anything
+        if count > _MOST_PARTS:  # a config.json may have any number
             raise CheckpointError(f"{self.each} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
         parts = (part.replace("{each}", str(at)) for part in self.parts for at in range(count))
         return dataclasses.replace(self, parts=tuple(parts), each="") if self.each else self
 
     @property
     def is_bounded(self) -> bool:
-        """Tell whether every key is matched quickly, whoever has written the rule."""
+        """Tell whether matching is fast for every key, also if the rule is hostile."""
         templates = [self.fused, *self.parts, *(self.same_size_as or ())[:1]]
         regexes = [[found.group(2) or "" for found in _PLACEHOLDER.finditer(str(each))] for each in templates]
         return (
@@ -117,7 +117,7 @@ class Rule:
 
     @property
     def value_names(self) -> frozenset[str]:
-        """Name the config values in its sizes and groups, whether or not they can be evaluated."""
+        """Return the names of config values in sizes and groups, also if these cannot be evaluated."""
         own = () if self.sizes == "equal" else self.sizes
         expressions = [size for size in (*own, self.groups, self.each) if isinstance(size, str) and size != "rest"]
         return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
@@ -148,8 +148,8 @@ class Rule:
         return None if found is None else self.match(template_filled(self.fused, found.groupdict()))
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
-        """Locate the parts along the fused dimension, by the config values that the sizes name."""
-        if DENSE_RANKS in values:  # Megatron divides experts as dense layers where nothing else is said
+        """Return the comb of each part along the fused dimension, from config values."""
+        if DENSE_RANKS in values:  # Megatron's default: experts like dense layers
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
         groups, sizes = evaluated(self.groups, values, where), self.part_sizes(fused_size, values, where)
         if groups < 1:
@@ -186,11 +186,11 @@ class Rule:
 
 
 DENSE_RANKS, EXPERT_RANKS = "tp_size", "etp_size"
-"""Config values: over how many tensor-parallel ranks dense layers and experts are divided."""
+"""Config values: the numbers of tensor-parallel ranks of dense layers and of experts."""
 
 
 class Match(NamedTuple):
-    """A fused tensor and its parts; ``texts`` are what the placeholders stand for."""
+    """A fused tensor and its parts; ``texts``: the values of the placeholders."""
 
     rule: Rule
     fused: str
@@ -198,21 +198,21 @@ class Match(NamedTuple):
     texts: dict[str, str]
 
     def is_whole(self, shapes: Mapping[str, Sequence[int]]) -> bool:
-        """Tell whether nothing is fused: the tensor of ``same_size_as`` takes all of this one, as without a gate."""
+        """Tell whether nothing is fused, as without a gate: ``same_size_as`` has the size of the whole tensor."""
         if self.rule.same_size_as is None:
             return False
         (template, at), dim = self.rule.same_size_as, self.rule.dim
         own, other = shapes.get(self.fused, ()), shapes.get(template_filled(template, self.texts), ())
         has_size = -len(own) <= dim < len(own) and -len(other) <= at < len(other) and own[dim] == other[at] > 0
-        # Stacks of experts may be transposed: a rule of the others finds the hidden size in both.
+        # Stacks of experts may be transposed: then both sizes are the hidden size for a rule of the other layout.
         return has_size and (len(own) < 3 or math.prod(own) == math.prod(other))
 
     def divided(
         self, shape: Shape, values: Mapping[str, float], siblings: Mapping[str, Sequence[int]]
     ) -> tuple[int, tuple[Comb, ...]]:
-        """Return the fused dimension of a tensor of that shape, and where the parts lie along it.
+        """Return the fused dimension of a tensor of ``shape``, and the comb of each part along it.
 
-        The first part's size is held against the tensor that ``same_size_as`` names, before it is divided into groups.
+        The first part's size, before its division into groups, is compared with the tensor of ``same_size_as``.
         """
         dim = self.rule.dim_of(shape, self.fused)
         if self.rule.same_size_as is not None:
@@ -237,7 +237,7 @@ class Match(NamedTuple):
     def joined(
         self, shapes: Sequence[Shape], values: Mapping[str, float], where: str
     ) -> tuple[Shape, int, tuple[Comb, ...]]:
-        """Return the shape of the fused tensor of parts of these shapes, its fused dimension, and where they lie."""
+        """Return the layout of the fused tensor of parts with these ``shapes``: shape, fused dimension, and combs."""
         first, stacked = shapes[0], self.rule.layout == "stacked"
         dim = self.rule.dim_of((1,) * (len(first) + stacked), where)
         if any(len(shape) != len(first) for shape in shapes):
@@ -254,7 +254,7 @@ class Match(NamedTuple):
 
 
 Wanted = Callable[[Match], bool]
-"""Predicate: which matched fused tensors are exchanged; the others, and their parts, stay."""
+"""Predicate of matched fused tensors to exchange; others, and their parts, stay."""
 
 ALL: Wanted = lambda match: True  # noqa: E731
 
@@ -320,10 +320,10 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
 
 
 def load_rules(path: str | Path) -> tuple[Rule, ...]:
-    """Rules from a file: ``[[rule]]`` tables in TOML, or ``{"rule": [{...}]}`` in JSON, with the fields of ``Rule``.
+    """Load rules from a file: ``[[rule]]`` tables in TOML or ``{"rule": [{...}]}`` in JSON, with fields of ``Rule``.
 
     Raises:
-        ValueError: it is no such file; names the field.
+        ValueError: it is no such file; the message names the field.
         OSError: it cannot be read.
     """
     return rules_of(tables_in(path), str(path))
@@ -339,14 +339,13 @@ def tables_in(path: str | Path) -> Any:
 
 
 def presets_for(way: Way, keys: Iterable[str]) -> str:
-    """Say which presets match any of these keys: as fused tensors to split, or with all their parts to merge."""
-    known = frozenset(keys)
-
-    def is_match(rule: Rule, key: str) -> bool:
-        match = match_of(way, rule.expanded({rule.each: 2}), key)
-        return match is not None and (way == "split" or known.issuperset(match.parts))
-
-    found = [name for name in preset_names() if any(is_match(rule, key) for rule in preset(name) for key in known)]
+    """Return a sentence on presets that match some of ``keys``: fused tensors to split, or all parts to merge."""
+    known, found = frozenset(keys), []
+    for name in preset_names():
+        rules = [rule.expanded({rule.each: 2}) for rule in preset(name)]
+        matches = filter(None, (match_of(way, rule, key) for rule in rules for key in known))
+        if any(way == "split" or known.issuperset(match.parts) for match in matches):
+            found.append(name)
     names = ", ".join(found or preset_names())
     return f"presets that match its keys: {names}" if found else f"no preset matches its keys ({names})"
 
@@ -359,14 +358,14 @@ def preset(name: str) -> tuple[Rule, ...]:
 
 
 def rules_of(data: Any, where: str) -> tuple[Rule, ...]:
-    """Rules as they are in a file."""
+    """Return the rules of a parsed file."""
     tables = data.get("rule") if isinstance(data, dict) else None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f'{where}: expected [[rule]] tables, or {{"rule": [{{...}}]}} in JSON')
     frozen = [{name: _frozen(value) for name, value in table.items()} for table in tables]
     try:
         return tuple(Rule(**table) for table in frozen)
-    except (TypeError, ValueError) as error:  # TypeError: a field is missing, or unknown
+    except (TypeError, ValueError) as error:  # a field is missing, or unknown
         raise CheckpointError(f"{where}: {str(error).replace('Rule.__init__()', 'a rule is')}") from None
 
 
@@ -396,10 +395,10 @@ _FIELD_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 # Templates -----------------------------------------------------------------------------------------------------------
 
 MAX_KEY = 1024
-"""Longest key, in characters, that a rule matches; no model has longer ones."""
+"""Longest key that a rule matches, in characters; no model has longer ones."""
 
 _MAX_TEMPLATE = 256  # letters
-_MAX_PLACEHOLDERS = 2  # of a template that is not trusted: what more of them take grows with a power of that
+_MAX_PLACEHOLDERS = 2  # of an untrusted template: time grows with the power of their number
 _WORD = r"([\w-]|\\\.)*"
 _SIMPLE = re.compile(rf"(\.\*(\(\?<!{_WORD}\))?)?{_WORD}|{_WORD}\\d[*+]?")  # a word, after any text or before digits
 
@@ -439,8 +438,8 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 
 
 def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
-    """Evaluate a number or an expression of config values; CheckpointError, if it is no whole number."""
-    # Nobody needs a longer one, and Python's parser cannot take any length.
+    """Evaluate a number or an expression of config values; raise a CheckpointError if it is no whole number."""
+    # Longer ones are useless, and Python's parser fails on very long ones.
     if isinstance(size, str) and len(size) > _MAX_TEMPLATE:
         raise CheckpointError(
             f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
@@ -462,7 +461,7 @@ def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
 
 
 def _value(node: ast.expr, values: Mapping[str, float]) -> float:
-    """Sums, products and quotients of numbers and names: nothing that could do anything else."""
+    """Evaluate sums, products and quotients of numbers and names, and nothing else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.Name):

@@ -1,1 +1,1 @@
-"""Looking at checkpoints: their content, their tiling, whether they are whole, and what differs."""
+"""Views of checkpoints: content, tiling, completeness, and differences."""

@@ -1,4 +1,4 @@
-"""Compare two checkpoints. How their tensors are divided into chunks is no difference.
+"""Compare two checkpoints; different chunks of equal tensors are no difference.
 
 ::
 
@@ -6,7 +6,7 @@
                            ──▶ blocks of a tensor, put together from the chunks of each side ──compare──▶ Difference
 
 A block is a range of elements of the whole tensor in row-major order that is also one range in every chunk it meets:
-rows, or a part of one row where a row is too large. So every chunk is read once, from start to end.
+rows, or a part of a row that is too large. So every chunk is read once, from start to end.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_COMPARED_NUMEL = 1 << 18  # for how many elements at a time there are masks and copies in float64
+_COMPARED_NUMEL = 1 << 18  # elements with masks and float64 copies at a time
 
 
 class Difference(NamedTuple):
-    """Difference of one key; of values with counts as :func:`checkpoint_tools.core.values.compare` has them.
+    """Difference of one key; of values with the counts of :func:`checkpoint_tools.core.values.compare`.
 
     ``kind``: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
     """
@@ -74,7 +74,7 @@ def diff(
             advance(nbytes[key])
         return [*found, *values.differences(first)]
 
-    # All small tensors in one thread: several would mostly wait for each other. Large ones in whichever thread is free.
+    # All small tensors in one thread, since several would mostly wait for each other. Large ones in any thread.
     small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
     parts = [small, *([key] for key in keys if nbytes[key] > _SMALL_BYTES)]
     with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
@@ -98,7 +98,7 @@ def split_notes(first: Checkpoint, second: Checkpoint) -> list[str]:
 
 
 def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
-    """Return both, the model's keys of one side without what they begin with there, and not on the other side."""
+    """Return both checkpoints, without ``key_prefix`` in the model's keys of the side that has it."""
     sides = [first, second]
     others = [sorted_out([*each.tensors, *each.objects], each.paths).others for each in sides]
     models = [frozenset(each.tensors.keys() & found) for each, found in zip(sides, others, strict=True)]
@@ -117,17 +117,17 @@ def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tu
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """List the keys of either, in natural order."""
+    """List the keys of both, in natural order."""
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
 class _Values:
-    """Counts how values differ, many small tensors of a dtype together: an operation takes longer than elements."""
+    """Counts different values, of many small tensors of a dtype together: operations cost more than elements."""
 
     def __init__(self, tolerance: tuple[float, float]) -> None:
         self._tolerance = tolerance
         self._waiting: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
-        self._nbytes = Counter[torch.dtype]()  # of those that wait
+        self._nbytes = Counter[torch.dtype]()  # of waiting tensors
         self._found: dict[str, tuple[int, float | None]] = {}
 
     def add(self, key: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> None:
@@ -178,7 +178,7 @@ class _Sides:
         return None
 
     def unlike_values(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of a tensor that are not the same: the bytes of their elements on both sides."""
+        """Yield different parts of a tensor, as the bytes of their elements on both sides."""
         tensors = [checkpoint.tensors[key] for checkpoint in self._both]
         readers, dtype = self._readers, tensors[0].dtype
         if all(map(_is_one_small_item, tensors)):
@@ -190,8 +190,8 @@ class _Sides:
         for checkpoint, tensor in zip(self._both, tensors, strict=True):
             for text in check_coverage(tensor):
                 raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
-        # A quarter for two blocks, and for their parts. The rest is for items that can only be read as a whole: one
-        # side's is kept while the other side's is there twice, as stored and in row-major order.
+        # A quarter of the memory for two blocks and their parts. The rest is for items that can only be read as a
+        # whole: one item of the first side, and two forms of one of the other, as stored and in row-major order.
         block_numel = min(MAX_BLOCK_BYTES, self._memory_bytes // 16) // dtype.itemsize
         for block in stretches(whole_of(tensors[0].shape), block_numel) if tensors[0].nbytes else ():
             found = zip(readers, tensors, strict=True)
@@ -207,7 +207,7 @@ class _Sides:
         try:
             objects = self._readers[0].read_object(a), self._readers[1].read_object(b)
             is_same = same_values(*objects)
-        except (CheckpointError, RuntimeError):  # nested too deeply; tensors of other kinds, such as sparse ones
+        except (CheckpointError, RuntimeError):  # nested too deeply, or with sparse tensors
             return Difference(key, "object", "their bytes differ; they cannot be looked into")
         detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
         return None if is_same else Difference(key, "object", detail)
@@ -228,7 +228,7 @@ def as_table(differences: Sequence[Difference]) -> list[str]:
 
 
 def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:
-    """Say the result in a line."""
+    """Return the result in a line."""
     if not differences:
         return f"the same: {counted(keys, 'key')}, {'bit by bit' if exact else 'within the tolerance'}"
     return f"different: {len(differences):,} of {counted(keys, 'key')}"

@@ -9,7 +9,7 @@ from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 class Shown(NamedTuple):
-    """Holds what a command prints: JSON, or a line, tables and notes."""
+    """Output of a command: JSON, or a line, tables and notes."""
 
     as_json: dict[str, Any]
     headline: str
@@ -18,7 +18,7 @@ class Shown(NamedTuple):
 
 
 def summary(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Shown:
-    """Describe the keys like ``patterns``, or all, and their groups; bytes of an object are those of the file."""
+    """Describe the keys that match ``patterns``, or all, and their groups; an object counts its bytes in the file."""
     keys: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order):
@@ -62,7 +62,7 @@ def summary(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Shown:
 
 
 def tiling(tensor: StoredTensor) -> Shown:
-    """List which file has which part of a tensor."""
+    """List the parts of a tensor with their files."""
     dtype, chunks = dtype_name(tensor.dtype), tensor.chunks
     bare = {"bare_dtype": dtype} if chunks and chunks[0].bare_dtype is not None else {}
     rows = (
@@ -79,7 +79,7 @@ def tiling(tensor: StoredTensor) -> Shown:
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
-    """Name the part of the state dict that holds a key: ``model``, ``optim exp_avg``, ``optim param_groups``."""
+    """Name a key's part of the state dict: ``model``, ``optim exp_avg``, ``optim param_groups``."""
     parts = [str(part) for part in path] if len(path) > 1 else key.split(".")
     for at, part in enumerate(parts[:2]):
         if part == "state" and len(parts) > at + 2:

@@ -1,13 +1,13 @@
-"""Check that a checkpoint is whole, and report everything that is wrong with it; seal one that is.
+"""Check that a checkpoint is whole, and report all problems; seal a whole one.
 
 ::
 
-    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; no large contents are read
-               ──check_items──────▶ data that are not those that were written, or not finite; all are read
+    Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; reads no large contents
+               ──check_items──────▶ data that were changed, or are not finite; reads all data
              ──seal─────────────▶ .checksums: each item, with the CRC-32 of its contents
 
-Files are looked at in parallel. ``torch.save`` has taken the CRC-32 of all contents from memory: so sealing does not
-read large ones, and finds those that were damaged between the save and the seal as well.
+Files are checked in parallel. ``torch.save`` took the CRC-32 of all contents from memory: so sealing need not read
+large ones, and damage between the save and the seal is found as well.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ from ..stored.safetensors_folder import is_safetensors, open_checkpoint
 from ..stored.storage import RemoteFolder, open_folder, write_file
 
 Advance = Callable[[int], object]
-"""Called with the number of bytes that are done since the last call, from any thread."""
+"""Called with the number of bytes done since the last call, from any thread."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with what is done and its size in bytes; gives a context whose function is told of what is done."""
+"""Called with a name and a size in bytes; returns a context with the function to call on progress."""
 
 UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None)  # noqa: E731
 
 WITHOUT_CHECKSUMS = "torch.serialization.set_crc32_options(False) was in force"
 
-_BLOCK_NUMEL = 1 << 20  # whose bytes fit into caches, and are long enough for a disk
+_BLOCK_NUMEL = 1 << 20  # bytes that fit into caches, and are long enough for a disk
 
 
 class Findings(NamedTuple):
-    """All but contents: what is wrong, what may surprise, which files are long enough, and in a line what there is."""
+    """Structural findings: problems, notes, files that can be read, and a one-line summary."""
 
     problems: list[CheckpointProblem]
     notes: list[str]
@@ -56,14 +56,14 @@ class Findings(NamedTuple):
 
 
 def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4) -> list[CheckpointProblem]:
-    """Everything that is wrong with a checkpoint; nothing, if it is whole and its data are as they were written.
+    """Return all problems of a checkpoint; none if it is whole and its data are unchanged.
 
-    Of a checkpoint that :func:`~checkpoint_tools.seal` has sealed, every bit that has changed is found.
+    In a checkpoint sealed by :func:`~checkpoint_tools.seal`, every changed bit is found.
 
     Args:
         path: its folder, or its fsspec URL.
-        data: read all data, and compare them with their CRC-32; without, only what is around them.
-        threads: how many files are read at the same time.
+        data: read all data, and compare them with their CRC-32; otherwise only the metadata around them.
+        threads: number of files read at the same time.
 
     Raises:
         CheckpointError: there is none, or its metadata cannot be read.
@@ -131,20 +131,20 @@ def check_coverage(tensor: StoredTensor) -> Iterator[str]:
     if pair is not None:
         first, second = sorted(pair)
         yield f"the chunks of {first.sizes} at {first.offsets} and of {second.sizes} at {second.offsets} overlap"
-        return  # with an overlap, the sum below says nothing
+        return  # with an overlap, the sum below has no meaning
     covered, numel = sum(math.prod(region.sizes) for region in regions), math.prod(tensor.shape)
     if covered < numel:
         yield f"{numel - covered:,} of {numel:,} elements are in no chunk"
 
 
 def _check_length(entries: Sequence[Entry], found: int) -> tuple[list[str], bool]:
-    """Check that a file of that length is as long as what is in it; tell also whether all of that can be read."""
+    """Compare a file's length with its items; return problems, and whether all items can be read."""
     needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
-    texts = list(_check_ranges(entries))  # if any, one item is elsewhere, so that the end is not known
+    texts = list(_check_ranges(entries))  # with one, an item is misplaced, so the end is not known
     if found < needed:
         lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
         texts.insert(0, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}")
-    elif found > needed > 0 and not texts:  # of a file that is a list of values, no byte has a known place
+    elif found > needed > 0 and not texts:  # 0: a file of values without places
         told = f"has {found:,} bytes, and its items end at {needed:,}"
         texts.append(f"{told}: something was appended, or items are lost")
     return texts, found >= needed
@@ -156,8 +156,8 @@ def _of_whom(entries: Sequence[Entry]) -> str:
 
 
 def _check_ranges(entries: Sequence[Entry]) -> Iterator[str]:
-    # A tensor's empty chunks share their item with each other, and in old checkpoints with a chunk that is not empty.
-    ranges: dict[tuple[str, int, int], bool] = {}  # whether somebody has elements there
+    # A tensor's empty chunks share an item with each other, and in old checkpoints with a chunk that is not empty.
+    ranges: dict[tuple[str, int, int], bool] = {}  # whether a chunk with elements is there
     for key, item in entries:
         place = key, item.offset_bytes, item.length_bytes
         has_elements = isinstance(item, StoredChunk) and item.numel > 0
@@ -178,9 +178,9 @@ def check_items(
     finite: bool = False,
     progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
-    """Check that every item of these files is from ``torch.save``, with the right shape and dtype.
+    """Check that each item of ``files`` was written by ``torch.save``, with the right shape and dtype.
 
-    ``data``: and with its CRC-32. ``finite``: and without infinity and NaN, in blocks of which each thread holds one.
+    ``data``: check the CRC-32 too. ``finite``: check for infinity and NaN too, one block per thread at a time.
     """
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
@@ -194,7 +194,7 @@ def check_items(
         if not finite or not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype):
             return None
         blocks = reader.bits(item, dtype).split(_BLOCK_NUMEL)
-        bad = sum(_not_finite(typed(block.clone(), dtype)) for block in blocks)  # of copies, which are aligned
+        bad = sum(_not_finite(typed(block.clone(), dtype)) for block in blocks)  # copies are aligned
         at = f"in its chunk at {item.offsets} in {item.file}"
         return f"{bad:,} of {item.numel:,} values are not finite, {at}" if bad else None
 
@@ -215,7 +215,7 @@ def check_items(
 
 
 def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[CheckpointProblem]:
-    """Compare the items of these files, already checked, with the manifest."""
+    """Compare the items of ``files``, already checked, with the manifest."""
     if checkpoint.manifest is None:
         return []
     problems = []
@@ -235,7 +235,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
-    """Note what has no checksum to be compared with; the items have been checked before."""
+    """Return notes on data without checksums, after the items have been checked."""
     items = [item for _, item in checkpoint.items() if item.file not in checkpoint.archives]
     bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
     opened = [checkpoint.opened[item.place] for item in items if item.place in checkpoint.opened]
@@ -249,11 +249,11 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
 
 def _not_finite(values: Tensor) -> int:
     if values.numel() and values.itemsize > 1:
-        # One pass without a mask, and a NaN anywhere makes both NaN: about ten times as fast as isfinite.
+        # One pass without a mask, about ten times as fast as isfinite: a NaN makes both extremes NaN.
         extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
         if all(map(math.isfinite, extremes)):
             return 0
-    wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for small ones
+    wide = torch.float32 if values.itemsize == 1 else values.dtype  # torch has few operations for 8 bits
     return values.numel() - int(torch.isfinite(values.to(wide)).sum())
 
 
@@ -261,10 +261,10 @@ def _not_finite(values: Tensor) -> int:
 
 
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
-    """Write the checksums of a finished checkpoint of DCP beside it, in the file ``.checksums``.
+    """Write the checksums of a finished checkpoint of DCP to ``.checksums`` in its folder.
 
-    ``verify`` with its data then finds every bit that has changed, also in ``.metadata``, and files of another
-    checkpoint that look the same. For one process, when the save has ended on all ranks::
+    ``verify`` with data then finds every changed bit, also in ``.metadata``, and files of another checkpoint that look
+    the same. Call it in one process, when the save has ended on all ranks::
 
         dcp.save(state, checkpoint_id=path)
         if dist.get_rank() == 0:
@@ -272,10 +272,10 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
 
     Args:
         path: its folder, or its fsspec URL.
-        threads: how many files are read at the same time.
+        threads: number of files read at the same time.
 
     Returns:
-        Which data have no checksum to be compared with, and why; mostly nothing.
+        Notes on data without checksums, with reasons; usually none.
 
     Raises:
         CheckpointError: no whole checkpoint of DCP, one that is sealed, or one that changes meanwhile.
@@ -299,11 +299,11 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         around_crc = checkpoint.opened[item.place].around_crc
         files.setdefault(item.file, set()).add((item.offset_bytes, item.length_bytes, around_crc))
     if read_content(checkpoint.folder) != content:
-        raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when nobody writes it")
+        raise CheckpointError(f"{checkpoint.path} was changed while it was read; seal it when no process writes it")
     made, folder = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.folder
     if isinstance(folder, RemoteFolder):
         folder.fs.pipe_file(f"{folder.root.rstrip('/')}/{MANIFEST_FILE}", made)
-    else:  # there as a whole, or not at all
+    else:  # appears as a whole, or not at all
         unfinished = Path(folder.path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
         try:
             write_file(unfinished, made)

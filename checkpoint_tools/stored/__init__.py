@@ -1,1 +1,1 @@
-"""Checkpoints as they lie in storage: opened, bounded, and read; no code of theirs runs."""
+"""Stored checkpoints: opened, checked and read within bounds, without running their code."""

@@ -1,4 +1,4 @@
-"""The nouns: a checkpoint, its tensors and objects, and the items of files that hold them. Plain data."""
+"""Plain data: a checkpoint, its tensors and objects, and the items of files that hold them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """Anything else: bytes of a file by ``torch.save``, or these as ``content`` where the file has another form."""
+    """Any other value: bytes of a file by ``torch.save``, or their copy ``content`` if the file has another form."""
 
     file: str
     offset_bytes: int
@@ -75,7 +75,7 @@ Entry = tuple[str, Stored]
 
 
 class Layout(NamedTuple):
-    """Dtype and shape as stored, and where the first element is in the item if all follow in row-major order."""
+    """Dtype and shape as stored, and the place of the first element if all follow in row-major order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,20 +83,20 @@ class Layout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Findings of a look into an item that is whole."""
+    """Findings in an item that was opened and is whole."""
 
-    layout: Layout | None  # of a tensor; None where only torch.load knows
-    contents: tuple[tuple[int, int, int], ...]  # start, stop and CRC-32 of those not compared with it yet
+    layout: Layout | None  # of a tensor; None if only torch.load can read it
+    contents: tuple[tuple[int, int, int], ...]  # start, stop and CRC-32 of contents not compared yet
     has_crcs: bool
-    around_crc: int  # CRC-32 of all but large contents, whose own CRC-32 are among it: the item's identity
+    around_crc: int  # CRC-32 of all but large contents; covers their CRC-32, so it identifies the item
 
 
 Item = tuple[int, int, int]
-"""Offset and length of an item of a file, and the CRC-32 of all of it but large contents."""
+"""Offset and length of an item of a file, and the CRC-32 of the item without large contents."""
 
 
 class CheckpointProblem(NamedTuple):
-    """One thing that is wrong with a key or a file."""
+    """A problem of a key or a file."""
 
     where: str
     text: str
@@ -111,17 +111,17 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path]  # key → where the value was in the nested state dict, if the planner recorded it
-    problems: tuple[CheckpointProblem, ...]  # in which the metadata contradict themselves; such chunks are left out
-    own_files: tuple[str, ...] | None  # without data; None of one file of safetensors, which has nothing beside it
-    version: str | None = None  # of the format of DCP; None as of torch before 2.6
-    beside: tuple[str, ...] = ()  # other files that belong to it, of one that was found to be whole
-    key_prefix: str = ""  # of a model's keys here, and not in its safetensors
-    model_keys: frozenset[str] = frozenset()  # those of the tensors in safetensors of a model
-    notes: tuple[str, ...] = ()  # what nobody can find out about it, and people should know
+    problems: tuple[CheckpointProblem, ...]  # contradictions in the metadata; such chunks are left out
+    own_files: tuple[str, ...] | None  # that have no data; None for a single file of safetensors
+    version: str | None = None  # of DCP's format; None before torch 2.6
+    sidecars: tuple[str, ...] = ()  # other files that belong to it, once it was found to be whole
+    key_prefix: str = ""  # of the model's keys here; its safetensors lack it
+    model_keys: frozenset[str] = frozenset()  # keys of tensors in safetensors of a model
+    notes: tuple[str, ...] = ()  # for people: facts that the files do not tell
     manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed (perhaps with other metadata)
-    archives: frozenset[str] = frozenset()  # files of torch.save that were compared with their checksums, as a whole
-    refusal: str = ""  # why it cannot be rewritten, if so
-    # By file, offset and length: the items that somebody has looked into already.
+    archives: frozenset[str] = frozenset()  # files of torch.save whose checksums were compared
+    refusal: str = ""  # why it cannot be rewritten, or empty
+    # By file, offset and length: the items that have been opened already.
     opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[Entry]:

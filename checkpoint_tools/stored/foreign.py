@@ -1,4 +1,4 @@
-"""Folders without metadata of DCP, by the names in them: whose they are, and which subfolder or command works."""
+"""Folders without metadata of DCP: who wrote them, by the names in them, and which subfolder or command works."""
 
 import os
 import re
@@ -9,26 +9,26 @@ from importlib import resources
 from ..core.text import natural_order, some_of
 from .storage import TORCH_SUFFIXES, Folder, open_folder
 
-_MOST_FOLDERS = 200  # that are looked into: behind a URL, each takes a request
+_MOST_FOLDERS = 200  # to list: behind a URL, each takes a request
 
 
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("kinds.toml").read_text())
 _KINDS: list[dict[str, str]] = _TABLES["kind"]
 
 DATA = re.compile(_TABLES["data"], re.VERBOSE)
-"""Names of data, and of what only fits them: of this checkpoint, or of another one."""
+"""Names of data and of files that fit only them, of this checkpoint or of another one."""
 
 _STATE = re.compile(r"optimizer\.(pt|bin)|optimizer(_\d+)?/|recipe_state/|global_step\d+/")
-"""Names, beside weights, of the optimizer's state that Trainer, accelerate, torchtune and DeepSpeed write."""
+"""Names of the optimizer's state that Trainer, accelerate, torchtune and DeepSpeed write next to weights."""
 
 
-def state_beside(names: Iterable[str]) -> list[str]:
-    """List what has an optimizer's state in a folder of weights."""
+def state_files(names: Iterable[str]) -> list[str]:
+    """List files and subfolders with an optimizer's state in a folder of weights."""
     return list(filter(_STATE.fullmatch, names))
 
 
 def works_for_state(folder: Folder, name: str) -> str:
-    """Say what works for a file or a subfolder that has an optimizer's state."""
+    """Return a sentence on how to convert a file or a subfolder with an optimizer's state."""
     path = f"{folder.path.rstrip('/')}/{name.rstrip('/')}"
     if name.endswith("/"):
         return described(open_folder(path)) or f"{path} is a checkpoint of its own"
@@ -37,7 +37,7 @@ def works_for_state(folder: Folder, name: str) -> str:
 
 
 def described(folder: Folder) -> str | None:
-    """Say what a path is that is no checkpoint of DCP or safetensors, and what works; None if that is not known."""
+    """Return what a path without DCP or safetensors is, and what works for it; None if that is not known."""
     path = folder.path.rstrip("/")
     try:
         names = folder.files()
@@ -70,7 +70,7 @@ def _told(path: str, kind: dict[str, str]) -> str:
 
 
 def _inside(folder: Folder) -> Iterator[tuple[str, dict[str, str] | None]]:
-    """Find subfolders, up to two levels below, that are checkpoints, and those of others."""
+    """Yield subfolders, up to two levels below, that are checkpoints, or known kinds of others."""
     level, room = [("", folder.files())], _MOST_FOLDERS
     for _ in range(2):
         below = [f"{lead}{name}" for lead, names in level for name in names if name.endswith("/")][:room]

@@ -1,10 +1,9 @@
-"""Reading what is stored: an item is a range of a file that ``torch.save`` wrote, or the bare elements of a tensor.
+"""Read items: ranges of a file that ``torch.save`` wrote, or the bare elements of a tensor.
 
-The zip file that ``torch.save`` makes has a small pickle that says what the tensor is, and the memory of the tensor,
-uncompressed. Mostly that memory is the elements in row-major order: those are looked at where they are, in the mapped
-file, and compared with their CRC-32 before anybody gets them. Items begin wherever the last one ended, so elements are
-not aligned, and are handled as bytes. What is stored otherwise (strided, of another byte order) is read by
-``torch.load``.
+The zip file of ``torch.save`` has a small pickle that describes the tensor, and the tensor's memory, uncompressed.
+Usually that memory is the elements in row-major order: they are read in place, in the mapped file, and compared with
+their CRC-32 before they are returned. Items follow each other without gaps, so elements are not aligned, and are
+handled as bytes. Other tensors (strided, of another byte order) are read by ``torch.load``.
 """
 
 import bisect
@@ -35,15 +34,15 @@ except ImportError:
     from zlib import crc32 as _crc32
 
 crc32: Callable[..., int] = _crc32
-"""The CRC-32 of bytes, after that of those before: as ``zlib.crc32``."""
+"""CRC-32 of bytes, optionally continued from earlier ones, as ``zlib.crc32``."""
 
-_SMALL_BYTES = 64 << 10  # contents of at most so many bytes are compared as soon as an item is opened
+_SMALL_BYTES = 64 << 10  # contents up to this size are compared when an item is opened
 _PICKLE = "data.pkl"
 _MOST_KNOWN = 1024  # beginnings of items, and indices of chunks
 
 
 class DamagedError(Exception):
-    """Not what ``torch.save`` writes; the message says in which way."""
+    """Bytes that ``torch.save`` does not write; the message says why."""
 
 
 # The zip file of an item ---------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ def is_zip_end(content: memoryview | bytes) -> bool:
 
 
 def plain_pickle(content: bytes) -> Any:
-    """Unpickle plain values beside objects of any class, of which nothing is run."""
+    """Unpickle plain values; objects of any class become stand-ins, and none of their code runs."""
     try:
         return unpickle(content, None)
     except Exception as error:  # bytes that are no pickle can raise anything
@@ -148,8 +147,8 @@ def plain_pickle(content: bytes) -> Any:
 def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: bool = False) -> Any:
     """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process.
 
-    ``what`` has been saved is for the CheckpointError, if there is more in it than tensors and plain values, or more
-    than in its file: lists that contain each other, an element repeated (then at most ``max_bytes``).
+    Raise a CheckpointError that names ``what`` if it has more than tensors and plain values, or more than its file
+    has: lists that contain each other, or an element repeated to more than ``max_bytes``.
     """
     archive.read_all()
     plain_pickle(archive.pickled())
@@ -177,10 +176,10 @@ def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: 
 
 # The pickle of a tensor ----------------------------------------------------------------------------------------------
 
-_STORAGE_DTYPES = {  # of quantized ones, only torch.load knows
+_STORAGE_DTYPES = {  # without quantized ones, which only torch.load reads
     name: dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items() if not name.startswith("Q")
 }
-"""By the class of storage that ``torch.save`` names; storages of other dtypes count bytes."""
+"""By class of storage in pickles of ``torch.save``; storages of other dtypes count bytes."""
 
 TENSOR_NAMES = {**allowed("tensor"), "torch": {*allowed("tensor")["torch"], *_STORAGE_DTYPES}}
 """Names in the pickles of ``torch.save`` that stand for tensors."""
@@ -196,7 +195,7 @@ class _Tensor(NamedTuple):
 
 
 def tensor_of(pickled: Any) -> _Tensor | None:
-    """Return what a tensor in an unpickled ``data.pkl`` refers to; None of anything else."""
+    """Return the record and layout of the tensor in an unpickled ``data.pkl``; None for other values."""
     if isinstance(pickled, PickledObject) and pickled.name == "_rebuild_parameter":
         pickled = pickled.arguments[0]
     if not isinstance(pickled, PickledObject) or not pickled.name.startswith("_rebuild_tensor"):
@@ -219,7 +218,7 @@ def tensor_of(pickled: Any) -> _Tensor | None:
 
 @functools.lru_cache(256)
 def _tensor_in(content: bytes) -> _Tensor | None:
-    """Read what a ``data.pkl`` says; that of each layer's tensors is the same."""
+    """Read the tensor of a ``data.pkl``; cached, since those of all layers are equal."""
     try:
         return tensor_of(unpickle(content, TENSOR_NAMES))
     except ForbiddenNameError:
@@ -239,7 +238,7 @@ def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
     first = tensor.offset * tensor.dtype.itemsize
-    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:  # or expanded, to any size
+    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:  # also an expanded tensor
         raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
@@ -267,7 +266,7 @@ def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
 
 
 class ItemReader:
-    """Reads from one checkpoint; any thread may. Items that are not row by row and exceed a limit are an error."""
+    """Reads one checkpoint, from any thread. Raises for items that are not stored row by row and exceed a limit."""
 
     def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
         self._checkpoint = checkpoint
@@ -276,7 +275,7 @@ class ItemReader:
         self._indices: dict[str, _Index] = {}
 
     def view(self, item: Stored) -> memoryview:
-        """Return an item's bytes as stored."""
+        """Return the stored bytes of an item."""
         if isinstance(item, StoredObject) and item.content is not None:
             return memoryview(bytearray(item.content))
         try:
@@ -288,9 +287,9 @@ class ItemReader:
             ) from error
 
     def check(self, item: Stored, *, data: bool = False) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``, with ``data`` that large contents have their CRC-32.
+        """Check that an item is a whole file of ``torch.save``; with ``data``, compare the CRC-32 of large contents.
 
-        Returns the layout of a tensor; ``None`` where only ``torch.load`` knows.
+        Return the layout of a tensor; ``None`` if only ``torch.load`` can read it.
         """
         if isinstance(item, StoredChunk) and item.bare_dtype is not None:
             return Layout(item.bare_dtype, item.sizes, 0)
@@ -298,9 +297,9 @@ class ItemReader:
         return self._compared_layout(item, view) if data else self._opened(item, view).layout
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Return the bytes of a chunk's elements in row-major order, one row for each element; not to be written to.
+        """Return the bytes of a chunk's elements in row-major order, one row per element; do not write them.
 
-        They are compared with their CRC-32, and stay where they are unless only ``torch.load`` can read them.
+        They are compared with their CRC-32, and not copied unless only ``torch.load`` can read them.
         """
         view, nbytes = self.view(chunk), chunk.numel * dtype.itemsize
         layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
@@ -356,12 +355,12 @@ class ItemReader:
                     f"bytes {begin} to {end} of {self._file(item)} are damaged: their CRC-32 is not the one that was "
                     "written with them; fetch the file again, or use another checkpoint"
                 )
-        if opened.contents:  # once is enough
+        if opened.contents:  # compare them only once
             self._checkpoint.opened[item.place] = opened._replace(contents=())
         return opened.layout
 
     def _known_layout(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> Layout | None:
-        # Small tensors of one shape begin with the same bytes, and behind the elements is their CRC-32.
+        # Small tensors of one shape begin with the same bytes, and the CRC-32 follows the elements.
         shape = chunk.sizes, dtype, chunk.length_bytes
         head, stop = self._heads.get(shape, (b"", 0))
         if head and view[: len(head)] == head:
@@ -411,7 +410,7 @@ class ItemReader:
 
 
 class _Index:
-    """Chunks of a tensor to look up by what they have in common with a rectangle: fast where rows are divided."""
+    """Finds the chunks of a tensor that meet a rectangle; fast if they divide rows."""
 
     def __init__(self, chunks: Iterable[StoredChunk]) -> None:
         self._chunks = sorted((each for each in chunks if each.numel), key=lambda each: each.offsets)
@@ -429,7 +428,7 @@ class _Index:
 
 
 def typed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return elements of which ``bits`` has the bytes along its last dimension."""
+    """Return the elements whose bytes are the last dimension of ``bits``."""
     *sizes, _ = bits.shape
     return bits.view(-1).view(dtype).view(sizes) if bits.numel() else torch.empty(sizes, dtype=dtype)
 

@@ -8,8 +8,8 @@
                   {"metadata": {"nbytes": ..., "sha256": ...},
                    "files": {"__0_0.distcp": [[offset, length, CRC-32 of all but large contents], ...]}}
 
-The directory of an item has the CRC-32 of all its contents, which ``torch.save`` has taken from memory. So the manifest
-tells every byte of the checkpoint, and large contents need not be read once more to write it.
+The directory of an item has the CRC-32 of all its contents, which ``torch.save`` took from memory. So the manifest
+covers every byte of the checkpoint, and large contents need not be read again to write it.
 """
 
 import functools
@@ -40,7 +40,7 @@ _MAX_BYTES = 4 << 30
 
 
 def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> bytes:
-    """The content of the file, for a ``.metadata`` of this content."""
+    """Return the content of ``.checksums`` for a ``.metadata`` with this content."""
     found = {"nbytes": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
     body = json.dumps({"metadata": found, "files": {file: sorted(items) for file, items in sorted(files.items())}})
     head = json.dumps({"format": _FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()})
@@ -48,7 +48,7 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 
 
 def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
-    """Read the manifest of checksums beside the metadata, if any, and what is wrong with either."""
+    """Read the manifest of checksums, if any; return it with a problem of the manifest or the metadata."""
     try:
         head, _, body = read_file(folder, MANIFEST_FILE, _MAX_BYTES).partition(b"\n")
     except FileNotFoundError:
@@ -89,7 +89,7 @@ _MAX_DEPTH = 256  # of a nested state dict
 def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
     folder, was_enabled = open_folder(path), gc.isenabled()
-    gc.disable()  # it would visit millions of new objects that all stay
+    gc.disable()  # a collection would visit millions of new objects, all alive
     try:
         checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
     except CheckpointError:
@@ -109,7 +109,15 @@ def read_content(folder: Folder) -> bytes:
     try:
         return read_file(folder, METADATA_FILE, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(_why_none(folder)) from error
+        try:
+            has_data = any(name.endswith(".distcp") for name in folder.files())
+            text = (
+                f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not "
+            )
+            text += "end, or it was saved with use_collectives=False, and each rank has metadata of its own"
+        except OSError:
+            has_data, text = False, f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
+        raise CheckpointError((None if has_data else described(folder)) or text) from error
 
 
 def _unpickled(folder: Folder) -> dict[str, Any]:
@@ -129,17 +137,6 @@ def _unpickled(folder: Folder) -> dict[str, Any]:
     return _attributes(metadata, found)
 
 
-def _why_none(folder: Folder) -> str:
-    try:
-        has_data = any(name.endswith(".distcp") for name in folder.files())
-    except OSError:
-        return described(folder) or f"{folder.path} is not a folder; give the folder that contains {METADATA_FILE}"
-    return (None if has_data else described(folder)) or (
-        f"{folder.path} has no {METADATA_FILE}. DCP writes it last: this is no checkpoint, or its save did not end, or "
-        "it was saved with use_collectives=False, and each rank has metadata of its own"
-    )
-
-
 def _damage(folder: Folder, what: str) -> CheckpointError:
     return CheckpointError(
         f"{folder.path}/{METADATA_FILE} cannot be read as the metadata of a checkpoint ({what}). It is damaged, cut "
@@ -155,7 +152,7 @@ _Place = tuple[str, int, int]
 
 
 class _Reading:
-    """Reads the records, noting what does not fit."""
+    """Reads the records, and notes problems."""
 
     def __init__(self, path: str, metadata: dict[str, Any]) -> None:
         self.path = path
@@ -191,7 +188,7 @@ class _Reading:
             self._note(key, f"{what}, but the metadata do not say what they are")
         self.problems.sort()
         paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
-        for key, path in paths.items():  # a damaged name is damaged wherever the pickle refers to it, but not there
+        for key, path in paths.items():  # the path has its own copy of the name
             if (flat := ".".join(map(str, path))) != key:
                 what = f"was saved as {shortened(flat)}, by its path in the state dict"
                 self._note(key, f"{what}; one of the two names is damaged")
@@ -213,7 +210,7 @@ class _Reading:
         place = file, _count(info.get("offset")), _count(info.get("length"))
         where = _text(index.get("fqn")), None if offset is None else _counts(offset)
         if wrong := misnamed(file):
-            self.used.add(where)  # said here, and nothing else about it
+            self.used.add(where)  # reported here, without other problems
             self._note(where[0], f"its data would be in {shortened(file)!r}, {wrong}")
         elif where in self.places:
             self._note(where[0], f"its data at {where[1]} are in two places")
@@ -224,7 +221,7 @@ class _Reading:
         shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        properties = _state(entry.get("properties"), "TensorProperties")  # as torch before 2.3 wrote it, attributes
+        properties = _state(entry.get("properties"), "TensorProperties")  # attributes in torch before 2.3
         dtype = properties.get("dtype") if isinstance(properties, dict) else (properties or (None,))[0]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"a dtype is a {type(dtype).__name__}")
@@ -248,7 +245,7 @@ class _Reading:
         return place
 
 
-# Values that others have written: none is printed or taken apart before it is known to be small.
+# Foreign values: none is printed or unpacked before it is known to be small.
 
 
 def _name_of(value: object) -> str:
@@ -256,7 +253,7 @@ def _name_of(value: object) -> str:
 
 
 def _state(value: object, name: str) -> Any:
-    """Return what was set of an object of this class."""
+    """Return the state of an unpickled object of class ``name``."""
     if not isinstance(value, PickledObject) or value.name != name:
         raise TypeError(f"a {_name_of(value)} where a {name} is expected")
     return value.state
@@ -284,7 +281,7 @@ def _count(value: object) -> int:
 def _counts(values: object) -> tuple[int, ...]:
     if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
         raise TypeError(f"a {type(values).__name__} where a few values are expected")
-    for value in values:  # without a call for each: there are millions
+    for value in values:  # inlined check: there are millions
         if type(value) is not int or not 0 <= value <= MAX_INT64:
             _count(value)
     return tuple(values)
@@ -292,7 +289,7 @@ def _counts(values: object) -> tuple[int, ...]:
 
 @functools.lru_cache
 def misnamed(file: str) -> str:
-    """Say what is wrong with a file's name, if anything."""
+    """Return the problem of a file's name, or an empty text."""
     parts = file.replace("\\", "/").split("/")
     if not file or ".." in parts or parts[0] == "" or ":" in parts[0]:
         return "outside of the checkpoint"
@@ -301,7 +298,7 @@ def misnamed(file: str) -> str:
 
 
 def _planner_paths(planner_data: object, keys: set[str]) -> dict[str, Path]:
-    # DefaultSavePlanner's {flat key: path}. Other planners may keep anything here.
+    # DefaultSavePlanner stores {flat key: path}; other planners may store anything.
     if not isinstance(planner_data, dict):
         return {}
     if any(type(key) is not str for key in planner_data) and any(key in keys for key in planner_data):

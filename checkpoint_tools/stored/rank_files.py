@@ -1,13 +1,13 @@
-"""One file a rank of FSDP, as verl and SkyRL write them with ``torch.save``, as the nouns of one checkpoint.
+"""Files of verl and SkyRL, one per rank of FSDP, written with ``torch.save``, as one checkpoint.
 
 ::
 
     model_world_size_2_rank_{0,1}.pt ──unpickle──▶ DTensor, ShardedTensor: whose rectangle is where ──┐
     optim_world_size_2_rank_{0,1}.pt ──unpickle──▶ the same by number ──names──▶ by FQN ──────────────┴▶ Checkpoint
 
-Nothing that a pickle names is run. Placements, meshes and shapes of all ranks have to agree, and what several have is
+Nothing that a pickle names is run. Placements, meshes and shapes of all ranks must agree, and copies of a value are
 compared bit by bit. A chunk is a range of a file. Until they are joined, tensors on the meta device stand for those of
-a rank, with what it has as ``chunks``, and which shard that is as ``position``.
+a rank; ``chunks`` is the rank's part, and ``position`` the number of its shard.
 """
 
 import contextlib
@@ -46,16 +46,16 @@ def is_rank_files(path: str | os.PathLike[str]) -> bool:
 
 
 def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = None) -> Checkpoint:
-    """Read the files of all ranks. ``names``: those of parameters that the optimizer has by number, if given."""
+    """Read the files of all ranks. ``names``: of the parameters of the optimizer's numbers, if given."""
     folder = open_folder(path)
     there = {match[0]: match for name in folder.files() if (match := _FILE.fullmatch(name))}
     if len(worlds := {int(match[2]) for match in there.values()}) != 1:
         raise CheckpointError(f"{folder.path} has files of {sorted(worlds)} ranks; keep those of one save")
     kinds, (world,) = ["model", *["optim"] * any(match[1] == "optim" for match in there.values())], worlds
     files = [[f"{kind}_world_size_{world}_rank_{rank}.pt" for rank in range(world)] for kind in kinds]
-    copied, beside = [name.replace("model", "extra_state") for name in files[0]], {*folder.files()}
-    needed = itertools.chain(*files, copied if beside & {*copied} else ())
-    if missing := [name for name in needed if name not in beside]:
+    copied, present = [name.replace("model", "extra_state") for name in files[0]], {*folder.files()}
+    needed = itertools.chain(*files, copied if present & {*copied} else ())
+    if missing := [name for name in needed if name not in present]:
         raise CheckpointError(f"{folder.path} has no {some_of(missing, 3)}; every rank's file is needed, fetch them")
     model, *optim = ([_read(folder, rank, name) for rank, name in enumerate(each)] for each in files)
     trees, empty = [{"model": state} for state in model], Checkpoint(folder.path, folder, {}, {}, {}, (), ())
@@ -69,7 +69,7 @@ def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = 
 
 
 def with_optimizer(checkpoint: Checkpoint, file: str, names: Sequence[Any]) -> Checkpoint:
-    """Add the state that Trainer keeps by number, in a file of ``torch.save`` beside the model's safetensors."""
+    """Add the state of Trainer, by number in a file of ``torch.save``, to the model's safetensors."""
     prefix, keys = checkpoint.key_prefix, [key for key in checkpoint.tensors if key in checkpoint.model_keys]
     weights = {key.removeprefix(prefix): _placeholder(checkpoint.tensors[key].shape, None, ()) for key in keys}
     where, state = f"{checkpoint.path}/{file}", _read(checkpoint.folder, 0, file)
@@ -85,7 +85,7 @@ def _with(checkpoint: Checkpoint, trees: Sequence[dict[str, Any]], files: Sequen
     if len(at) < len({path for each in by_path for path in each}):
         raise DamagedError("two values have one name")
     if taken := at.keys() & {*checkpoint.tensors, *checkpoint.objects}:
-        raise CheckpointError(f"{checkpoint.path} has {min(taken)} beside {files[0]} already; move that away")
+        raise CheckpointError(f"{checkpoint.path} has {min(taken)} already, next to {files[0]}; move that away")
     found = {
         key: _joined(
             checkpoint.folder, key, {rank: own[at[key]] for rank, own in enumerate(by_path) if at[key] in own}, files[0]
@@ -106,7 +106,7 @@ def _with(checkpoint: Checkpoint, trees: Sequence[dict[str, Any]], files: Sequen
 
 
 def _joined(folder: Folder, key: str, of_ranks: Mapping[int, Any], file: str) -> StoredTensor | StoredObject:
-    """Join what ranks have of a value. That parts cover a tensor is checked later, as of all checkpoints."""
+    """Join the parts of a value on all ranks. Whether they cover a tensor is checked later, as for all checkpoints."""
     (first_rank, first), *others = of_ranks.items()
     known = {chunk[:2]: (first_rank, chunk) for chunk in getattr(first, "chunks", ())}
     for rank, own in others:
@@ -127,7 +127,7 @@ def _joined(folder: Folder, key: str, of_ranks: Mapping[int, Any], file: str) ->
 
 @contextlib.contextmanager
 def told(where: str) -> Iterator[None]:
-    """Make one error of all that can be raised where bytes are something else than they should be."""
+    """Turn all exceptions of unexpected bytes into one error about ``where``."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ def _read(folder: Folder, rank: int, name: str) -> dict[str, Any]:
 
 
 class Reading:
-    """Reads one file of a state dict, of which its pickle may ask for tensors and these names."""
+    """Reads one file of a state dict, whose pickle may ask for tensors and ``names``."""
 
     def __init__(self, folder: Folder, file: str, names: Mapping[str, Set[str]], rank: int = 0) -> None:
         self.file, self.rank, self.archive = file, rank, Archive(folder.view(file, 0, folder.size_bytes(file)))
@@ -173,7 +173,7 @@ class Reading:
         return _placeholder(chunk.sizes, chunk.bare_dtype, (chunk,))
 
     def _local(self, value: Any) -> StoredChunk:
-        """Find a whole tensor of this file."""
+        """Return the chunk of a whole tensor in this file."""
         if (tensor := tensor_of(value)) is None:
             raise DamagedError(f"a {getattr(value, 'name', type(value).__name__)} where a tensor is expected")
         start = layout_of(self.archive, tensor).start_bytes
@@ -195,7 +195,7 @@ class Reading:
         shape, _, dtype = spec["tensor_meta"].arguments
         offsets, sizes, position = [0] * len(_counts(shape)), [*shape], None
         for (at, ranks), placement in zip(self._coordinates(spec["mesh"].state), spec["placements"], strict=True):
-            if placement.name == "Shard":  # as torch.chunk divides
+            if placement.name == "Shard":  # divided as by torch.chunk
                 dim, position = placement.state["dim"], (position or 0) * ranks + at
                 rows = -(-sizes[dim] // ranks)
                 start = min(at * rows, sizes[dim])
@@ -207,9 +207,9 @@ class Reading:
         return _placeholder(shape, dtype, (self._part(slots["_local_tensor"], offsets, sizes, dtype),), position)
 
     def _coordinates(self, mesh: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return where this rank is along each dimension of a mesh, and how long that is."""
+        """Return this rank's index along each dimension of a mesh, and the dimension's size."""
         at, found = _counts(mesh["_coordinate_on_dim"]), tensor_of(mesh.get("mesh"))
-        if found is not None:  # of torch before 2.9
+        if found is not None:  # torch before 2.9
             axes, ranks = [*zip(found.shape, contiguous_strides(found.shape), strict=True)], mesh["_flatten_mesh_list"]
         else:
             layout, ranks = mesh["_layout"].state, mesh["_flatten_rank_map"]
@@ -255,11 +255,11 @@ def _counts(values: Any) -> Shape:
 
 # The optimizer's numbers ----------------------------------------------------------------------------------------------
 
-# Param groups have some of model.named_parameters(), in that order. So names are known if they can be dealt out to the
-# groups in order, each where its shape fits, in one way only. Those that are left over are frozen or tied.
+# Param groups have some of model.named_parameters(), in that order. So names are known if there is only one way to deal
+# them out to the groups, in order and by shape. The remaining ones are frozen or tied.
 
-Need = frozenset[Shape] | int | None  # of a parameter's state: the shapes, the number of elements, or none
-_MOST_WAYS = 20_000  # that are followed at the same time
+Need = frozenset[Shape] | int | None  # shapes or number of elements of a parameter's state; None: no state
+_MOST_WAYS = 20_000  # followed at the same time
 
 _HOW = (
     "give --names FILE, a JSON list of the names of the optimizer's parameters in its order, which has no frozen ones "
@@ -282,7 +282,7 @@ def read_names(file: Path | None) -> list[Any] | None:
 def _dealt_out(
     where: str, groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape], names: Sequence[Any] | None
 ) -> list[list[str]]:
-    """Return the names of each group's parameters; ``names`` are those of the user, with or without groups."""
+    """Return the names of each group's parameters; ``names``: the user's, with or without groups."""
     lists = [each if isinstance(each, list) else [each] for each in names or ()]
     flat = [name for each in lists for name in each]
     if unknown := [name for name in flat if name not in shapes]:
@@ -304,9 +304,9 @@ def _dealt_out(
 
 
 def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tuple[int, list[list[str]]]:
-    """Count the ways to deal the names out in order, up to two, and return one of them."""
+    """Count the ways to deal out the names in order, up to two, and return one of them."""
     spare, ends = len(shapes) - sum(map(len, groups)), tuple(map(len, groups))
-    live: dict[Shape, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # how many each group has: ways, the last one
+    live: dict[Shape, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # names per group → ways, the last one
     for done, (name, shape) in enumerate(shapes.items()):
         following: dict[Shape, tuple[int, Any]] = {}
         for at, (count, chosen) in live.items():
@@ -345,7 +345,7 @@ class _Optimizer:
         found = [value for by_rank in self.held.values() for own in by_rank for value in own if value.shape]
         self.is_flat = bool(self.sharded and found) and all(v.position is None and v.dim() == 1 for v in found)
         self.positions = [max((v.position or 0 for v in _tensors(each).values()), default=0) for each in model]
-        self.begins = dict.fromkeys(self.shapes, 0)  # of a parameter in a flat one
+        self.begins = dict.fromkeys(self.shapes, 0)  # offsets of parameters in flat ones
 
     def by_fqn(self, names: Sequence[Any] | None) -> list[Any]:
         """Return each rank's state dict, by the FQN of each parameter."""
@@ -365,7 +365,7 @@ class _Optimizer:
         return dict(zip(self.numbers, ([name] for each in found for name in each), strict=True))
 
     def _flat_units(self, names: Sequence[Any] | None) -> dict[Any, list[str]]:
-        """Name the parameters that each number of FSDP1 stands for: one, or all of a module, one after the other."""
+        """Return the names of each number of FSDP1: one parameter, or all of a module in order."""
         self.numels = {number: [0] * (max(self.positions) + 1) for number in self.numbers}
         for number, held in self.held.items():
             for position, own in zip(self.positions, held, strict=True):
@@ -387,14 +387,14 @@ class _Optimizer:
         return dict(zip(self.numbers, fitting[0], strict=True))
 
     def _modules(self, order: Sequence[Any]) -> list[list[str]]:
-        """Divide names: those of each layer, after those of none. Lists of names stay."""
+        """Divide names by layer, first those outside of layers; lists of names stay."""
         modules: dict[str, list[str]] = {"": []}
         for name in order if isinstance(order[0], str) else ():
             modules.setdefault((*re.findall(r"^(?:[^.\d][^.]*\.)+\d+\.", name), "")[0], []).append(name)
         return [each for each in modules.values() if each] or [*order]
 
     def _without_tied(self) -> list[str]:
-        """List the weights without matrices that have the bits of one before, and are that by another name."""
+        """List the weights without tied matrices, which have the bits of an earlier one."""
         known: dict[Any, str] = {}
         for name, value in self.sharded.items():
             crcs = [crc32(self.folder.view(*chunk.place)) for chunk in value.chunks]
@@ -402,7 +402,7 @@ class _Optimizer:
         return [*known.values()]
 
     def _cut(self, rank: int, number: Any, names: Sequence[str], entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a rank's state of each parameter that a number stands for, as rectangles of it."""
+        """Return a rank's state of each parameter of a number, as rectangles."""
         position, found = self.positions[rank], {name: {**entries} for name in names}
         first, numel = sum(self.numels[number][:position]), self.numels[number][position]
         for name, (entry, value) in itertools.product(names, _tensors(entries).items()):

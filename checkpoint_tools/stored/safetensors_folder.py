@@ -1,4 +1,4 @@
-"""A folder of safetensors, or one file, as the same nouns that a checkpoint of DCP has.
+"""A folder of safetensors, or one file, as a checkpoint like those of DCP.
 
 ::
 
@@ -6,8 +6,8 @@
     optimizer.safetensors.index.json  ──▶ files ──headers──▶ all other tensors        } if convert has written them:
     optimizer.json                    ──values──▶ objects, paths of all              } their keys are those of DCP
 
-Without an index, all safetensors files of the folder are the model's. Where torch's ``HuggingFaceStorageWriter`` has
-left the parts of tensors as its ranks had them, each header says where they belong, and they are chunks here.
+Without an index, all safetensors files of the folder are the model's. If torch's ``HuggingFaceStorageWriter`` has
+written each rank's parts of tensors, the headers give their offsets, and they become chunks.
 """
 
 import base64
@@ -24,7 +24,7 @@ import torch
 
 from ..core.text import MAX_DIMS, CheckpointError, human_bytes, is_count, natural_order, shortened
 from .checkpoint import Checkpoint, Path, StoredChunk, StoredObject, StoredTensor
-from .foreign import state_beside
+from .foreign import state_files
 from .metadata import misnamed, open_dcp
 from .rank_files import is_rank_files, open_rank_files
 from .storage import Folder, files_without_metadata, is_file_of, open_folder, read_file
@@ -35,9 +35,9 @@ from .storage import Folder, files_without_metadata, is_file_of, open_folder, re
 SUFFIX = ".safetensors"
 METADATA_KEY = "__metadata__"
 
-MAX_HEADER_BYTES = 100_000_000  # of the safetensors package
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors package
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT_BYTES = 8  # of the data in the file, padded with spaces
+_ALIGNMENT_BYTES = 8  # of the data, by padding the header with spaces
 
 _BITS = (8, 16, 32, 64)
 _FLOAT8 = {"E4M3": "e4m3fn", "E4M3FNUZ": "e4m3fnuz", "E5M2": "e5m2", "E5M2FNUZ": "e5m2fnuz", "E8M0": "e8m0fnu"}
@@ -53,8 +53,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
-    """Read a file's header, which the safetensors package checks: tensors in the order of their bytes, and texts."""
-    from safetensors import safe_open  # of the extra: what works in memory does without
+    """Read a file's header with the safetensors package; return tensors in the order of their bytes, and texts."""
+    from safetensors import safe_open  # from the extra, which tools in memory do not need
 
     file_bytes = folder.size_bytes(file)
     with folder.open(file) as stream:
@@ -62,7 +62,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
         header_bytes = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
         content = stream.read(min(header_bytes, MAX_HEADER_BYTES))
     try:
-        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:  # a file of that length that begins so
+        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:  # a file with that header and length
             stream.write(start + content)
             stream.truncate(file_bytes)
             stream.flush()
@@ -72,7 +72,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
         metadata = found.pop(METADATA_KEY, None) or {}
         chunks = {key: _chunk(key, entry, file, _LENGTH.size + header_bytes) for key, entry in found.items()}
         return dict(sorted(chunks.items(), key=lambda each: each[1].offset_bytes)), metadata
-    except Exception as error:  # the package has errors of its own, and what it takes may be too much for others
+    except Exception as error:  # the package's errors, or MemoryError and the like
         raise CheckpointError(
             f"{folder.path}/{file} is not a whole safetensors file ({shortened(str(error))}); fetch it again, or use "
             "another one"
@@ -92,7 +92,7 @@ def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
 def with_header(tensors: Iterable[tuple[str, StoredTensor]]) -> tuple[bytes, list[str]]:
     """Place tensors in a file, large elements first, so that all are aligned.
 
-    Returns all that comes before the data, and the keys in the order of the data.
+    Return the bytes before the data, and the keys in the order of the data.
     """
     entries: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     at = 0
@@ -122,7 +122,7 @@ _MAX_JSON_BYTES = 4 << 30
 _SHARDING = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in the headers
 _NOTE_ON_PARTS = (
     "torch's files of parts of tensors say neither how large these are nor how many files there were: if the last ones "
-    "are missing, nobody can tell"
+    "are missing, this cannot be detected"
 )
 
 
@@ -145,8 +145,8 @@ def open_safetensors(
 ) -> Checkpoint:
     """Read all headers of a folder or of one file.
 
-    The model's keys get the prefix. Without it, they get what convert has taken away; nothing where torch has written
-    parts of tensors, under its own keys; else the default.
+    The model's keys get ``key_prefix``. Without it, they get the prefix that convert has removed; no prefix if torch
+    has written parts of tensors, under their own keys; else the default.
     """
     found = _Reading(os.fspath(path))
     prefixes = key_prefix, found.recorded_prefix, "" if found.is_sharded else default_prefix
@@ -173,7 +173,7 @@ def open_safetensors(
 
 
 class _Reading:
-    """Reads the indices, the headers and what is no tensor."""
+    """Reads indices, headers and objects."""
 
     def __init__(self, path: str) -> None:
         name = path.rpartition("/")[2]
@@ -182,7 +182,7 @@ class _Reading:
         self.single = name if is_file_of(path, SUFFIX) else None
         self.folder: Folder = open_folder((parent.rstrip("/") or parent or ".") if self.single else path)
         self.json_files: list[str] = []
-        self.chunks: dict[tuple[bool, str], list[StoredChunk]] = {}  # by whether it is the model's, and its name
+        self.chunks: dict[tuple[bool, str], list[StoredChunk]] = {}  # by (is the model's, name)
         self.objects: dict[str, StoredObject] = {}
         self.paths: dict[str, Path] = {}
         self.is_sharded = False
@@ -196,10 +196,10 @@ class _Reading:
             self._read_objects()
 
     def _listed(self) -> tuple[dict[str, Collection[str]], dict[str, Collection[str]]]:
-        """List the files of the model and others, and keys that have to be in them."""
+        """List the files of the model and others, with keys that must be in them."""
         there = self.folder.files()
         self.notes += (
-            f"{name} has the optimizer's state, which is not in the safetensors" for name in state_beside(there)
+            f"{name} has the optimizer's state, which is not in the safetensors" for name in state_files(there)
         )
         if OBJECTS_FILE in there:
             self.json_files.append(OBJECTS_FILE)
@@ -216,7 +216,7 @@ class _Reading:
         return model, others
 
     def _indexed(self, index: str) -> dict[str, Collection[str]]:
-        """List the files of an index, and the keys that it has in each."""
+        """List the files of an index, with the keys in each."""
         self.json_files.append(index)
         found, where = self._read_json(index), f"{self.folder.path}/{index}"
         weight_map = found.get("weight_map") if isinstance(found, dict) else None
@@ -231,7 +231,7 @@ class _Reading:
         return {file: keys[file] for file in sorted(keys, key=natural_order)}
 
     def _record_prefix(self, found: Any) -> None:
-        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):  # what convert has taken away
+        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):  # removed by convert
             self.recorded_prefix = found["key_prefix"]
 
     def _add(self, file: str, keys: Iterable[str], *, is_model: bool) -> None:
@@ -251,7 +251,7 @@ class _Reading:
             known.append(chunk if starts is None else chunk._replace(offsets=starts[key]))
 
     def _starts(self, file: str, chunks: Mapping[str, StoredChunk], text: str) -> dict[str, tuple[int, ...]]:
-        """Locate a file's parts of tensors in the whole ones."""
+        """Return the offsets of a file's parts in the whole tensors."""
         self.is_sharded = True
         try:
             found = json.loads(text)
@@ -266,11 +266,11 @@ class _Reading:
             ) from error
 
     def tensor(self, key: str, chunks: list[StoredChunk]) -> StoredTensor:
-        """Return the tensor of which these are the parts."""
+        """Return the tensor that consists of ``chunks``."""
         dtype = chunks[0].bare_dtype
         if dtype is None or len({(chunk.bare_dtype, len(chunk.sizes)) for chunk in chunks}) > 1:
             raise CheckpointError(f"the parts of {key} in {self.path} are of different dtypes or dimensions")
-        # Those without elements count too: torch puts them at the end of the whole.
+        # Chunks without elements count too: torch puts them at the end of the tensor.
         ends = [tuple(map(int.__add__, chunk.offsets, chunk.sizes)) for chunk in chunks]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
         return StoredTensor(key, tuple(map(max, zip(*ends, strict=True))), dtype, tuple(sorted(kept)))

@@ -1,6 +1,6 @@
 """The folder of a checkpoint: on a local disk, or behind any URL that fsspec knows.
 
-The same two ways as DCP's ``FileSystemReader`` and ``FsspecReader``, and the same rule for which it is: ``://``.
+As DCP's ``FileSystemReader`` and ``FsspecReader``, with the same rule to choose between them: ``://``.
 """
 
 import errno
@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, cast
 
 from ..core.text import CheckpointError, human_bytes
 
-_SMALL_BYTES = 64 << 10  # are read rather than mapped
+_SMALL_BYTES = 64 << 10  # up to this size, ranges are read, not mapped
 _OPEN_FILES = 8
 
 
 class _Descriptor:
-    """An open file, closed when nobody has it."""
+    """An open file, closed with its last reference."""
 
     def __init__(self, path: Path) -> None:
         self.number = -1
@@ -35,7 +35,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._path = Path(path)
-        self._known = threading.local()  # each thread's open files: opening one for each item takes long elsewhere
+        self._known = threading.local()  # each thread's open files: opening is slow on network disks
 
     def open(self, file: str) -> BinaryIO:
         """Open a file for reading, from the start."""
@@ -49,16 +49,16 @@ class Folder:
         return found.st_size
 
     def files(self) -> list[str]:
-        """List what lies directly in the folder, sorted; folders end in ``/``."""
+        """List the files and subfolders of the folder, sorted; subfolders end in ``/``."""
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
 
     def stamp(self, file: str) -> str:
-        """Return the file's length and, if known, its time: a change of the file changes this."""
+        """Return a text of the file's length and, if known, its time, which changes with the file."""
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Return a range of a file: mapped where possible, so that its size does not matter. Changes stay in memory."""
+        """Return a range of a file: mapped if possible, so that its size does not matter. Changes stay in memory."""
         known: dict[str, _Descriptor] = vars(self._known)
         if file not in known:
             self.size_bytes(file)  # a pipe would be waited for
@@ -71,13 +71,13 @@ class Folder:
         if length_bytes <= _SMALL_BYTES:
             return memoryview(bytearray(os.pread(descriptor, length_bytes, offset_bytes)))
         begin = offset_bytes - offset_bytes % mmap.ALLOCATIONGRANULARITY
-        # Copied when it is written to: torch has no tensors that are only read.
+        # Copy on write: torch has no read-only tensors.
         mapped = mmap.mmap(descriptor, end - begin, access=mmap.ACCESS_COPY, offset=begin)
         return memoryview(mapped)[offset_bytes - begin :]
 
 
 class RemoteFolder(Folder):
-    """The same behind an fsspec URL."""
+    """A folder behind an fsspec URL."""
 
     def __init__(self, url: str) -> None:
         self.path = url
@@ -124,7 +124,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def files_without_metadata(path: str | os.PathLike[str]) -> list[str]:
-    """List the files of a folder; none, if it is not there, or has metadata of DCP."""
+    """List the files of a folder; none if it does not exist, or has metadata of DCP."""
     try:
         files = open_folder(path).files()
     except OSError:
@@ -133,9 +133,9 @@ def files_without_metadata(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
-    """Read a whole file; FileNotFoundError or NotADirectoryError where there is none."""
+    """Read a whole file; raise a FileNotFoundError or NotADirectoryError if there is none."""
     try:
-        nbytes, content = folder.size_bytes(file), b""  # which also says whether opening it can take forever
+        nbytes, content = folder.size_bytes(file), b""  # raises for a pipe, which could not be opened without waiting
         if nbytes <= max_bytes:
             with folder.open(file) as stream:
                 content = stream.read()
@@ -144,13 +144,13 @@ def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
         return content
     except (FileNotFoundError, NotADirectoryError):
         raise
-    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+    except (OSError, ValueError) as error:  # a ValueError: no file can have the name
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{folder.path}/{file} cannot be read: {why}") from error
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file, safe on the disk."""
+    """Write a whole file, and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(content)
@@ -163,5 +163,5 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def is_file_of(path: str, suffixes: str | tuple[str, ...]) -> bool:
-    """Tell whether a path names one file with such a suffix, rather than a folder."""
+    """Tell whether a path is a file with one of ``suffixes``, not a folder."""
     return path.endswith(suffixes) and not Path(path).is_dir()

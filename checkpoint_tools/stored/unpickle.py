@@ -1,7 +1,7 @@
-"""Unpickle plain values. What a pickle names stands for a :class:`PickledObject`: none of it is imported or run.
+"""Unpickle plain values. A name in a pickle becomes a :class:`PickledObject`; it is not imported or run.
 
-This is Python's unpickler in Python, with the opcodes of checkpoints: the one in C takes 64 GB for the memo of a pickle
-of five bytes. The size of a pickle, which its reader limits, bounds the memory.
+This is Python's unpickler in Python, with the opcodes of checkpoints: for a pickle of five bytes, the one in C may take
+64 GB for the memo. Here the size of the pickle, which the reader limits, bounds the memory.
 """
 
 import functools
@@ -25,7 +25,7 @@ _OPCODES = """
 
 
 class PickledObject:
-    """Stand-in: the ``name`` of a class or function, the ``arguments`` of its call, the ``state`` that was set then."""
+    """Stand-in: the ``name`` of a class or function, the ``arguments`` of its call, and the ``state`` set later."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -33,7 +33,7 @@ class PickledObject:
 
 
 class _Opaque(PickledObject):
-    """Stand-in of any class, whose items are dropped."""
+    """Stand-in of any class; its items are dropped."""
 
     def append(self, *items: Any) -> None:
         pass
@@ -50,24 +50,24 @@ class _Dict(dict[Any, Any], PickledObject):
 
 
 def _check_hash(key: Any) -> None:
-    """Refuse a tuple in a tuple: where many are nested, the hash would overflow the C stack, here or in torch.load."""
+    """Raise for a tuple in a tuple: hashing many nested ones overflows the C stack, here or in torch.load."""
     if type(key) is tuple and any(type(part) is tuple for part in key):
         raise pickle.UnpicklingError("a key is nested")
 
 
 class ForbiddenNameError(CheckpointError):
-    """The pickle asks for a name that is not allowed; the message is that name."""
+    """A pickle's request for a name that is not allowed; the message is that name."""
 
 
 @functools.cache
 def allowed(what: str) -> Mapping[str, Set[str]]:
-    """Return the names that pickles of this may ask for, by module."""
+    """Return the names that pickles of kind ``what`` may ask for, by module."""
     tables = tomllib.loads(resources.files(__package__).joinpath("names.toml").read_text())
     return {module: frozenset(names) for module, names in tables[what].items()}
 
 
 def unpickle(content: bytes, allowed: Mapping[str, Set[str]] | None) -> Any:
-    """Unpickle with the allowed names of each module, or with all. Bytes that are no pickle can raise anything."""
+    """Unpickle with the allowed names of each module, or all. Other bytes than a pickle may raise any exception."""
     unpickler = _Unpickler(io.BytesIO(content))
     unpickler.allowed = allowed
     return unpickler.load()
@@ -107,7 +107,7 @@ class _Unpickler(pickle._Unpickler):
             for each in (key for values in arguments for key in values):
                 _check_hash(each)
         self.stack[-1] = made.__new__(made)
-        self.stack[-1].arguments = arguments  # not a copy, which many short calls would each make of a long tuple
+        self.stack[-1].arguments = arguments  # no copy: many short calls would each copy a long tuple
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]

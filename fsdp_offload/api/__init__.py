@@ -1,1 +1,1 @@
-"""What the user holds: attaching and removing, the offloaded optimizer, checks. Wiring only."""
+"""The user's interface: attaching and removing, the offloaded optimizer, checks. Wiring only."""

@@ -1,4 +1,4 @@
-"""Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, :func:`add_masters`, and questions."""
+"""Attaching and removing: :func:`offload_optimizer`, :func:`remove_offload`, :func:`add_masters`, and queries."""
 
 import warnings
 import weakref
@@ -79,8 +79,8 @@ def offload_optimizer(
             more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
             fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
-        exist_ok: do nothing where it is offloaded already, for the same model and with the same policy: for code that
-            runs once for each fit. Without ``policy``, whatever that is.
+        exist_ok: do nothing if it is offloaded already, for the same model and with the same policy, or with any if
+            ``policy`` is not given: for code that runs once for each fit.
         trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
             The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
             of another library parameter by parameter. Nothing checks it but the shapes of the state. The policy's field
@@ -117,7 +117,7 @@ def offload_optimizer(
     params, names = params_of(target), checks.names_by_place(target)
     if model is not None:
         checks.refuse(checks.wrong_with_model(model, names))
-        names = {param: name for param, name in parameter_names(model).items() if param in names}  # as buckets follow
+        names = {param: name for param, name in parameter_names(model).items() if param in names}  # in bucket order
     capabilities = capabilities_for(target, trust=trust_separable or policy.trust_separable)
     checks.refuse(checks.wrong_with_optimizer(target, capabilities, policy))
     if capabilities.moves_whole:
@@ -134,20 +134,20 @@ def offload_optimizer(
     cls = type(target)
     made = offloaded_class(cls)  # type: ignore[arg-type]  # a class has a hash
 
-    # Homes for its state.
+    # Make homes for its state.
     host = HostUpdates(cls, capabilities, policy, device) if policy.host_fraction else None
     kind = WholeEngine if capabilities.moves_whole else Engine
     engine = kind(cls, capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
-    # Optimizers that draw random numbers do it parameter by parameter: only the group's order repeats theirs. All
-    # others are updated as a forward needs their parameters.
+    # Optimizers that draw random numbers do so parameter by parameter, which only the group's order repeats. Others
+    # are updated in the order in which a forward needs their parameters.
     gathered = [param for param in together if param in names]
     order = list(dict.fromkeys([*gathered, *names])) if capabilities.elementwise else params
-    # A frozen parameter gets room when it first has a gradient: reserving it would pin memory that nothing uses.
+    # A frozen parameter gets a home with its first gradient: reserving one would pin unused memory.
     eager = capabilities.conventions.state_without_gradient
     engine.add(target, [one for one in order if eager or is_trained(one) or target.state.get(one)], states.unwaited)
 
-    # From here on it is an OffloadedOptimizer.
+    # Turn it into an OffloadedOptimizer.
     target.__class__ = made
     target.state = states
     attachment = Attachment(engine, None if model is None else weakref.ref(model))
@@ -231,7 +231,7 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain or list, all.
 
-    Nothing where it is not offloaded: a plain optimizer has nothing under way.
+    Do nothing if it is not offloaded: a plain optimizer has no work under way.
 
     Raises:
         TypeError: it is no optimizer, holds none, and is no list of optimizers.
@@ -242,7 +242,7 @@ def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:
 
 
 def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy: OffloadPolicy) -> None:
-    """Offload every optimizer inside one of Megatron's or a chain, or none; masters get a place to go to."""
+    """Offload every optimizer inside one of Megatron's or a chain, or none; park masters that leave the device."""
     held = holders_in(optimizer)
     for holder in held.values():
         checks.refuse(checks.wrong_with_holder(holder))
@@ -262,7 +262,7 @@ def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy
 
 
 def _check_same(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | None, exist_ok: bool) -> None:
-    """Refuse to leave an offload as it is where the second call asks for another one, or does not know of it."""
+    """Raise if a second call asks for another offload than the existing one, or lacks ``exist_ok``."""
     attachment = attached(optimizer)
     engine, known = attachment.engine, None if attachment.model is None else attachment.model()
     if policy is not None and engine.layouts.capabilities.moves_whole:
@@ -288,8 +288,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     tensor more, ``"master_param"``, of the parameter's shape and sharding, and its other tensors are fp32.
 
     It works without :func:`offload_optimizer` and with it; call it before that. State that exists is widened, and its
-    masters start at the parameters. Weights that somebody writes into parameters win over fp32 masters; of a remainder,
-    the lower 16 bits stay. A second call with the same ``kind`` changes nothing.
+    masters start at the parameters. Weights that you write into parameters win over fp32 masters; with remainders, the
+    lower 16 bits stay. A second call with the same ``kind`` changes nothing.
 
     Args:
         optimizer: an elementwise one of ``torch.optim``; the wrappers of accelerate, Lightning and Fabric are seen

@@ -1,7 +1,7 @@
-"""Refusals: what is wrong with an optimizer, its parameters or its model, each as a condition and a sentence.
+"""Refusals of optimizers, parameters and models: each is a condition and a sentence.
 
-Those of :func:`offload_optimizer` come first, in the order in which they are asked; then what shows later: at the first
-forward or step, that the optimizer was attached too early, or that another one steps.
+First come the checks of :func:`offload_optimizer`, in their order, then those of the first forward or step: whether the
+optimizer was attached too early, or another one steps.
 """
 
 import functools
@@ -45,13 +45,13 @@ RIGHT_ORDER = (
 
 
 def refuse(sentences: Iterable[str]) -> None:
-    """Raise the first of the sentences whose conditions are met."""
+    """Raise the first sentence, if there is one."""
     for sentence in sentences:
         raise ValueError(f"offload_optimizer: {sentence}")
 
 
 def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> None:
-    """Raise for arguments that ``offload_optimizer`` has not, with the line that puts fields of the policy there."""
+    """Raise for unknown arguments of ``offload_optimizer``, with the line to write for fields of the policy."""
     if not (by_place or by_name):
         return
     known = ["model", "policy", "exist_ok", *vars(OffloadPolicy())]
@@ -71,7 +71,7 @@ def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> Non
 
 
 def wrong_with_holder(holder: Any) -> Iterator[str]:
-    """Megatron's optimizers that offload the same state themselves; ``holder`` has one of torch's."""
+    """Yield problems of Megatron's ``holder`` of one of torch's optimizers: it offloads the same state itself."""
     config = getattr(holder, "config", None)
     if getattr(config, "optimizer_cpu_offload", False):
         yield _updated_on_host(getattr(config, "optimizer_offload_fraction", 1.0))
@@ -89,12 +89,12 @@ def _updated_on_host(fraction: float) -> str:
     return (
         "Megatron's optimizer_cpu_offload=True (--optimizer-cpu-offload) updates a share of the parameters on the CPU "
         "by itself. Leave it off: the device updates. For a share on the CPU, offload torch's Adam or AdamW with "
-        f"OffloadPolicy(host_fraction={fraction or 1.0})."  # 0.0 in a config is not said: the command line's is 1.0
+        f"OffloadPolicy(host_fraction={fraction or 1.0})."  # unset, it is 0.0 in a config and 1.0 on the command line
     )
 
 
 def wrong_with_optimizer(optimizer: Optimizer, capabilities: Capabilities, policy: OffloadPolicy) -> Iterator[str]:
-    """Optimizers whose state is elsewhere, or whose step cannot be divided, or not run on the CPU as it is asked to."""
+    """Yield problems of ``optimizer``: state elsewhere, an indivisible step, or no step for the CPU's share."""
     name, attributes = type(optimizer).__name__, vars(optimizer)
     if "cpu_optimizers" in attributes and "offload_fraction" in attributes:
         yield f"{name}: {_updated_on_host(attributes['offload_fraction'])}"
@@ -135,8 +135,8 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
                 "in an attribute of the optimizer."
             )
     for index, group in enumerate(optimizer.param_groups):
-        # A type of several tensors takes the list of a kernel apart once for each of them, and whatever else is in the
-        # list is updated as often: what a step does depends on which parameters it has.
+        # Kernels over lists unpack a type of several tensors once for each of them, and update the rest of the list as
+        # often: the result depends on which parameters are in the list.
         locals_ = [local_shard(param) for param in group["params"]]
         several = [local for local in locals_ if len(leaves_of(local)) > 1]
         on_cpu = all(local.device.type == "cpu" for local in locals_)
@@ -144,7 +144,7 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
         if 0 < len(several) < len(locals_) and (group.get("foreach") or group.get("fused") or undecided):
             yield (
                 f"param_groups[{index}] has parameters of {type(several[0]).__name__}, which is made of several "
-                "tensors: kernels over lists update the others once for each of these. Give them a group of their own, "
+                "tensors: kernels over lists update the others once for each such tensor. Give them their own group, "
                 "or use foreach=False."
             )
 
@@ -153,7 +153,7 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
 
 
 def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
-    """Names from ``param_names`` where a group has them, else the place in ``param_groups``."""
+    """Map parameters to their names in ``param_names`` or, without them, to their places in ``param_groups``."""
     names = {}
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
@@ -164,7 +164,7 @@ def names_by_place(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def wrong_with_model(model: nn.Module, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """A model that has not all parameters of the optimizer, or keeps its own on the host."""
+    """Yield problems of ``model``: it lacks parameters of the optimizer, or keeps its own on the host."""
     if uses_cpu_offload_policy(model):
         yield _HOST_OFFLOADED
     of_model = parameter_names(model)
@@ -191,7 +191,7 @@ def device_of(
     policy: OffloadPolicy,
     before: torch.device | None = None,
 ) -> torch.device:
-    """Return the one device of parameters none of which is refused; ``before``: of those that are there already."""
+    """Check ``params`` and return their device; ``before``: the device of parameters that were added earlier."""
     devices = {} if before is None else {before: "the other parameters"}
     for param in params:
         devices.setdefault(param.device if is_homed(param) else local_shard(param).device, names[param])
@@ -231,7 +231,7 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
 def wrong_to_stream(
     optimizer: Optimizer, capabilities: Capabilities, model: nn.Module | None, names: Mapping[Tensor, str]
 ) -> Iterator[str]:
-    """Parameters that cannot have a home on the host: ``fully_shard`` does not gather them, or state shares them."""
+    """Yield reasons why parameters cannot stream: ``fully_shard`` does not gather them, or the class moves whole."""
     if capabilities.moves_whole:
         divides = row_of(type(optimizer)).get("verdict") not in (None, "mixed")
         yield (
@@ -258,7 +258,7 @@ def wrong_to_stream(
 
 
 def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
-    """Warn of options that change nothing with so many groups of ``fully_shard``, and of none on several ranks."""
+    """Yield warnings of options that have no effect with this number of ``groups``, and of plain parameters."""
     policy, shards = engine.policy, engine.plan.shards.values()
     if policy.runs_on_into_forward and groups == 1:
         yield (
@@ -272,8 +272,8 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
             f"host_fraction={policy.host_fraction} has no effect: no bucket is as small as that share of the state. "
             "Give more, smaller bucket_bytes, or 0."
         )
-    # No proof: DDP is so on purpose, and Megatron's DistributedOptimizer has shards of its own. Whether parameters will
-    # be exchanged cannot be known before they are.
+    # Only a warning: DDP has plain parameters on purpose, and Megatron's DistributedOptimizer its own shards. Whether
+    # parameters will be exchanged later cannot be known now.
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     are_plain = all(isinstance(param, nn.Parameter) and not is_dtensor(param) for param in engine.names)
     if ranks > 1 and engine.names and are_plain:
@@ -287,7 +287,7 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
 
 
 def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Step pre-hook: a class's own step must not run on state that is elsewhere, or on parameters that are rounded."""
+    """Raise, as a step pre-hook, if the class's own step runs on offloaded state or rounded parameters."""
     if (attachment := attachment_of(optimizer)) is not None:
         cls, is_past, function = attachment.engine.cls, not attachment.stepping, "offload_optimizer"
     else:
@@ -301,16 +301,16 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
-    """Refuse parameters of two offloaded optimizers of which one updates in the backward, or has them on the host."""
+    """Raise if another offloaded optimizer shares ``params``, and one updates in the backward or streams them."""
 
     def conflicts(other: Attachment) -> bool:
         return any(one.updates_in_backward or one.parameters for one in (policy, other.engine.policy))
 
     if _offloaded_with(params, conflicts):
-        gc.collect()  # an optimizer that only refers to itself is on its way out
+        gc.collect()  # drop optimizers that only refer to themselves
     for both, _ in _offloaded_with(params, conflicts):
         raise RuntimeError(
-            f"offload_optimizer: {len(both)} of these parameters ({names[both[0]]}, ...) are also of another offloaded "
+            f"offload_optimizer: {len(both)} of the parameters ({names[both[0]]}, ...) are also of another offloaded "
             "optimizer, which overlap='iteration' and parameters=True do not allow. Call remove_offload() on that one "
             "first, or let nothing refer to it any more: schedulers and scalers do, too."
         )
@@ -319,14 +319,14 @@ def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, st
 def _offloaded_with(
     params: Collection[Tensor], which: Callable[[Attachment], bool]
 ) -> list[tuple[list[Tensor], Attachment]]:
-    """List which of ``params`` offloaded optimizers have, of those whose attachments are meant."""
+    """List the attachments chosen by ``which`` that have some of ``params``, with those parameters."""
     attachments = filter(which, map(attached, list(offloaded)))
     found = (([param for param in params if param in one.engine.names], one) for one in attachments)
     return [(both, attachment) for both, attachment in found if both]
 
 
 def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
-    """Look at the steps of other optimizers, and at the first forward of ``model``, which may not be sharded yet."""
+    """Check steps of other optimizers, and the first forward of ``model``, which may not be sharded yet."""
     _look_at_all_steps()
     if model is None or all(map(is_dtensor, attachment.engine.names)):
         return
@@ -341,16 +341,16 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     attachment.undo.append(handle.remove)
 
 
-@functools.cache  # from the first attachment on; never taken off, as torch may be calling it
+@functools.cache  # registered at the first attachment; never removed, as torch may be calling it
 def _look_at_all_steps() -> RemovableHandle:
     return register_optimizer_step_pre_hook(_look_who_steps)
 
 
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
-    """Refuse gradients that another one uses in the backward; warn if that one has never stepped."""
+    """Raise if an offloaded optimizer has used the gradients in the backward; warn if it has never stepped."""
     holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
     if holds or find_offloaded(other) is not None:
-        return  # a container steps those that it holds, and each is looked at then
+        return  # a container steps the optimizers that it holds, and each is checked then
     params = [param for param in params_of(other) if param.grad is not None]
     for both, attachment in _offloaded_with(params, lambda one: one.engine.policy.updates_in_backward):
         engine = attachment.engine
@@ -370,10 +370,10 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
 
 
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:
-    """Raise where parameters were exchanged since: ``params`` of the optimizer for sharded ones, or the model's."""
+    """Raise if parameters were replaced since attaching: sharded ``params`` of the optimizer, or the model's."""
     names, known = attachment.engine.names, None if attachment.has_others else attachment.model
     model = None if known is None else known()
-    # Not by their names: a look must not change what the next forward gathers.
+    # Not parameter_names(), which reshards: a check must not change what the next forward gathers.
     of_model = names.keys() if model is None else set(parameters_of(model))
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
     if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):

@@ -1,7 +1,7 @@
 """``clip_grad_norm_`` of torch, bit for bit, which lets updates of ``overlap="iteration"`` run ahead of it.
 
-An update in the backward is a guess that the clipping factor will be 1 (``engine/guesses.py``). This function computes
-the norm and the factor on the device. ``step()`` learns on the host whether the factor was 1.
+An update in the backward is speculative: it assumes that the clipping factor will be 1 (``engine/guesses.py``). This
+function computes norm and factor on the device; ``step()`` learns on the host whether the factor was 1.
 """
 
 import math
@@ -40,13 +40,13 @@ def clip_grad_norm_(
     refuses gradients on several meshes, as those of experts: these get the bits that torchtitan's function gives them.
 
     Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
-    guesses that the factor is 1; ``step()`` takes them back where it is not. Gradients that an update has used are
-    multiplied when somebody reads them, or in ``step()``.
+    if the factor were 1; ``step()`` rolls them back if it is not. Gradients that an update has used are
+    multiplied when they are read, or in ``step()``.
 
     Args:
         optimizer: offloaded or not; what frameworks wrap around one, chains of several, or a sequence of optimizers
             that are clipped together.
-        max_norm: the largest norm that is left as it is.
+        max_norm: the largest norm that is not clipped.
         norm_type: the order of the norm; may be ``inf``.
         error_if_nonfinite: raise if the norm is not finite. The host waits for the norm then.
         foreach: use torch's multi-tensor kernels; ``None``: where they are supported.
@@ -65,7 +65,13 @@ def clip_grad_norm_(
     if isinstance(max_norm, Real) and not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}. To clip nothing, leave it out.")
     check_choices("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
-    return clip_in_order(inner, _in_order_of_model(inner), max_norm, norm_type, error_if_nonfinite, foreach)
+    of_models: list[Tensor] = []  # in the order of the models, then all others
+    for attachment in filter(None, map(attachment_of, inner)):
+        model = None if attachment.model is None else attachment.model()
+        of_models += [] if model is None else parameters_of(model)
+    own = dict.fromkeys([param for one in inner for param in params_of(one)])
+    params = list(dict.fromkeys([*[param for param in of_models if param in own], *own]))
+    return clip_in_order(inner, params, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -77,7 +83,7 @@ def clip_in_order(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip as :func:`clip_grad_norm_`, in the order that a framework has: ``params`` are those of ``optimizers``."""
+    """Clip as :func:`clip_grad_norm_`, in a framework's order: ``params`` are those of ``optimizers``."""
     inner = optimizers_in(list(optimizers), "clip_grad_norm_")
     guesses = [attachment.engine.guesses for attachment in map(attachment_of, inner) if attachment is not None]
     for one in guesses:
@@ -85,7 +91,7 @@ def clip_in_order(
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not guesses and len(_by_mesh(grads)) < 2:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    with bare(grads):  # this is no touch of the user's
+    with bare(grads):  # not an access of the user
         get_norm, options = torch.nn.utils.get_total_norm, (norm_type, error_if_nonfinite, foreach)
         norms = [get_norm(of_mesh, *options) for of_mesh in _by_mesh(grads) or [grads]]
         # The norm of sharded gradients is reduced over the ranks once, here, as torch does for its factor.
@@ -110,18 +116,8 @@ def clip_in_order(
 
 
 def _by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Divide ``grads`` by mesh: torch's functions take those of one."""
+    """Divide ``grads`` by mesh: torch's functions take gradients of one."""
     found: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for grad in grads:
         found[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     return list(found.values())
-
-
-def _in_order_of_model(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """List the parameters of ``optimizers``, each once: as their models register them, and then all others."""
-    of_models: list[Tensor] = []
-    for attachment in filter(None, map(attachment_of, optimizers)):
-        model = None if attachment.model is None else attachment.model()
-        of_models += [] if model is None else parameters_of(model)
-    own = dict.fromkeys([param for one in optimizers for param in params_of(one)])
-    return list(dict.fromkeys([*[param for param in of_models if param in own], *own]))

@@ -29,7 +29,7 @@ from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
-    """Methods that :func:`offload_optimizer` puts on an optimizer, over those of its class; never instantiated."""
+    """Methods that :func:`offload_optimizer` adds to an optimizer, over those of its class; never instantiated."""
 
     _plain_class: type[Optimizer]  # the optimizer's own
 
@@ -53,13 +53,13 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment.engine.core.trained_here()
         attachment.stepping = True
         try:
-            # Counters that it makes are written by updates in a backward.
+            # Updates in a backward write counters that are made here.
             with normal_tensors() if torch.is_inference_mode_enabled() else nullcontext():
                 return _logical_step(self, *args, **kwargs)
         finally:
             attachment.stepping = False
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it: _logical_step fires the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # keeps torch from wrapping it: _logical_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim.Optimizer`` does; the tensors lie over the host memory of ``optimizer.state``.
@@ -71,7 +71,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """
         engine = attached(self).engine
         engine.check_usable("state_dict()")
-        # Not that of the class where it converts what is on the device.
+        # Not the class's own method if that converts state on the device.
         saved = (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).state_dict(self)
         params = params_of(self)
         saved["state"] = {
@@ -105,7 +105,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         def install(_: Optimizer) -> None:
             nonlocal installed
             loaded_state: dict[Any, Any] = self.state
-            beside = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
+            entries_by_name = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
             states.clear()
             installed = True
@@ -116,8 +116,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 states.clear()
                 states.update(before_load)
                 raise
-            states.update(beside)
-            # Lets the class convert what old checkpoints hold.
+            states.update(entries_by_name)
+            # Lets the class convert entries of old checkpoints.
             type(self).__setstate__(self, {"state": states, "param_groups": self.param_groups})
 
         with (
@@ -125,7 +125,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             self.register_load_state_dict_post_hook(install, prepend=True),  # before those that look at the result
         ):
             (self._plain_class if engine.conventions.keeps_raw_state else Optimizer).load_state_dict(self, state_dict)
-            if not installed:  # the class loads in a way of its own, without hooks
+            if not installed:  # the class has its own loading, without hooks
                 others: dict[Any, Any] = self.state
                 loaded = {key: dict(state) for key, state in others.items() if isinstance(key, Tensor)}
                 install(self)
@@ -142,17 +142,17 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 engine.names.setdefault(param, name)
             device_of(params, engine.names, engine.layouts.capabilities, engine.policy, engine.device)
             eager = engine.conventions.state_without_gradient
-            new = [param for param in params if param not in engine.plan.shards]  # others come from another group
+            new = [param for param in params if param not in engine.plan.shards]  # others move here
             engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
         except BaseException:  # an interrupt, too
-            del self.param_groups[-1]  # as if it had not been called
-            engine.names.clear()  # in place: others know this dict
+            del self.param_groups[-1]  # undo the call
+            engine.names.clear()  # in place: the engine shares this dict
             engine.names.update(known)
             raise
         attachment.has_others = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients. Those that an update still reads are kept until it is done, and waited for if zeroed.
+        """Clear gradients. An update that still reads them keeps them alive; zeroing waits for it.
 
         Raises:
             RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
@@ -169,10 +169,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.engine.wait_updated()
         zeroed = [] if clears is None or clears else params_of(self)
         for param in filter(is_spent, zeroed):
-            zero_spent(param)  # let go of in the backward
+            zero_spent(param)  # freed in the backward
         with zeroed_lifted(zeroed):
             self._plain_class.zero_grad(self, *args, **kwargs)
-        attachment.engine.core.reductions.end(stepped=False)  # what has been reduced counts for nothing
+        attachment.engine.core.reductions.end(stepped=False)  # forget reductions of this backward
 
     def synchronize(self) -> None:
         """Block the host until transfers and updates are done, parameters are new and all state is at home."""
@@ -180,9 +180,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attached(self).parked.settle()
 
     def offload_states(self) -> None:
-        """Start storing state that is kept on the device; the host does not wait. Other state has been stored, or is.
+        """Start storing state that is kept on the device; the host does not wait. Other state is at home already.
 
-        Harmless when there is nothing to do. Everything may be done while it is away: ``step()`` reloads by itself.
+        Harmless if there is nothing to do. The optimizer stays usable: ``step()`` reloads by itself.
         """
         attachment = attached(self)
         attachment.engine.offload(states_of(self).unwaited)
@@ -191,19 +191,19 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.offload()
 
     def release_states(self) -> None:
-        """Free, to the allocator, the device memory of what :meth:`offload_states` stores, on the current stream."""
+        """Return device memory of state that :meth:`offload_states` stores to the allocator, on the current stream."""
         attached(self).engine.release()
         attached(self).parked.release()
 
     def reload_states(self, *, free_host_memory: bool = False) -> None:
-        """Start loading what the next step uses first, as much as the policy allows. Asynchronous.
+        """Start loading the state that the next step uses first, as much as the policy allows. Asynchronous.
 
-        For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless when all is there.
-        Before the first step it is not known what a step will need.
+        For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless if everything is
+        loaded. Before the first step, the state that a step uses first is not known.
 
         Args:
-            free_host_memory: give back the pinned memory that masters of parameters were parked in, instead of keeping
-                it for the next :meth:`offload_states`. The host waits for the copies then. Homes of state stay.
+            free_host_memory: free the pinned memory in which masters were parked, instead of keeping it for the next
+                :meth:`offload_states`. The host then waits for the copies. Homes of state stay.
         """
         check_choices("reload_states", free_host_memory=free_host_memory)
         attachment = attached(self)
@@ -213,7 +213,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.free_host_memory()
 
     def offload_report(self) -> OffloadReport:
-        """Bytes by place, and what the last step moved and took; waits for that step. ``str()`` of it is a table."""
+        """Report bytes by place, and copies and times of the last step; wait for that step. ``str()`` gives a table."""
         attachment = attached(self)
         engine = attachment.engine
         # A step may wait, with the lock, for the thread that writes a save.
@@ -231,7 +231,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
 @Optimizer.profile_hook_step
 def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """One step as the user counts them: the closure runs once, or as a class that moves as a whole calls it."""
+    """Run one step of the user: the closure once, or as often as a class that moves as a whole calls it."""
     attachment = attached(self)
     engine = attachment.engine
     engine.check_usable("step()", mid_step=True)
@@ -286,7 +286,7 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
     if updated:
         attachment.expects_gradients = False
         return
-    # A step without any gradient is legal, but often a mistake; the first ones of all, more often.
+    # A step without any gradient is legal but often a mistake, most of all a first one.
     refuse_exchanged(attachment)
     if has_loaded:
         warnings.warn(
@@ -310,19 +310,19 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
 
 @functools.cache
 def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """``Offloaded<Name>``: the user's class with the methods above over its own; the same class every time.
+    """Return ``Offloaded<Name>``: a subclass with the methods above; the same class every time.
 
-    They are copied: Python takes the layout of instances from the first base, so that those of a class with other bases
-    (ABC, Generic[T]) cannot get a class with a mixin in front.
+    The methods are copied, not mixed in: Python takes the layout of instances from the first base, so instances of a
+    class with other bases (ABC, Generic[T]) could not become instances of a class with a mixin in front.
     """
     ours = {key: value for key, value in vars(OffloadedOptimizer).items() if key not in _OF_EVERY_CLASS}
     ours |= {key: _seen_through(key) for key, value in ours.items() if inspect.isfunction(value) and key[0] != "_"}
-    # torch.compile(optimizer.step) must not trace into streams and events; it runs the step as it is.
+    # torch.compile(optimizer.step) must not trace into streams and events; it runs the step uncompiled.
     ours |= {"__module__": cls.__module__, "_plain_class": cls, "step": torch.compiler.disable(ours["step"])}
-    for name in ("step", "zero_grad"):  # GradScaler asks what step() takes, accelerate what zero_grad() does
+    for name in ("step", "zero_grad"):  # GradScaler inspects step(), accelerate zero_grad()
         ours[name].__signature__ = inspect.signature(getattr(cls, name))
     made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
-    object.__new__(cls).__class__ = made  # a TypeError where the layout of instances is fixed (__slots__, a base in C)
+    object.__new__(cls).__class__ = made  # raises a TypeError for a fixed layout (__slots__, a base in C)
     OffloadedOptimizer.register(made)
     return made
 
@@ -331,7 +331,7 @@ _OF_EVERY_CLASS = frozenset(vars(ABCMeta("Empty", (Optimizer,), {})))
 
 
 def _seen_through(name: str) -> Callable[..., Any]:
-    """Our method, on the optimizer inside of a wrapper that is a subclass of its class, as Lightning's is."""
+    """Return a method that also works on wrappers derived from the class, such as Lightning's."""
 
     @functools.wraps(getattr(OffloadedOptimizer, name))
     def seen_through(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +339,7 @@ def _seen_through(name: str) -> Callable[..., Any]:
             return getattr(OffloadedOptimizer, name)(self, *args, **kwargs)
         if (inner := inside(self)) is not None:
             return getattr(inner, name)(*args, **kwargs)
-        # It is plain again, and a scheduler that was made while it was offloaded holds this function.
+        # Plain again: a scheduler that was made during the offload still holds this function.
         return getattr(type(self), name)(self, *args, **kwargs)
 
     return seen_through

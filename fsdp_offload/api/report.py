@@ -25,11 +25,11 @@ class MemoryRecord:
         other_state_bytes: State that does not move: counters, tensors that are not understood, and tensors that were
             put into ``optimizer.state`` in the place of others, until the next step moves them.
         host_parameter_bytes: Parameters whose home is host memory, frozen ones included.
-        kept_state_bytes, kept_parameter_bytes: Of these, what is kept on the device now; padding included.
+        kept_state_bytes, kept_parameter_bytes: Offloaded state and parameters kept on the device; with padding.
         host_bytes: Host memory taken, padding included, page-locked if ``pinned``.
-        spare_home_bytes: Of that, second homes for asynchronous saves and for updates that may be taken back.
+        spare_home_bytes: The part of it for second homes, for asynchronous saves and updates that may be rolled back.
         device_bytes: Device memory taken for what is offloaded, kept or passing through.
-        off_peak_bytes: The most that comes on top of it in an iteration, where the model leaves as much free.
+        off_peak_bytes: The most that an iteration adds to it at points where the model leaves memory free.
         device_peak_bytes: The allocator's peak since its statistics were last reset; ``None`` on the CPU.
     """
 
@@ -52,13 +52,13 @@ class StepRecord:
 
     Attributes:
         loaded_bytes, stored_bytes: Copied to the device, also for gathers, and to host memory; padding included.
-        loads, stores: How many copies that took.
+        loads, stores: Numbers of copies.
         updates: Buckets updated, those on the CPU included.
-        held_updates: Of them, buckets that the backward left to ``step()``, since tensors over their state or their
+        held_updates: Buckets among them that the backward left to ``step()``, since tensors over their state or
             parameters were held.
         load_gb_per_s, store_gb_per_s: Rates (10**9 bytes) of one large copy each way; ``None``: none was timed.
-        host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, in how much time of its thread,
-            and for how long the main thread waited for that; ``None`` where it updates nothing.
+        host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, the time of its thread, and the
+            time that the main thread waited for it; ``None`` if the CPU updates nothing.
     """
 
     loaded_bytes: int
@@ -80,13 +80,13 @@ class IterationRecord:
 
     Attributes:
         iteration_ms: From the end of the step before to the end of the last one, with all that the loop did between.
-        stalled_ms: Time of that in which compute waited for items: for loads, and for updates beside the model.
+        stalled_ms: The part of it in which compute waited for items: for loads, and for updates next to the model.
         bound_ms: The longest of ``iteration_ms - stalled_ms - host_ms``, the loads at their rate and the stores at
             theirs, but never more than ``iteration_ms``.
         host_ms: Time in which compute had nothing to do while the host was in this package's hooks of reductions, or in
             ``step()``. Not measured with ``overlap="step"``.
-        paced_ms: ``host_ms``, and the time between these calls at both of whose ends compute had done all that the host
-            had issued: as far as one can tell, it went at the host's pace.
+        paced_ms: ``host_ms``, and the time between two such calls if compute was idle at both: as far as one can tell,
+            it ran at the host's pace.
         next_gb_ms: What another GB (10**9 bytes) of ``device_bytes`` saves at most: the time of its load or of its
             store, whichever takes longer, but no more than ``stalled_ms``.
     """
@@ -126,8 +126,8 @@ class OffloadReport:
         step: The last step; ``None`` before the first one.
         iteration: The last iteration; ``None`` where none was measured: before the second step, after an error, on the
             CPU, with ``serial=True``.
-        clipping: How often updates in the backward, which were guesses, have stood, or why all wait for ``step()``;
-            empty where none has to be a guess.
+        clipping: How often speculative updates in the backward were kept, or why all updates wait for ``step()``;
+            empty if no update is speculative.
         left_out: Names of state tensors that are not understood.
         notes: Warnings for the user, most important first.
     """
@@ -202,11 +202,11 @@ def _bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-# What it says of an engine -------------------------------------------------------------------------------------------
+# From an engine ------------------------------------------------------------------------------------------------------
 
 
 def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> OffloadReport:
-    """Report on one optimizer when the device has finished its last step; parameters that sleep take parked_bytes."""
+    """Report on one optimizer when the device has finished its last step; ``parked_bytes``: of sleeping parameters."""
     shards, on_cpu = engine.plan.shards.values(), engine.device.type == "cpu"
     others = (
         value
@@ -258,11 +258,11 @@ _WHOLE = {
     None: ("is not in the table of optimizers", " If each element's update depends on that element alone," + _TRUST),
     "mixed": ("computes with several parameters together", ""),
 }
-"""By verdict, why a class moves as a whole, and what to do."""
+"""By verdict: why a class moves as a whole, and the remedy."""
 
 
 def notes_of(engine: Engine) -> Iterator[str]:
-    """Yield what the user should know about this offload, most important first."""
+    """Yield notes on this offload for the user, most important first."""
     shards, name = engine.plan.shards.values(), _class_name(engine)
     state, weights = _items(engine)
     items, sizes = [*state, *weights], [item.nbytes for item in state]
@@ -314,17 +314,17 @@ def notes_of(engine: Engine) -> Iterator[str]:
 
 
 def _class_name(engine: Engine) -> str:
-    return str(getattr(engine.cls, "plain_class", engine.cls).__name__)  # that of the user, under masters
+    return str(getattr(engine.cls, "plain_class", engine.cls).__name__)  # the user's class, without masters
 
 
 def _items(engine: Engine) -> tuple[list[Item], list[Item]]:
-    """Items of state, and of parameters, that may move."""
+    """List the items of state, and those of parameters, that may move."""
     state = [bucket.state for bucket in engine.core.buckets if bucket.state.nbytes]
     return state, list(engine.weights.items.values())
 
 
 def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
-    """The last step, and its iteration if it was measured."""
+    """Return records of the last step, and of its iteration if that was measured."""
     moved, watch = engine.core.last_moved, engine.core.cache.stopwatch
     if moved is None:
         return None, None
@@ -338,7 +338,7 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     gb_ms = [1e3 / rate for _, rate in ways if rate is not None]
     whole_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
     host_ms = min(last.host_ms, whole_ms - stalled_ms)
-    # The copies that were timed may have shared the link with others: that all are as slow is not proven.
+    # Timed copies may have shared the link with others, so the bound is not proven: others may be faster.
     bound_ms = min(whole_ms, max(whole_ms - stalled_ms - host_ms, *copies_ms, 0.0))
     times = {"host_ms": host_ms, "paced_ms": max(host_ms, min(last.paced_ms, whole_ms - stalled_ms))}
     times["next_gb_ms"] = min(stalled_ms, max(gb_ms, default=0.0))

@@ -1,4 +1,4 @@
-"""Optimizers that are offloaded, inside other frameworks' objects too, and the phases of all of them together.
+"""Offloaded optimizers, also inside objects of frameworks, and the phases of all of them together.
 
 Wrappers of accelerate, Lightning and Fabric hold an optimizer as ``optimizer`` or ``_optimizer``, Megatron's as
 ``optimizer``, its ``ChainedOptimizer`` several as ``chained_optimizers``. Megatron's also name the fp32 masters among
@@ -31,38 +31,38 @@ class Attachment:
 
     engine: Engine
     model: "weakref.ref[nn.Module] | None"
-    undo: list[Callable[[], None]] = field(default_factory=list)  # also for its model and what has captured its step
+    undo: list[Callable[[], None]] = field(default_factory=list)  # also of its model and of captured steps
     hooks: ModelHooks | None = None
-    parked: ParkedParameters = field(default_factory=ParkedParameters)  # they leave the device with the state
+    parked: ParkedParameters = field(default_factory=ParkedParameters)  # leave the device with the state
     stepping: bool = False
     has_loaded_inside_step: bool = False
-    expects_gradients: bool = True  # no step has found any, and nobody has been told so
-    has_others: bool = False  # groups were added, perhaps of parameters that are not of the model
-    is_new: bool = True  # it has not stepped: perhaps it was attached too early, or another one steps
-    hook_steps: int | None = None  # since a hook was wrapped to reload it; None: none was
+    expects_gradients: bool = True  # no step has found a gradient, and the user has not been warned
+    has_others: bool = False  # groups were added, perhaps of parameters outside the model
+    is_new: bool = True  # no step yet: perhaps it was attached too early, or another optimizer steps
+    hook_steps: int | None = None  # steps since a hook was wrapped to reload it; None: no hook was
 
 
 def attachment_of(optimizer: object) -> Attachment | None:
-    """Return what attaching has added to ``optimizer``; ``None`` if it is not offloaded."""
+    """Return the attachment of ``optimizer``; ``None`` if it is not offloaded."""
     return cast("Attachment | None", getattr(optimizer, "__dict__", {}).get(ENGINE_ATTRIBUTE))
 
 
 def attached(optimizer: Optimizer) -> Attachment:
-    """Return what attaching has added to an optimizer that is offloaded."""
+    """Return the attachment of an offloaded optimizer."""
     attachment = attachment_of(optimizer)
     assert attachment is not None, "an OffloadedOptimizer always has one"
     return attachment
 
 
 offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
-"""All optimizers that are offloaded now, as far as somebody keeps them."""
+"""The currently offloaded optimizers, held weakly."""
 
 
 _WRAPPING_PACKAGES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
-    """List wrappers of accelerate, Lightning and Fabric, which may have its class as well, and the real optimizer."""
+    """List wrappers of accelerate, Lightning and Fabric, outermost first, and then the real optimizer."""
     found = [optimizer]
     while _WRAPPING_PACKAGES & {base.__module__.partition(".")[0] for base in type(found[-1]).__mro__}:
         inner = inside(found[-1])
@@ -73,14 +73,14 @@ def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a framework's wrapper; where it is offloaded, inside anybody's."""
+    """Return the optimizer inside a framework's wrapper; if it is offloaded, inside any wrapper."""
     return find_offloaded(optimizer) or wrappers_around(optimizer)[-1]
 
 
 def redirect_captured_step(
     optimizer: Optimizer, old: Any, new: Any, wrappers: Sequence[object] = ()
 ) -> list[Callable[[], None]]:
-    """Let what captured ``optimizer.step`` before attaching call the new step; returns what undoes it.
+    """Make objects that captured ``optimizer.step`` before attaching call the new step; return functions that undo it.
 
     A scheduler has captured the class's old ``step`` in a closure; accelerate's wrapper puts it back after a scaler.
     """
@@ -113,7 +113,7 @@ def redirect_captured_step(
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
     """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's.
 
-    torchtitan's container is a chain, and one of torch's by its class alone.
+    torchtitan's container is a chain, although its class is derived from torch's.
     """
     held = vars(optimizer).get("optimizers") if isinstance(optimizer, Optimizer) else None
     if isinstance(held, list) and held and all(isinstance(one, Optimizer) for one in held):
@@ -131,12 +131,12 @@ def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
 
 
 def is_wrapped(optimizer: object) -> bool:
-    """Return whether ``optimizer`` is none of torch's, but holds some: one of Megatron's, or a chain."""
+    """Return whether ``optimizer`` holds optimizers of torch: one of Megatron's, or a chain."""
     return bool(holders_in(optimizer))
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """List the optimizers of torch in one of Megatron's or a chain; of anything else, itself."""
+    """List the optimizers of torch in one of Megatron's or a chain; otherwise ``optimizer`` itself."""
     return list(holders_in(optimizer)) or [optimizer]
 
 
@@ -148,13 +148,13 @@ _ARGUMENTS = {
     "set_optimizer_state_dict": "model, optimizer, state_dict",
     "reload_before": "callback, optimizer",
 }
-"""The arguments to write, of functions that take more than an optimizer."""
+"""Arguments to write in messages, for functions that take more than an optimizer."""
 
 
 def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
     """List the optimizers of torch inside ``optimizer``, or inside a list, in order, each once.
 
-    A TypeError says that ``function`` takes no other objects.
+    For other objects, raise a TypeError in the name of ``function``.
     """
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     found: list[Any] = [unwrap(part) for each in several for part in parts_of(each)]
@@ -168,7 +168,7 @@ def optimizers_in(optimizer: Any, function: str) -> list[Optimizer]:
 
 
 def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
-    """Find the fp32 masters that are parameters of ``optimizer``, as Megatron's around it says."""
+    """List the fp32 masters of Megatron's ``holder`` that are parameters of ``optimizer``."""
     params = set(params_of(optimizer))
     names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
     named = (tensor for name in names for tensor in tree_leaves(getattr(holder, name, ())))
@@ -176,7 +176,7 @@ def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
 
 
 def saves_all_masters(holder: Any) -> bool:
-    """Return whether Megatron saves a master of every parameter, also in fp32: if its optimizer is precision-aware."""
+    """Return whether Megatron saves masters of fp32 parameters too: if its optimizer is precision-aware."""
     is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
     return bool(
         is_aware and any(isinstance(one, Tensor) for one in tree_leaves(getattr(holder, "shard_fp32_groups", ())))
@@ -190,10 +190,11 @@ def offload_states(optimizer: Any) -> None:
     """Call ``offload_states()`` of every offloaded optimizer in ``optimizer``: Megatron's, a chain, or a list of them.
 
     fp32 masters that are parameters of Megatron's inner optimizer leave with the state; they may be used until
-    :func:`release_states`. A TypeError says that one of the optimizers is not offloaded, here and below.
+    :func:`release_states`.
 
     Raises:
-        MemoryError: there is not enough host memory for what leaves.
+        TypeError: one of the optimizers is not offloaded; also in the functions below.
+        MemoryError: there is not enough host memory for the state and masters.
     """
     for inner in _offloaded_in(optimizer, "offload_states"):
         inner.offload_states()
@@ -221,13 +222,13 @@ def _offloaded_in(optimizer: Any, function: str) -> list[Any]:
 
 
 IF_NOT = "call offload_optimizer() first, or, to train without offload, write `if is_offloaded(optimizer):` before this"
-"""Advice to a loop that runs with and without offload: nothing is silently inert."""
+"""Advice to a loop that runs with and without offload; no call is silently ignored."""
 
 HOOK_IS_CALLED = 3
-"""Steps without a call of a wrapped hook after which one warns, once; a call counts as so many."""
+"""Warn once after this many steps without a call of a wrapped hook; a call sets the count to this figure."""
 
 _TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""By wrapper, the optimizers, in the order in which they reload."""
+"""Optimizers by wrapper, in the order in which they reload."""
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:

@@ -40,10 +40,10 @@ from .plain import refuse_templates
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[Any, ...]  # identity of a tensor's elements; equal for tied weights, which are copied once
+_Key = tuple[Any, ...]  # identifies a tensor's elements; equal for tied weights, which are copied once
 
 _POLL_SECONDS = 0.005
-_BEGIN_SECONDS = 60  # a writing thread begins in milliseconds; one that never comes must not hang training for ever
+_BEGIN_SECONDS = 60  # a writing thread starts within milliseconds; if it never does, training must not hang
 
 
 class ArenaStager(AsyncStager):
@@ -81,7 +81,7 @@ class ArenaStager(AsyncStager):
     _synchronize_after_execute = False  # staging is complete when `stage` returns
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        # Weakly, as everything of ours: dropping an optimizer frees its arena.
+        # Weak references: dropping an optimizer frees its arena.
         found = optimizers_in([*tree_leaves(optimizers)], "ArenaStager") if optimizers else []
         self._optimizers = [weakref.ref(one) for one in found]
         self._buffer: Region | None = None
@@ -89,13 +89,13 @@ class ArenaStager(AsyncStager):
 
     @tells("async_stager=ArenaStager(optimizer)")  # of the class itself
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Stage ``state_dict`` as it is now, to be written while training goes on. Called by ``dcp.async_save``.
+        """Stage ``state_dict`` as it is now, to be written during training. Called by ``dcp.async_save``.
 
-        Waits for the last save, for stores of the last step and for the copy of what is not at home. No collective.
+        Waits for the last save, for stores of the last step and for copies of values without a home. No collective.
 
         Raises:
-            ValueError: ``for_load=True`` made it, to load into, and nothing has been; it has state of an offloaded
-                optimizer that the stager was not given.
+            ValueError: ``state_dict`` was made with ``for_load=True``, and nothing was loaded into it; or it has state
+                of an offloaded optimizer that the stager was not given.
             RuntimeError: the optimizer's state is half updated, or ``state_dict`` was made before the last step and
                 state has moved since.
         """
@@ -115,7 +115,7 @@ class ArenaStager(AsyncStager):
                 "that steps since may have changed. Write ArenaStager(optimizer), with all whose state is saved."
             )
         collects = gc.isenabled()
-        gc.disable()  # so many new objects would set it off, and a full collection takes longer than all the rest
+        gc.disable()  # new objects would trigger a full collection, which takes longer than staging
         try:
             return self._staged(state_dict, engines)
         finally:
@@ -123,7 +123,7 @@ class ArenaStager(AsyncStager):
                 gc.enable()
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to wait for when :meth:`stage` returns."""
+        """Do nothing: staging is complete when :meth:`stage` returns."""
 
     def close(self) -> None:
         """Wait for the writer, then free the buffer.
@@ -137,7 +137,7 @@ class ArenaStager(AsyncStager):
         self._unspoiled_engines()
 
     def _unspoiled_engines(self) -> list[Engine]:
-        """Those of optimizers that are still attached; none may have been written to during the last save."""
+        """List the engines still attached; raise if state was written in place during the last save."""
         engines = [engine for optimizer in self._optimizers if (engine := engine_of(optimizer())) is not None]
         for engine in engines:
             engine.lending.check_unspoiled()
@@ -154,7 +154,7 @@ class ArenaStager(AsyncStager):
         copied: dict[_Key, Tensor] = {}
         for leaf in every:
             found = homes.get(leaf.data_ptr()) if leaf.device.type == "cpu" else None
-            # Some columns of a home are read as they are, not from the home's first byte on.
+            # Not lent: a view of some columns, which starts at the home's first byte but has other strides.
             if found is None or leaf.stride() != dense_stride(leaf):
                 copied.setdefault(_key(leaf), leaf.detach())
             else:
@@ -166,7 +166,7 @@ class ArenaStager(AsyncStager):
             staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
             values[number] = _over(value, staged) if isinstance(value, Tensor) else copy.deepcopy(value)
         result = StagedDict(loan, tree_unflatten(values, structure))
-        for lending, read in lent.items():  # last: whoever could not stage has lent nothing
+        for lending, read in lent.items():  # last, so that a failed stage() lends nothing
             lending.lend(loan, read)
         for device in {leaf.device for leaf in copied.values() if leaf.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
@@ -175,7 +175,7 @@ class ArenaStager(AsyncStager):
         return result
 
     def _copies(self, copied: Mapping[_Key, Tensor], *, pin: bool) -> dict[_Key, Tensor]:
-        """Dense copies in the buffer, that of the last save if it is large enough; some may be on their way."""
+        """Issue dense copies into the buffer, reusing the last save's if it is large enough; do not wait for them."""
         nbytes = sum(aligned(leaf.nbytes) for leaf in copied.values())
         if self._buffer is None or self._buffer.nbytes < nbytes:
             device = next((leaf.device for leaf in copied.values() if leaf.device.type != "cpu"), torch.device("cpu"))
@@ -194,35 +194,35 @@ def _key(leaf: Tensor) -> _Key:
 
 
 def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    is_plain = type(local_shard(value)) in (Tensor, torch.nn.Parameter)  # most are, and describing takes longer
+    is_plain = type(local_shard(value)) in (Tensor, torch.nn.Parameter)  # the usual case, and the faster one
     return over_local(value, leaves[0]) if is_plain else describe_value(value).build(leaves)
 
 
 class Loan:
-    """The memory of one staged dict, and who reads it: a :class:`~fsdp_offload.state.shard.Reader` of homes.
+    """The memory of one staged dict, and its :class:`~fsdp_offload.state.shard.Reader`: the thread that writes it.
 
-    DCP tells no stager when the writer is done. The loan ends when the tensors over its memory are gone, or with the
-    thread of the writer: one that failed may leave its tensors to its exception, and that to whoever holds the future.
+    DCP does not tell a stager when the writer is done. The loan ends when the tensors over its memory are deleted, or
+    with the writing thread: after a failure, the future's exception may keep the tensors alive.
     """
 
     def __init__(self, regions: Iterable[Region]) -> None:
-        """Take the memory that its tensors may be over."""
-        self._memory: list[tuple[range, Any]] = []  # and its addresses, while the loan is made
+        """Lend ``regions``, in which the tensors of the dict lie."""
+        self._memory: list[tuple[range, Any]] = []  # addresses and memory, until seal()
         self._alive: list[weakref.ref[Any]] = []
         self.owner = threading.current_thread()
-        self.thread: threading.Thread | None = None  # that writes
+        self.thread: threading.Thread | None = None  # the writer's
         self._looks: list[Callable[[], object]] = []
         self._is_over = False
         for region in regions:
             if region.nbytes:
                 begin = region.bytes.data_ptr()
                 memory = (ctypes.c_ubyte * region.nbytes).from_address(begin)
-                memory.keeps = region  # type: ignore[attr-defined]  # as long as any tensor over it lives
+                memory.keeps = region  # type: ignore[attr-defined]  # while any tensor over it lives
                 self._memory.append((range(begin, begin + region.nbytes), memory))
                 self._alive.append(weakref.ref(memory, self._is_gone))
 
     def tensor(self, like: Tensor) -> Tensor:
-        """A tensor over the memory of ``like``, on the CPU, of which this loan knows when it goes."""
+        """Return a CPU tensor over the memory of ``like``, whose deletion ends this loan."""
         if not like.numel():
             return like
         at = like.data_ptr()
@@ -231,12 +231,12 @@ class Loan:
         return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
 
     def seal(self) -> None:
-        """The loan is made: from now on only its tensors hold the memory."""
+        """Finish the loan: from now on only its tensors hold the memory."""
         self._memory.clear()
         self._is_gone(None)
 
     def when_over(self, look: Callable[[], object]) -> None:
-        """Have ``look`` called once nobody reads any more, before anybody may write: in the thread that has read."""
+        """Call ``look`` in the writing thread when it has finished, before the homes may be written again."""
         self._looks.append(look)
 
     def _is_gone(self, _: object) -> None:
@@ -247,14 +247,14 @@ class Loan:
             self._is_over = True
 
     def is_reading(self) -> bool:
-        """Return whether the writer may still look at what it was given."""
+        """Return whether the writer may still read the lent memory."""
         if self.thread is not None and not self.thread.is_alive():
-            self._looks.clear()  # what becomes of the memory from now on says nothing about a file
+            self._looks.clear()  # later writes to the memory do not reach a file
             return False
         return not self._is_over
 
     def wait(self) -> None:
-        """Block until it no longer does; a RuntimeError if nobody begins to read."""
+        """Block until the writer has finished; raise a RuntimeError if no thread begins to write."""
         give_up = time.monotonic() + _BEGIN_SECONDS
         while self.is_reading():
             if time.monotonic() > give_up:
@@ -273,13 +273,13 @@ class Loan:
             if self.thread is None or self.thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)
             else:
-                self.thread.join(_POLL_SECONDS)  # a thread of a pool outlives the save: its tensors tell then
+                self.thread.join(_POLL_SECONDS)  # a pool's thread outlives the save, whose end its tensors show
 
 
 class StagedDict(dict[str, Any]):
-    """The top level of what is handed to the writer: tells the loan which thread that is, and empties itself there.
+    """The dict that the writer gets: notes the writing thread in the loan, and empties itself there.
 
-    DCP keeps the dict for longer than it writes: in the work item of its thread, and in the traceback of a failure.
+    DCP keeps the dict longer than it writes: in the work item of its thread, and in the traceback of a failure.
     """
 
     def __init__(self, loan: Loan, values: Mapping[str, Any]) -> None:
@@ -288,19 +288,19 @@ class StagedDict(dict[str, Any]):
         self._is_handed_over = False
 
     def __getattribute__(self, name: str) -> Any:
-        # The writing thread begins with isinstance(), which asks for __class__: also where the save fails at once.
+        # The writing thread first calls isinstance(), which reads __class__, even if the save then fails at once.
         loan = super().__getattribute__("_loan")
         if loan.thread is None and threading.current_thread() is not loan.owner:
             loan.thread = threading.current_thread()
         return super().__getattribute__(name)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As ``dict.items``; in the writing thread once."""
+        """Return the items as ``dict`` does; in the writing thread only once."""
         if self._is_handed_over:
             raise RuntimeError("a staged dict is written once, and the writer has it. Call stage() again.")
         if threading.current_thread() is self._loan.owner:
             return super().items()
-        self._loan.thread = threading.current_thread()  # whoever looked in before: a profiler looks at any object
+        self._loan.thread = threading.current_thread()  # replaces threads that only looked, as profilers do
         handed = dict(super().items())
         self.clear()
         self._is_handed_over = True

@@ -1,14 +1,14 @@
-"""Chunks: which hyper-rectangles of a global tensor this rank has, and where they lie in its buffer. No collective.
+"""Chunks: the hyper-rectangles of a global tensor on this rank, and their places in its buffer. No collective.
 
 ::
 
     DTensor ──▶ mesh shape, coordinate, placements ──▶ Cuts ── cut_chunks ───────────────────────┐
     flat range of a rectangle (Megatron-FSDP, or the caller's) ── ragged_chunks ─────────────────┼─▶ ShardChunks
-    ShardTensor, or a local tensor with ``__create_chunk_list__`` ──▶ what it says of itself ────┘
+    ShardTensor, or a local tensor with ``__create_chunk_list__`` ──▶ its own description ───────┘
 
-Equal to torch's ``compute_local_shape_and_global_offset`` except where that is wrong: interleaved rows that leave
-several rectangles (it names one, of the total size), and a shard order of the spec or the mesh (it goes from left to
-right). Work and memory grow with cuts and rectangles, never with rows. Equal parts share one cached result.
+Equal to torch's ``compute_local_shape_and_global_offset`` except where that is wrong: for interleaved rows in several
+rectangles (it gives one, of the total size), and for a shard order of the spec or the mesh (it assumes left to right).
+Work and memory grow with cuts and rectangles, never with rows. Equal parts share one cached result.
 """
 
 import functools
@@ -27,17 +27,16 @@ Shape = tuple[int, ...]
 Rectangle = tuple[Shape, Shape]  # offsets, sizes
 FlatRange = tuple[int, int] | slice
 
-# A parameter of Megatron-FSDP, whose buffers are not cut as torch.chunk does, has two attributes that place it
-# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64). Detached, copied or in a state dict, it has
-# lost them.
+# Megatron-FSDP does not cut its buffers as torch.chunk does; two attributes of a parameter tell its place
+# (megatron_fsdp/param_and_grad_buffer.py of Megatron-LM, read at d98e8a64). detach(), copies and state dicts lose them.
 
 MEGATRON_SLICE = "megatron_fsdp_slice"
 """The flat range that this rank has, row by row, in coordinates of its *tensor-parallel* part.
 
-Empty ones may be ``(0, 0)`` or ``(numel, numel)``. Absent where nothing is sharded: then the placements say it all."""
+Empty ranges may be ``(0, 0)`` or ``(numel, numel)``. Missing if nothing is sharded: then the placements suffice."""
 
 MEGATRON_INDEX = "megatron_fsdp_dist_index"
-"""Its meshes. ``tp_dim`` names the mesh dimension of tensor parallelism, or is ``None``.
+"""Megatron-FSDP's meshes. ``tp_dim`` names the mesh dimension of tensor parallelism, or is ``None``.
 
 The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; its placement is
 that cut. The placements of the other dimensions are nominal."""
@@ -45,9 +44,9 @@ that cut. The placements of the other dimensions are nominal."""
 MEGATRON_GROUP = "_mfsdp_parameter_group"
 """In version 2 (``experimental``): the group, or a weak reference to it, whose ``main_weight`` packs whole rows.
 
-Read in megatron-fsdp 0.6.1, too. The placements say which ranks share the rows, and not which rank has which."""
+Read in megatron-fsdp 0.6.1, too. The placements tell which ranks share the rows, but not which rank has which rows."""
 
-# Ragged ranges are different for every parameter, rectangles are shared; an entry takes about a kilobyte.
+# Parameters share rectangles but not ragged ranges; an entry takes about a kilobyte.
 _CACHED_ENTRIES = 16_384
 
 
@@ -70,18 +69,18 @@ class Chunk(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the rectangle."""
+        """Return the number of elements of the rectangle."""
         return math.prod(self.sizes)
 
     def in_global(self, whole: Tensor) -> Tensor:
-        """View of the rectangle in a tensor that has all elements."""
+        """Return a view of the rectangle in ``whole``, which has all elements."""
         ends, shape = tuple(map(int.__add__, self.offsets, self.sizes)), tuple(getattr(whole, "shape", ()))
         if len(shape) != len(ends) or any(map(int.__lt__, shape, ends)):
             raise ValueError(f"Chunk.in_global: expected the whole tensor, at least {ends}, got shape {shape}.")
         return whole[tuple(map(slice, self.offsets, ends))]
 
     def in_local(self, local: Tensor) -> Tensor:
-        """View of it in this rank's buffer, whatever shape that has."""
+        """Return a view of the chunk in ``local``, this rank's buffer of any shape."""
         ends = map(int.__mul__, (size - 1 for size in self.sizes), self.local_strides)
         end = self.local_start + 1 + sum(ends)
         if self.numel and local.numel() < end:  # other memory may follow in its storage
@@ -100,20 +99,20 @@ class ShardChunks(NamedTuple):
 
     @property
     def local_numel(self) -> int:
-        """Elements of this rank's part."""
+        """Return the number of elements of this rank's part."""
         return math.prod(self.local_shape)
 
     @property
     def rectangles(self) -> list[Rectangle]:
-        """Offsets and sizes of the chunks that have elements."""
+        """Return offsets and sizes of the chunks that have elements."""
         return [chunk[:2] for chunk in self.chunks if chunk.numel]
 
     def __deepcopy__(self, memo: object) -> "ShardChunks":
-        return self  # integers only; torch's stager copies every attribute of every tensor
+        return self  # immutable; torch's stager would copy it with every tensor
 
 
 def contiguous_strides(shape: Shape) -> Shape:
-    """Row-major strides in elements, as torch has them: a dimension of size 0 counts as 1."""
+    """Return row-major strides in elements, as in torch: a dimension of size 0 counts as 1."""
     sizes = [max(size, 1) for size in shape[1:]] + [1]
     return tuple(itertools.accumulate(reversed(sizes[: len(shape)]), int.__mul__))[::-1]
 
@@ -122,12 +121,12 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
     """Compute the chunks of this rank's part of a tensor.
 
     Args:
-        source: What has chunks:
+        source: One of:
 
-            - a DTensor; with a ``ShardTensor`` inside, what that carries;
+            - a DTensor; with a ``ShardTensor`` inside, the chunks that it carries;
             - a Megatron-FSDP parameter, recognised by ``megatron_fsdp_slice`` and ``megatron_fsdp_dist_index``, or by
               its parameter group;
-            - a DTensor whose local tensor has ``__create_chunk_list__``, as Megatron's uneven DTensors: what that says;
+            - a DTensor whose local tensor has ``__create_chunk_list__``, as Megatron's uneven DTensors: those chunks;
             - a plain tensor or a global shape: all of it.
         flat_range: ``(begin, end)`` or a slice: only these elements of that part, counted row by row within it.
 
@@ -156,16 +155,16 @@ def is_whole(number: object) -> bool:
 
 
 def says_its_chunks(tensor: Tensor) -> bool:
-    """Return whether a DTensor's chunks are told by something else than its placements, which are nominal then."""
+    """Return whether something other than the placements, which are then nominal, describes a DTensor's chunks."""
     is_said = hasattr(tensor, MEGATRON_SLICE) or hasattr(local_shard(tensor), "__create_chunk_list__")
     return is_said or _range_in_group(tensor) is not None
 
 
 def why_misread(value: object) -> str | None:
-    """Why DCP would take a DTensor for other elements than it has, or ``None``.
+    """Return why DCP would take a DTensor for other elements than it has, or ``None``.
 
-    DCP takes a local tensor that brings no chunks for the one rectangle that the placements name, left to right. So not
-    interleaved rows, uneven parts, slices of Megatron-FSDP, nor mesh dimensions in another order.
+    DCP takes a local tensor without chunks for the one rectangle that the placements give from left to right, which is
+    wrong for interleaved rows, uneven parts, slices of Megatron-FSDP, and mesh dimensions in another order.
     """
     if not isinstance(value, DTensor) or hasattr(local_shard(value), "__create_chunk_list__"):
         return None
@@ -180,7 +179,7 @@ def why_misread(value: object) -> str | None:
 
 
 def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
-    """Begin and end of ``part`` in the global tensor's elements, ``(0, 0)`` if empty; ``None``: not one range."""
+    """Return begin and end of ``part`` in global elements, ``(0, 0)`` if empty; ``None`` if it is not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
     for chunk in filter(lambda chunk: chunk.numel, part.chunks):
@@ -212,7 +211,7 @@ def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:
     if (packed := _range_in_group(source)) is not None:
         return ragged_chunks(global_shape, ((0,) * source.dim(), global_shape), *packed)
     placed = _cut_by(source, range(source.device_mesh.ndim))
-    if placed.chunks and local.numel() != placed.local_numel and not local.is_meta:  # that has no size of its own
+    if placed.chunks and local.numel() != placed.local_numel and not local.is_meta:
         raise ValueError(
             f"a tensor of shape {global_shape} with placements {source.placements} has {placed.local_shape} on "
             f"this rank, and its local tensor is {tuple(local.shape)}: it is sharded unevenly, and nothing says how. "
@@ -231,7 +230,7 @@ def _range_in_group(param: Tensor) -> tuple[int, int] | None:
         return None
     sharded = getattr(group, "sharded_parameters", None) or [one.sharded for one in group.fsdp_parameters]
     number = next((number for number, one in enumerate(sharded) if one is param), None)
-    if number is None:  # the whole parameter, while it is gathered
+    if number is None:  # ``param`` is the gathered parameter
         return None
     if packed.layout.tensor_shapes[number] != param.shape:
         shape = tuple(packed.layout.tensor_shapes[number])
@@ -242,7 +241,7 @@ def _range_in_group(param: Tensor) -> tuple[int, int] | None:
 
 
 def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
-    """The elements of one rectangle that are in ``flat_range``; nothing of nothing."""
+    """Return the part of one rectangle that is in ``flat_range``; no chunks of no chunks."""
     if len(part.chunks) > 1:
         raise ValueError(f"a flat range is taken of one rectangle, and this part of a tensor has {len(part.chunks)}")
     if isinstance(flat_range, slice):
@@ -272,7 +271,7 @@ def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
-    """The one chunk that Megatron hangs onto the local tensor of an uneven DTensor; empty ones are at the end."""
+    """Return the one chunk that Megatron attaches to an uneven DTensor's local tensor; empty ones lie at the end."""
     local, global_shape = local_shard(tensor), tuple(tensor.shape)
     at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
     offsets, sizes = (tuple(said[0].offsets), tuple(said[0].sizes)) if said else (at_end, (0, *global_shape[1:]))
@@ -291,11 +290,11 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
 
 @functools.lru_cache(_CACHED_ENTRIES)
 def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
-    """The rectangles that are left of ``global_shape`` after ``cuts``, applied in order.
+    """Return the rectangles that remain of ``global_shape`` after ``cuts``, in order.
 
-    One, except where interleaved rows were cut so that they do not join. An empty part is one chunk without elements
-    whose offset is the dimension's size, as torch has it: all empty parts are then the same chunk, and none of them
-    collides with a real one at offset 0.
+    There is one, except for interleaved rows whose parts do not join. An empty part is one chunk without elements whose
+    offset is the dimension's size, as in torch: all empty parts are then the same chunk, and none of them collides with
+    a real one at offset 0.
     """
     runs_by_dim: list[list[range]] = [[range(size)] if size else [] for size in global_shape]
     for cut in cuts:
@@ -306,7 +305,7 @@ def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
         first = [runs[0].start if runs else size for runs, size in zip(runs_by_dim, global_shape, strict=True)]
         return ShardChunks(global_shape, local_shape, (Chunk(tuple(first), local_shape, 0, strides),))
     starts_by_dim = [list(itertools.accumulate(map(len, runs[:-1]), initial=0)) for runs in runs_by_dim]
-    in_order = zip(itertools.product(*runs_by_dim), itertools.product(*starts_by_dim), strict=True)  # of the buffer
+    in_order = zip(itertools.product(*runs_by_dim), itertools.product(*starts_by_dim), strict=True)  # buffer order
     chunks = [
         Chunk(tuple(run.start for run in runs), tuple(map(len, runs)), sum(map(int.__mul__, starts, strides)), strides)
         for runs, starts in in_order
@@ -315,7 +314,7 @@ def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
 
 
 def part_of(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Begin and end of a part, as ``torch.chunk`` splits: equal parts, the last ones short or empty."""
+    """Return begin and end of a part, as ``torch.chunk`` splits: equal parts, the last ones short or empty."""
     size = -(-length // parts)
     return min(size * part, length), min(size * (part + 1), length)
 
@@ -327,7 +326,7 @@ def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
         begin, end = (block_begin + at for at in part_of(block_end - block_begin, cut.parts, cut.part))
         for run in runs:  # [begin, end) of the indices that the runs list one after another
             part = run[max(begin, 0) : max(end, 0)]
-            if part and kept and kept[-1].stop == part.start:  # it goes on where the last one ends
+            if part and kept and kept[-1].stop == part.start:  # it continues the last one
                 kept[-1] = range(kept[-1].start, part.stop)
             elif part:
                 kept.append(part)
@@ -337,7 +336,7 @@ def _cut_runs(runs: list[range], cut: Cut) -> list[range]:
 
 @functools.lru_cache(_CACHED_ENTRIES)
 def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: int) -> ShardChunks:
-    """The row-major flat range ``[begin, end)`` of ``rectangle``, as the fewest rectangles that follow each other.
+    """Return the row-major flat range ``[begin, end)`` of ``rectangle`` as the fewest consecutive rectangles.
 
     At most ``2 * ndim - 1``, each a consecutive stretch of the flat local buffer. An empty range is one chunk without
     elements at the end of dimension 0, as an empty ``Shard(0)``; a 0-dim tensor has no such chunk.
@@ -361,7 +360,7 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
 
 
 def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
-    """A head in the first row, whole rows, and a tail in the last; head and tail are ranges of one dimension less."""
+    """Yield a head in the first row, whole rows, and a tail in the last; head and tail have one dimension less."""
     if begin == end:
         return
     if not sizes:
@@ -382,7 +381,7 @@ def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
 
 
 class ReadPart(NamedTuple):
-    """A part of one chunk of the destination, and the offsets of the stored chunk that it is read from."""
+    """A part of a destination chunk, and the offsets of the stored chunk from which it is read."""
 
     offsets: Shape
     sizes: Shape
@@ -390,10 +389,10 @@ class ReadPart(NamedTuple):
 
 
 def overlapping(parts: list[ReadPart]) -> tuple[ReadPart, ReadPart] | None:
-    """Two parts that have elements in common, or ``None``.
+    """Return two parts that have elements in common, or ``None``.
 
-    Parts that a plane separates cannot overlap: ``n log n`` for rows, columns, grids and ragged parts. Only what no
-    plane divides is compared pair by pair.
+    Parts that a plane separates cannot overlap: ``n log n`` for rows, columns, grids and ragged parts. Only parts that
+    no plane separates are compared pair by pair.
     """
     for dim in range(len(parts[0].offsets) if len(parts) > 1 else 0):
         groups: list[list[ReadPart]] = []

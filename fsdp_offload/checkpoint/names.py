@@ -8,8 +8,8 @@ fsdp_dtensor ``{"state": {fqn: {name: value}}, "param_to_group_meta": {fqn: {ent
 
 The first two are those of ``torch.distributed.checkpoint.state_dict``; the third is Megatron-LM's (read at d98e8a64),
 whose FQNs have ``module.`` in front more often than those of the model. Under expert parallelism, local experts have
-the same names on every rank, and DCP keeps those of one rank: :class:`Experts` gives each a global name. Recognised
-are, with whatever wraps the model in front:
+the same names on every rank, and DCP keeps those of one rank: :class:`Experts` gives each a global name. It recognises
+these names, also with prefixes of wrappers:
 
 =============================================  ========================================================================
 ``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, in any module, as in Megatron's
@@ -33,7 +33,7 @@ from .chunks import is_whole
 
 StateDict = dict[str, Any]
 
-GROUP_META = "param_to_group_meta"  # Megatron's name for what param groups say, by parameter
+GROUP_META = "param_to_group_meta"  # Megatron's name for entries of param groups by parameter
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 _NUMBERED = re.compile(r"(?:^|\.)(?:weight|bias|experts\.(?:local_experts\.)?)(?P<number>\d+)(?!\d)")
 
@@ -45,19 +45,19 @@ class SavedByFqn(NamedTuple):
     entries: dict[str, dict[str, Any]]  # of the param group that lists it
 
     def with_names_of(self, known: Iterable[str]) -> "SavedByFqn":
-        """The same under those of the ``known`` names that differ from its own in wrappers alone."""
+        """Return the same state dict under ``known`` names where these differ only in wrappers."""
         same, own = by_bare_name(known), [by_bare_name(part) for part in self]
 
         def renamed(fqn: str) -> str:
             bare = bare_name(fqn)
-            is_one = all(names.get(bare, fqn) for names in own)  # state and groups may have it in two spellings
+            is_one = all(names.get(bare, fqn) for names in own)  # state and groups may spell a name differently
             return same.get(bare) or fqn if is_one else fqn
 
         return SavedByFqn(*({renamed(fqn): values for fqn, values in part.items()} for part in self))
 
 
 def parameter_of(key: str, parameters: Set[str]) -> str | None:
-    """Return the listed parameter whose state ``key`` is: the longest that fits, as values may be dicts."""
+    """Return the parameter to whose state ``key`` belongs: the longest match, as values may be dicts."""
     while key := key.rpartition(".")[0]:
         if key in parameters:
             return key
@@ -65,17 +65,17 @@ def parameter_of(key: str, parameters: Set[str]) -> str | None:
 
 
 def without_wrappers(key: str) -> str:
-    """``key`` without what compiled and checkpointed modules put into it where one lies in the other."""
+    """Return ``key`` without the prefixes of compiled and checkpointed modules, at any level."""
     return re.sub(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.", "", key)
 
 
 def bare_name(name: str) -> str:
-    """``name`` without wrappers, nor the ``module.`` of others in front."""
+    """Return ``name`` without wrappers and leading ``module.``."""
     return re.sub(r"^(?:module\.)+", "", without_wrappers(name))
 
 
 def by_bare_name(names: Iterable[str], bare: Callable[[str], str] = bare_name) -> dict[str, str | None]:
-    """Each bare name → the name that has it; ``None`` if several have."""
+    """Map each bare name to the name that has it, or to ``None`` if several have."""
     found: dict[str, str | None] = {}
     for name in dict.fromkeys(names):
         found[bare(name)] = None if bare(name) in found else name
@@ -83,7 +83,7 @@ def by_bare_name(names: Iterable[str], bare: Callable[[str], str] = bare_name) -
 
 
 def flattened(nested: StateDict) -> StateDict:
-    """The flattened form of ``nested``; values that are dicts themselves get dotted names."""
+    """Return the flattened form of ``nested``; values that are dicts get dotted names."""
 
     def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
@@ -100,7 +100,7 @@ def is_fsdp_dtensor(state_dict: Mapping[str, Any]) -> bool:
 
 
 def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
-    """Any of the forms, by FQN; a ValueError if it is none of them."""
+    """Convert a state dict in any of the layouts; raise a ValueError for others."""
     line = "load({'optimizer': state_dict}, checkpoint_id=path), where state_dict is what get_optimizer_state_dict"
     check_is(state_dict, Mapping, "expected the state dict of an optimizer", f"{line}(for_load=True) gives")
     groups: Any = state_dict.get("param_groups")
@@ -146,7 +146,7 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a model that this rank has: ``count`` of them, from the global number ``first`` on."""
+    """The local experts of this rank: ``count`` of them, from the global number ``first`` on."""
 
     first: int
     count: int
@@ -156,7 +156,7 @@ class Experts:
 
     @classmethod
     def of_rank(cls, expert_parallel_rank: int, num_local_experts: int) -> "Experts":
-        """Those of a rank that has as many as every other one.
+        """Return the experts of one rank; every rank has equally many.
 
         Args:
             expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
@@ -167,7 +167,7 @@ class Experts:
         return cls(expert_parallel_rank * num_local_experts, num_local_experts)
 
     def global_name(self, name: str) -> str:
-        """``name`` of a parameter with the global number of its expert; other names as they are.
+        """Return the ``name`` of a parameter with the global number of its expert; other names unchanged.
 
         Raises:
             ValueError: a number is not that of a local expert.
@@ -195,19 +195,19 @@ def _check_numbers(line: str, **given: tuple[Any, int]) -> None:
 
 
 def check_model(model: object, line: str) -> None:
-    """Refuse what is no module, with the line to write."""
+    """Raise if ``model`` is no module, with the line to write."""
     check_is(model, nn.Module, "expected a torch.nn.Module first", line)
 
 
 def fqns_of(model: nn.Module, experts: Experts | None) -> dict[Tensor, str]:
-    """Names of parameters as checkpoints have them, with global numbers of experts. A tied one has its first name."""
+    """Map parameters to their names in checkpoints, with global numbers of experts; tied ones to their first name."""
     names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
     check_experts(((name, param) for param, name in names.items()), experts)
     return names if experts is None else {param: experts.global_name(name) for param, name in names.items()}
 
 
 def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> None:
-    """Refuse experts with numbers that may be local ones: outside of their mesh, other ranks may use the same name."""
+    """Raise for experts whose numbers may be local: ranks outside of their mesh may use the same name."""
     if not isinstance(experts, Experts | None):
         raise TypeError(f"expected experts=Experts(first, count), got {experts!r}. Write Experts.of_rank(rank, count).")
     lacking = [name for name, value in named if may_be_local(name, value)] if experts is None else []
@@ -220,6 +220,6 @@ def check_experts(named: Iterable[tuple[str, Any]], experts: Experts | None) -> 
 
 
 def may_be_local(name: str, value: object) -> bool:
-    """Return whether ``name`` is a numbered expert's, and ``value`` on a mesh that does not span all ranks."""
+    """Return whether ``name`` has an expert's number, and ``value`` a mesh that does not span all ranks."""
     is_numbered = _NUMBERED.search(name) is not None
     return is_numbered and isinstance(value, Tensor) and is_dtensor(value) and may_be_another_ranks(value)

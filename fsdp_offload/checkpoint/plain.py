@@ -1,4 +1,4 @@
-"""Optimizers that are not offloaded, as the functions for state dicts see them: state as it is, and never a step."""
+"""Access of the state-dict functions to optimizers that are not offloaded, without a hidden step."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -29,17 +29,17 @@ class Seen(NamedTuple):
     """An optimizer, offloaded or not."""
 
     engine: Any  # an Engine, or an Unmoved
-    offered: OffloadedState  # what was handed out to load into
+    offered: OffloadedState  # remembers values that were handed out to load into
     entries: StateStore
 
 
 class Unmoved:
-    """Knowledge that an engine has, of an optimizer that has none: there are no homes."""
+    """Stands for the engine of an optimizer that is not offloaded: layouts and names, without homes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         capabilities = capabilities_for(optimizer)
         if capabilities.refusal:
-            capabilities = replace(capabilities, moves_whole=True)  # its state is not known before it exists
+            capabilities = replace(capabilities, moves_whole=True)  # its state is unknown before the first step
         self.layouts, self.conventions = Layouts(type(optimizer), capabilities), capabilities.conventions
         self.names, self.plan = names_by_place(optimizer), SimpleNamespace(shards={})
 
@@ -59,27 +59,31 @@ _offered: "weakref.WeakKeyDictionary[Optimizer, OffloadedState]" = weakref.WeakK
 
 
 def seen(optimizer: Optimizer) -> Seen:
-    """Return what the functions for state dicts look at."""
+    """Return the view of an optimizer for the state-dict functions, offloaded or not."""
     if (attachment := attachment_of(optimizer)) is not None:
         states = states_of(optimizer)
         return Seen(attachment.engine, states, states.unwaited)
     if optimizer not in _offered:
-        _offered[optimizer] = OffloadedState(SimpleNamespace(lending=SimpleNamespace()), {})  # empty: it only notes
+        _offered[optimizer] = OffloadedState(SimpleNamespace(lending=SimpleNamespace()), {})  # remembers offers
     return Seen(Unmoved(optimizer), _offered[optimizer], StateStore(optimizer.state))
 
 
 def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> list[Engine]:
-    """Refuse to save what ``for_load`` gave to load into; returns the engines whose homes are among the rest.
+    """Raise for memory of ``for_load`` that no load has filled; return the engines whose homes are in ``values``.
 
     Args:
-        values: of the state dict, by key.
+        values: the state dict's, by key.
         optimizers: offloaded ones.
 
     Raises:
-        ValueError: some of it is such memory, and nothing has been loaded there.
+        ValueError: ``values`` has such memory.
     """
     leaves = [leaf for value in values.values() for leaf in leaves_of(value)]
-    empty, found = [key for key, value in values.items() if is_template(value)], []
+    empty: list[str] = []
+    found: list[Engine] = []
+    for optimizer, states in _offered.items():  # plain ones, whose memory is a template until a load fills it
+        own = {address_of(one) for state in optimizer.state.values() for one in state.values()}
+        empty += [key for key, v in values.items() if states.is_untouched(v) and address_of(v) not in own]
     for one in list(optimizers):
         engine, states = attached(one).engine, states_of(one)
         homes = set(engine.plan.homes_under(leaves, "nothing has been written").values())
@@ -97,17 +101,8 @@ def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer])
     return found
 
 
-def is_template(value: object) -> bool:
-    """Return whether ``for_load`` allocated the memory of ``value``, and nothing has been loaded into it."""
-    return any(
-        states.is_untouched(value)
-        and address_of(value) not in {address_of(one) for state in optimizer.state.values() for one in state.values()}
-        for optimizer, states in _offered.items()
-    )
-
-
 def keeps_state(optimizer: Optimizer) -> bool:
-    """Return whether a step would leave state, as far as that is known."""
+    """Return whether a step would make state, as far as that is known."""
     engine = seen(optimizer).engine
     if attachment_of(optimizer) is not None:
         return any(shard.homes for shard in engine.plan.shards.values())
@@ -116,7 +111,7 @@ def keeps_state(optimizer: Optimizer) -> bool:
 
 
 def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-    """Return state by parameter and the param groups: state that exists itself, and memory for what does not."""
+    """Return state by parameter, and the param groups: existing state itself, and memory for missing state."""
     if engine.layouts.capabilities.moves_whole and not any(optimizer.state.values()):
         raise ValueError(
             f"for_load=True: {type(optimizer).__name__} has no state yet, and which it keeps is not known before its "
@@ -142,9 +137,9 @@ def _on_device(value: Tensor, *, device: torch.device) -> Tensor:
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as ``load_state_dict`` does, after the checks of an offloaded load, without its casts, and into copies."""
+    """Load as ``load_state_dict`` does, with the checks of an offloaded load, without casts, and into copies."""
     engine, offered, _ = seen(optimizer)
-    if not engine.conventions.keeps_raw_state:  # its kernels scale what is on the device
+    if not engine.conventions.keeps_raw_state:  # its kernels scale tensors on the device
         device = compute_device(params_of(optimizer)[0])
         moved = partial(_on_device, device=device)
         state_dict = {**state_dict, "state": tree_map_only(Tensor, moved, state_dict["state"], is_leaf=is_size)}
@@ -165,7 +160,7 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for param, saved in loaded.items() if is_torchs else ():
             state = optimizer.state[param]
             state.update({n: tree_map(uncast, value, state.get(n), is_leaf=is_size) for n, value in saved.items()})
-        # torch, and classes with masters, take the given tensors themselves where they need not cast.
+        # torch, and classes with masters, keep the given tensors themselves if they need no cast.
         own = tree_map_only(Tensor, lambda one: one.clone() if address_of(one) in given else one, dict(optimizer.state))
         optimizer.state.update(own)
 
@@ -175,7 +170,7 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             optimizer.register_load_state_dict_post_hook(keep, prepend=True),  # before those that look at the result
         ):
             optimizer.load_state_dict(state_dict)
-    else:  # the class knows what it keeps, and may have no hooks
+    else:  # the class has its own loading, perhaps without hooks
         check(optimizer, state_dict)
         optimizer.load_state_dict(state_dict)
         keep(optimizer)

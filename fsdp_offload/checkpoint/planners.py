@@ -1,12 +1,12 @@
-"""Saving and loading with DCP: what would be silently wrong is an error, on all ranks, before anything changes.
+"""Saving and loading with DCP: silent mistakes become errors, on all ranks, before anything changes.
 
 ::
 
     state dict, metadata ──▶ keys: missing, extra ──▶ values: kind, dtype, destination ──▶ DCP's plan (and its shapes)
         ──▶ does it write every element once ──▶ are its files there ──▶ all ranks agree ──▶ read
 
-Before the last arrow, all is planning. DCP gathers the plans of all ranks, with their exceptions, before any rank reads
-or writes: an error on one rank is one on all, and then nothing has changed on any. No collective is added.
+Everything before the last arrow is planning. DCP gathers the plans of all ranks, with their exceptions, before any
+rank reads or writes: an error on one rank becomes an error on all, before anything changes. No collective is added.
 """
 
 import copy
@@ -49,20 +49,20 @@ from .shard_tensor import in_one_dimension
 
 Allowed = bool | Sequence[str]
 
-_GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter in Megatron's fsdp_dtensor, by FQN
+_GROUPS = re.compile(r"\.(?:param_groups|param_to_group_meta)\.")  # the latter of Megatron's fsdp_dtensor
 _NESTED_GROUP = re.compile(r"\d+\.params")  # a group's list of FQNs; the flattened layout has none
-_NUMBERED = re.compile(r"\bstate\.\d+\.[^.]+$")  # as optimizer.state_dict() has state
+_NUMBERED = re.compile(r"\bstate\.\d+\.[^.]+$")  # state in optimizer.state_dict()
 _NO_METADATA = re.compile(r"(?:No such file or|Not a) directory: .*\.metadata\b")
-_Place = tuple[str, tuple[int, ...]]  # a key and an offset, under which DCP keeps one chunk
+_Place = tuple[str, tuple[int, ...]]  # key and offset, under which DCP keeps one chunk
 _SAMPLED, _FIRST = 1024, 64  # elements in a digest
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which all dtypes of that size can be read as
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize: a dtype to read the bits
 _OS_ERRORS = (OSError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _AFTER = {
     "read": "Something may have changed: load again before training.",
     "write": "What has been written is no checkpoint: save again.",
 }
-"""By the step of DCP that failed."""
-LEFT = "_fsdp_offload_left"  # attribute of state without elements on this rank: the last load has left it
+"""Advice, by the step of DCP that failed."""
+LEFT = "_fsdp_offload_left"  # attribute of state without elements on this rank: whether the last load left it out
 
 
 class Loaded(NamedTuple):
@@ -70,11 +70,11 @@ class Loaded(NamedTuple):
 
     filled: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Requested keys that were left as they were, or are no longer in the state dict."""
+    """Requested keys that kept their values, or were removed from the state dict."""
 
 
 class Problem(Enum):
-    """Mistakes, in the plural, and ways to mend them."""
+    """Kinds of mistakes, in the plural, with their remedies."""
 
     MISSING = (
         "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
@@ -97,30 +97,30 @@ class Problem(Enum):
     FILE = "files that this rank needs, which are not as they were saved: {}. Was it copied in part? Copy it again."
 
 
-Found = tuple[Problem, str, str]  # with a key, and details
+Found = tuple[Problem, str, str]  # problem, key, details
 
 
 @tells("LoadPlanner(allow_missing=['model.head.*'])")
 class LoadPlanner(default_planner.DefaultLoadPlanner):
-    """A DCP load planner that refuses what would be silently wrong.
+    """A DCP load planner that refuses loads that would be silently wrong.
 
-    Refused, with the keys, while planning: keys that are missing or extra; another shape, dtype or kind of value;
-    elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong places;
-    a load of nothing. State that was saved in one dimension is loaded into tensors of their parameters' shapes, where
-    each rank has one range of the elements. Keys may have ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in them on
-    either side. State is what has ``param_groups`` beside it, below whatever prefix.
+    It refuses, with the keys and before anything is read: keys that are missing or extra; another shape, dtype or kind
+    of value; elements of this rank that no stored chunk has, or that two have; tensors that DCP would fill in the wrong
+    places; a load of nothing. State that was saved in one dimension is loaded into tensors of their parameters' shapes
+    if each rank has one range of the elements. Keys may have ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in them
+    on either side. An optimizer's state is a ``state`` next to ``param_groups``, below any prefix.
 
-    Entries of param groups that only the checkpoint has (a scheduler's ``initial_lr``) are loaded beside the others.
+    Entries of param groups that only the checkpoint has (a scheduler's ``initial_lr``) are loaded with the others.
     Extra keys count if they share their first component with something requested, and if no rank requests them: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
-    :func:`load` takes out of the state dict all state of parameters that the checkpoint lists in its groups without
-    state, and a missing ``master_param`` of floating point, which the optimizer rebuilds. A planner alone leaves
-    outermost keys in it, adds none, and cannot read the lists of the nested layout: it refuses these. Other keys that
-    are missing, and may be, stay as they were. So do all keys after a refusal.
+    :func:`load` removes from the state dict all state of parameters that the checkpoint lists in its groups without
+    state, and a missing ``master_param`` of floating point, which the optimizer rebuilds. A planner alone removes and
+    adds no outermost keys, and refuses the lists of the nested layout, which it cannot read. Other keys that are
+    missing, and may be, keep their values. So do all keys after a refusal.
 
     Args:
-        allow_missing: requested keys that may be missing: all of them, or those that match one of these ``fnmatch``
+        allow_missing: requested keys that may be missing: all of them, or those that match one of several ``fnmatch``
             patterns, such as ``["model.head.*"]``. Keys are flat, with dots, as in the checkpoint.
         allow_extra: the same, for keys that may stay in the checkpoint.
         allow_cast: the same, for tensors that may be cast to the dtype of what they are loaded into.
@@ -130,11 +130,11 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     """
 
     loaded = Loaded()
-    """What the last load has filled, and left as it was."""
+    """Outcome of the last load."""
 
-    reader: FileSystemReader | None = None  # whose files are looked at
-    taken_out: dict[str, str]  # keys that leave the state dict -> root and FQN of their parameter, without wrappers
-    added: dict[str, tuple[Any, ...]]  # keys of groups, such as initial_lr, that come into it -> path of one beside
+    reader: FileSystemReader | None = None  # reads the files, which are checked first
+    taken_out: dict[str, str]  # removed key -> root and FQN of its parameter, without wrappers
+    added: dict[str, tuple[Any, ...]]  # added key of a group, such as initial_lr -> path of another key of the group
 
     def __init__(
         self, *, allow_missing: Allowed = False, allow_extra: Allowed = False, allow_cast: Allowed = False
@@ -150,44 +150,44 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten a copy of the dicts and lists (not of tensors): DCP would change the user's own before any check."""
-        if isinstance(metadata, bool):  # is_coordinator, of a planner whose signature has no storage_meta
+        if isinstance(metadata, bool):  # is_coordinator, which save() passes to a planner without storage_meta
             raise TypeError(
                 "LoadPlanner plans loads. Write dcp.save(state_dict, checkpoint_id=path, planner=SavePlanner())."
             )
         self.loaded = Loaded()
         self._users_state_dict = state_dict
-        self._shaped: dict[str, Tensor] = {}  # what is loaded in one dimension, as it is requested
+        self._shaped: dict[str, Tensor] = {}  # tensors that are loaded in one dimension, in their own shape
         self.taken_out = {}
         super().set_up_planner(_copied(state_dict), metadata, is_coordinator)
         self.added = {}
         stored = {} if metadata is None else metadata.state_dict_metadata
-        beside = {
+        siblings = {  # one requested key of each group
             key.rpartition(".")[0]: key
             for key in self.state_dict
-            if _beside_groups(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
+            if _group_entry(key) is not None and isinstance(self.mappings[key][-1], str)  # in a dict, not in a list
         }
-        same = by_bare_name(beside, without_wrappers)
+        same = by_bare_name(siblings, without_wrappers)
         for saved_key, entry in stored.items():
             stem, _, name = saved_key.rpartition(".")
-            stem = stem if stem in beside else same.get(without_wrappers(stem)) or ""
-            key = f"{stem}.{name}"  # under other wrappers it is spelled as those beside it
-            if key in self.state_dict or stem not in beside or self._may_be_extra(saved_key):
+            stem = stem if stem in siblings else same.get(without_wrappers(stem)) or ""
+            key = f"{stem}.{name}"  # with the wrappers of its siblings
+            if key in self.state_dict or stem not in siblings or self._may_be_extra(saved_key):
                 continue
-            *path, last = self.added[key] = self.mappings[beside[stem]]
-            self.mappings[key] = (*path, str(last).removesuffix(beside[stem].rpartition(".")[2]) + name)
+            *path, last = self.added[key] = self.mappings[siblings[stem]]
+            self.mappings[key] = (*path, str(last).removesuffix(siblings[stem].rpartition(".")[2]) + name)
             self.state_dict[key] = None
             if isinstance(entry, TensorStorageMetadata):
                 self.state_dict[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def create_local_plan(self) -> LoadPlan:
-        """DCP's plan for the keys that are there. Extra keys travel with it, for all ranks to look at together."""
+        """Return DCP's plan for the keys in the checkpoint, with extra keys for the coordinator to compare."""
         requested: dict[str, Any] = self.state_dict
         assert self.metadata is not None, "DCP has read it, or failed"
         stored = self.metadata.state_dict_metadata
         bare = {key: without_wrappers(key) for key in requested if key not in stored}
         own, others = (by_bare_name(keys if bare else (), without_wrappers) for keys in (requested, stored))
         spelled = {key: other for key, name in bare.items() if own[name] and (other := others.get(name))}
-        if spelled:  # wrappers alone tell these from stored keys: planned as requested, and read as stored
+        if spelled:  # differ only in wrappers: planned under the requested keys, read under the stored ones
             names = {other: key for key, other in spelled.items()}
             stored = {names.get(key, key): entry for key, entry in stored.items()}
             self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
@@ -213,7 +213,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return LoadPlan(plan.items, planner_data=tuple(key for _, key, _ in extra))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans as they are, if some rank loads each extra key."""
+        """Return the plans unchanged, on the coordinator, if some rank loads each extra key; else raise."""
         extra = {key for plan in global_plan for key in plan.planner_data or ()}
         if extra:
             extra -= {item.storage_index.fqn for plan in global_plan for item in plan.items}
@@ -222,10 +222,10 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """All ranks agree: from now on, the user's state dict is written to."""
+        """Prepare the user's state dict to be written: all ranks have agreed."""
         self.original_state_dict = self._users_state_dict
-        for key, beside in self.added.items():
-            container, _ = _place(self._users_state_dict, beside)
+        for key, sibling in self.added.items():
+            container, _ = _place(self._users_state_dict, sibling)
             container[self.mappings[key][-1]] = self.state_dict[key]
         for key, path in self.mappings.items():
             container, place = _place(self._users_state_dict, path)
@@ -236,15 +236,15 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
                 container[place] = self._shaped.get(key, filled)
         for path in {_up_to_state(self.mappings[key], parameter) for key, parameter in self.taken_out.items()}:
             container, place = _place(self._users_state_dict, path)
-            if len(path) > 1:  # dcp.load() looks for outermost keys again; load() takes these out afterwards
+            if len(path) > 1:  # dcp.load() needs outermost keys; load() removes them afterwards
                 del container[place]
         self.loaded = Loaded((*self.state_dict,), tuple(key for key in self.mappings if key not in self.state_dict))
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object where it is in the state dict; DCP would put it beside, where a key above is no string."""
+        """Store an object at its place in the state dict; DCP would add a key if one of the path is no string."""
         container, place = _place(self.original_state_dict, self.mappings[read_item.dest_index.fqn])
-        container[place] = torch.load(value, weights_only=False)  # as DCP does: checkpoints have any object
+        container[place] = torch.load(value, weights_only=False)  # as DCP does: a checkpoint may have any object
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
@@ -261,27 +261,27 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
                 yield Problem.MISSING, key, ""
 
     def _listed_parameters(self, stored: Mapping[str, Any]) -> set[str]:
-        """Root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list."""
-        entries = [(key, *beside) for key in stored if (beside := _beside_groups(key)) is not None]
+        """Return root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list."""
+        entries = [(key, *split) for key in stored if (split := _group_entry(key)) is not None]
         lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
         found = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
         if lists and self.reader is not None:
             values: dict[str, Any] = dict.fromkeys(lists, ())
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
-                # A few bytes, on every rank. By a copy, which this load sets up for itself.
+                # A few bytes, on every rank. With a copy of the reader, which each load sets up.
                 state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
             found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
         return found
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
-        """Stored keys that this rank does not request, beside something that it does, or beside its param groups."""
+        """List stored keys that this rank does not request, but that share a root with requested ones."""
         paths = (self.mappings[key] for key in self.state_dict)
         firsts = {(str(path[0]), len(path) > 1) for path in paths}
-        # The outermost key; of a dict that was flattened by its maker, the first component, with and without wrappers.
+        # The outermost key or, of a flattened dict, the first component, with and without wrappers.
         roots = {first for first, is_key in firsts if is_key}
         roots |= {f(first).partition(".")[0] for first, is_key in firsts if not is_key for f in (str, without_wrappers)}
-        states = tuple({found[0] for key in self.state_dict if (found := _beside_groups(key)) is not None})
+        states = tuple({found[0] for key in self.state_dict if (found := _group_entry(key)) is not None})
         roots |= {state.removesuffix(".") for state in states}
         parameters = {without_wrappers(key).rpartition(".")[0] for key in self.state_dict}
         return [
@@ -291,12 +291,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             and not all(roots.isdisjoint(itertools.accumulate(one.split("."), "{}.{}".format)) for one in (key, bare))
             and not self._may_be_extra(key)
             and not (_is_spare_master(key, entry) and bare.rpartition(".")[0] in parameters)
-            # A tensor without elements is read by nobody, so nobody could be seen to request it; and nothing is lost.
+            # No rank reads a tensor without elements, so none could be seen to request it; and nothing is lost.
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
-        """``value``, or the same memory in one dimension where state was saved so (Megatron-LM's pull request 4623)."""
+        """Return ``value`` or, if state was saved so (Megatron-LM's pull 4623), its memory in one dimension."""
         if isinstance(value, Tensor) and value.dim() != 1 and ".state." in f".{key}":
             is_row = isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == (value.numel(),)
             if is_row and (flat := in_one_dimension(value)) is not None:
@@ -317,7 +317,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             yield Problem.KIND, key, "a number or object, saved as a tensor"
 
     def _unreadable(self, items: Iterable[ReadItem]) -> Iterator[Found]:
-        """Files that are gone or short. DCP notices when it comes to one, and has overwritten a part by then."""
+        """Yield missing and short files, which DCP would notice only after it has overwritten a part."""
         if self.reader is None:
             return
         metadata = self.reader.fs.concat_path(self.reader.path, ".metadata")
@@ -357,14 +357,14 @@ def load(
     """Load as ``torch.distributed.checkpoint.load``, whose arguments these are, with a :class:`LoadPlanner`.
 
     Loads in place into the tensors of ``state_dict``, and replaces its other values. With a ``FileSystemReader``, also
-    one of fsspec, every file that this rank needs is looked at first: it is there, and long enough. Bytes that are
-    damaged within a file are found by ``checkpoint_tools``: seal a checkpoint when it is saved, verify it before.
+    one of fsspec, every file that this rank needs is checked first: it exists, and is long enough. ``checkpoint_tools``
+    finds damaged bytes within a file: seal a checkpoint after the save, and verify it before the load.
 
     Returns:
-        The keys that were filled, and those that were left as they were.
+        The keys that were filled, and those that kept their values.
 
     Raises:
-        TypeError: ``planner`` is another one, or ``state_dict`` no dict.
+        TypeError: ``planner`` is no :class:`LoadPlanner`, or ``state_dict`` no dict.
         ValueError: the checkpoint does not fit, with what differs; nothing has changed on any rank.
         FileNotFoundError, ...: the type of the error that all ranks have, or RuntimeError, on all of them. The message
             says of each rank what was wrong, and if something may have changed.
@@ -377,7 +377,7 @@ def load(
     check_is(planner, LoadPlanner, says, "load(state_dict, checkpoint_id=path, planner=LoadPlanner())")
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = storage_reader_for(checkpoint_id)
-    # The reader of safetensors has its metadata in the very files, and opens them as a whole.
+    # The reader of safetensors takes metadata from the data files, which it opens as a whole.
     if isinstance(storage_reader, FileSystemReader) and not isinstance(storage_reader, HuggingFaceStorageReader):
         planner.reader = storage_reader
     where: Any = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
@@ -386,33 +386,33 @@ def load(
     except CheckpointException as error:
         raise _told("load", error, storage_reader) from None
     finally:
-        planner.reader = None  # it knows nothing of the planner's next load
+        planner.reader = None  # not for the planner's next load
     for key in planner.taken_out:
         state_dict.pop(key, None)
     for path in (planner.mappings[key] for key in planner.added):
-        if len(path) == 1:  # DCP gives the planner another dict of the outermost
+        if len(path) == 1:  # DCP gives the planner a copy of the outermost dict
             state_dict[str(path[0])] = planner.original_state_dict[str(path[0])]
     return planner.loaded
 
 
 class SavePlanner(default_planner.DefaultSavePlanner):
-    """A DCP save planner that refuses what would be silently wrong.
+    """A DCP save planner that refuses saves that would be silently wrong.
 
-    Refused, with the keys, while planning: DTensors that DCP would write as other parts than they are; different
-    tensors that disjoint meshes have under one key and offset, of which DCP keeps one. These are DTensors on meshes
-    that are not all ranks (stacked experts), and plain tensors with dimensions in the state of an optimizer, which has
-    ``param_groups`` beside it. Digests (:func:`digest_of`) travel in the plans: no collective is added.
+    It refuses, with the keys and before anything is written: DTensors that DCP would write as other parts than they
+    are; different tensors that disjoint meshes have under one key and offset, of which DCP keeps one. The latter are
+    DTensors on meshes that are not all ranks (stacked experts), and plain tensors with dimensions in the state of an
+    optimizer (next to ``param_groups``). Digests (:func:`digest_of`) travel in the plans: no collective is added.
     """
 
-    keeps_one_chunk = False  # of each tensor and rank, as the writer of safetensors
-    consolidates = False  # that writer, which then writes zeros for tensors without dimensions
+    keeps_one_chunk = False  # per tensor and rank, as the writer of safetensors does
+    consolidates = False  # the same writer, which then writes zeros for tensors without dimensions
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._made_by = threading.get_ident()  # an asynchronous save plans in another thread, what has been staged
+        self._made_by = threading.get_ident()  # an asynchronous save plans the staged dict in another thread
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """As DCP's, if it is a save."""
+        """Set up as DCP does; raise if this is a load."""
         if isinstance(storage_meta, Metadata):
             raise TypeError(
                 "SavePlanner plans saves. Write dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())."
@@ -420,7 +420,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """DCP's plan, if all DTensors, uneven ones and slices, carry their chunks, and the writer keeps all chunks."""
+        """Return DCP's plan if all uneven DTensors and slices carry their chunks, and the writer keeps all chunks."""
         wrong = [f"{key} ({why})" for key, value in self.state_dict.items() if (why := why_misread(value))]
         if wrong:
             raise ValueError(
@@ -443,22 +443,22 @@ class SavePlanner(default_planner.DefaultSavePlanner):
             )
         if self._made_by == threading.get_ident():
             for engine in refuse_templates(self.state_dict, offloaded):
-                engine.wait_all_home(may_write=False)  # steps since may have left some of it on the device
+                engine.wait_all_home(may_write=False)  # later steps may have left state on the device
         plan = super().create_local_plan()
         return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: DCP's, if disjoint meshes that offer the same key and offset have the same there."""
-        if not any(plan.items or not plan.usable for plan in all_plans):  # a plan like the last one is sent empty
+        """Return DCP's plan, on the coordinator, if disjoint meshes have equal tensors under equal keys and offsets."""
+        if not any(plan.items or not plan.usable for plan in all_plans):  # DCP sends an unchanged plan as an empty one
             raise ValueError("nothing has been written: the state dict is empty. Write {'model': model.state_dict()}.")
         offers: dict[_Place, list[tuple[int, bytes, int]]] = defaultdict(list)  # mesh, digest, rank
         for rank, plan in enumerate(all_plans):
             for place, (mesh, digest) in plan.planner_data[1].items():
                 offers[place].append((mesh, digest, rank))
-        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # of a key, by mesh
+        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))  # by key and mesh
         for (key, _), found in offers.items():
             meshes, digests, _ = map(set, zip(*found, strict=True))
-            if len(meshes) > 1 and len(digests) > 1:  # replicas in one mesh are not compared: on all ranks none are
+            if len(meshes) > 1 and len(digests) > 1:  # replicas within one mesh are not compared
                 for mesh, _, rank in found:
                     ranks[key][mesh].add(rank)
         if ranks:
@@ -472,8 +472,8 @@ class SavePlanner(default_planner.DefaultSavePlanner):
         return super().create_global_plan([dataclasses.replace(p, planner_data=p.planner_data[0]) for p in all_plans])
 
     def _offers(self) -> Iterator[tuple[_Place, tuple[int, bytes]]]:
-        """Mesh and digest of each chunk that a rank outside of its mesh may offer too."""
-        roots = tuple({found[0] for key in self.state_dict if (found := _beside_groups(key)) is not None})
+        """Yield mesh and digest of each chunk that ranks outside of its mesh may offer as well."""
+        roots = tuple({found[0] for key in self.state_dict if (found := _group_entry(key)) is not None})
         for item in self.plan.items:
             key, value = item.index.fqn, self.state_dict[item.index.fqn]
             is_compared = is_dtensor(value) or (isinstance(value, Tensor) and value.dim() and key.startswith(roots))
@@ -483,16 +483,16 @@ class SavePlanner(default_planner.DefaultSavePlanner):
 
 
 def digest_of(chunk: Tensor) -> bytes:
-    """Hash the shape, the dtype and 1,024 elements of ``chunk``, wherever it is: equal if its bits are.
+    """Hash the shape, the dtype and up to 1,024 elements of ``chunk``, on any device; equal bits give equal hashes.
 
-    Of more elements, these are the first 64 and others spread over rows and columns, the same for each chunk of the
-    shape. A difference in the rest alone is not seen; tensors that were initialised or trained apart differ everywhere.
+    Larger chunks are sampled at the same places for each shape: the first 64 elements, and others spread over rows and
+    columns. A difference elsewhere is missed; tensors that were initialised or trained apart differ everywhere.
     """
     found = hashlib.blake2b(repr((*chunk.shape, chunk.dtype)).encode(), digest_size=16)
     for leaf in leaves_of(chunk):
         numel = leaf.numel()
         at = torch.arange(min(numel, _SAMPLED), device=leaf.device)
-        if numel > _SAMPLED:  # steps of the golden ratio: spread, whatever the number of columns
+        if numel > _SAMPLED:  # steps of the golden ratio, spread for any number of columns
             at = torch.where(at < _FIRST, at, at * (numel * 618_033_989 // 10**9 | 1) % numel)
         sampled = torch.take(leaf.detach().view(_BITS.get(leaf.itemsize, leaf.dtype)), at).cpu()
         found.update(ctypes.string_at(sampled.data_ptr(), sampled.nbytes))
@@ -536,7 +536,7 @@ def save(
 
 def _check_where(function: str, storage: object, kind: type[Any], checkpoint_id: object, group: object) -> None:
     line, name = f"{function}(state_dict, checkpoint_id=path)", kind.__name__
-    says = f"{function}: process_group must be a torch.distributed.ProcessGroup"  # or the number of a group of others
+    says = f"{function}: process_group must be a torch.distributed.ProcessGroup"  # an int: a group of others
     check_is(group, dist.ProcessGroup | int | None, says, "process_group=torch.distributed.new_group(backend='gloo')")
     check_is(storage, kind | None, f"{function}: storage_{name[7:].lower()} must be a {name}", line)
     if storage is None:
@@ -552,27 +552,27 @@ def _matcher(name: str, allowed: Allowed) -> Callable[[str], bool]:
 
 
 def _is_spare_master(key: str, value: object) -> bool:
-    """Return whether ``key`` is that of a higher-precision copy that can be made from its parameter."""
-    dtype = getattr(getattr(value, "properties", value), "dtype", None)  # as stored, or of what is requested
+    """Return whether ``key`` is a master that can be rebuilt from its parameter."""
+    dtype = getattr(getattr(value, "properties", value), "dtype", None)  # stored, or requested
     return key.endswith(f".{MASTER}") and isinstance(dtype, torch.dtype) and can_rebuild(dtype)
 
 
-def _beside_groups(key: str) -> tuple[str, str] | None:
-    """Of a key below some ``param_groups``, the root of the state beside it, and the key below that."""
+def _group_entry(key: str) -> tuple[str, str] | None:
+    """Split a param-group key into the prefix of its optimizer's state and the rest; ``None`` for other keys."""
     dotted = f".{key}"
     groups = _GROUPS.search(dotted)
     return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
 
 
 def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:
-    """The begin of a ``path`` to some state of ``parameter`` that names one value of it, which may be a dict itself."""
+    """Return the part of ``path`` that ends at one value of ``parameter``'s state, which may be a dict itself."""
     begins = (path[:length] for length in range(1, len(path)))
     return next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path)
 
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:
-    """Elements of this rank that DCP's plan writes never or twice."""
-    chunks: dict[str, dict[object, list[ReadPart]]] = defaultdict(lambda: defaultdict(list))  # of the destination
+    """Yield tensors with elements that DCP's plan writes never or twice."""
+    chunks: dict[str, dict[object, list[ReadPart]]] = defaultdict(lambda: defaultdict(list))  # by destination
     for item in items:
         if item.type == LoadItemType.TENSOR and 0 not in item.lengths:
             part = ReadPart(tuple(item.dest_offsets), tuple(item.lengths), tuple(item.storage_index.offset or ()))
@@ -584,12 +584,12 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
         needed = local_shard(value).numel()
         if overlap := next(filter(None, map(overlapping, chunks[key].values())), None):
             yield Problem.OVERLAP, key, f"by the stored chunks at {overlap[0].stored_at} and {overlap[1].stored_at}"
-        elif covered != needed:  # as many as there are, and no two the same, are all
+        elif covered != needed:  # without overlaps, equal counts mean that all are covered
             yield Problem.HOLE, key, f"{covered} of the {needed} elements that this rank needs"
 
 
 def _told(function: str, error: CheckpointException, storage: Any, path: Any = None) -> BaseException:
-    """Return one error for those of all ranks: of their type, with the text of each and the path."""
+    """Return one error for those of all ranks: of their common type, with each text and the path."""
     if not all(isinstance(cause, Exception) for cause, _ in error.failures.values()):
         return error  # an interrupt stays one
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -597,7 +597,7 @@ def _told(function: str, error: CheckpointException, storage: Any, path: Any = N
     path = path or getattr(storage, "path", type(storage).__name__)
     for rank, (cause, _) in sorted(error.failures.items()):
         text, cls = str(cause) or type(cause).__name__, type(cause)
-        if function == "load" and _NO_METADATA.search(text):  # which torch says in another way in each release
+        if function == "load" and _NO_METADATA.search(text):  # torch's sentence differs between releases
             text, cls = "there is no .metadata. Give the folder that dcp.save() was given.", FileNotFoundError
             if isinstance(storage, FileSystemReader) and storage.fs.exists(f"{storage.path}/.metadata"):
                 text, cls = "its .metadata is damaged. Copy it again, or load another checkpoint.", ValueError
@@ -610,7 +610,7 @@ def _told(function: str, error: CheckpointException, storage: Any, path: Any = N
 
 
 def _refusal(found: Iterable[Found]) -> ValueError:
-    """One error for all problems, those of a kind together."""
+    """Return one error for all problems, grouped by kind."""
     by_problem: dict[Problem, list[str]] = defaultdict(list)
     for problem, key, detail in found:
         by_problem[problem].append(f"{key} ({detail})" if detail else key)
@@ -619,14 +619,14 @@ def _refusal(found: Iterable[Found]) -> ValueError:
 
 
 def _copied(value: Any) -> Any:
-    """Dicts and lists anew, what is in them as it is."""
+    """Copy dicts and lists, but not the values in them."""
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _place(root: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """The container of what lies at ``path``, and its key there: DCP turns all keys of dicts into strings."""
+    """Return the container and the key of the value at ``path``, in which DCP has turned all keys into strings."""
     container = key = None
     for step in path:
         is_renamed = isinstance(root, Mapping) and step not in root

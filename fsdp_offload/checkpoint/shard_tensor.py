@@ -1,7 +1,8 @@
 """ShardTensor: a local tensor that carries its chunks.
 
-DCP takes the local tensor of a DTensor for one rectangle that the placements describe. A ragged shard is several, and
-no placement describes it; so the local tensor itself brings its chunks, from the state dict to the file and back::
+DCP takes the local tensor of a DTensor for one rectangle that the placements describe. A ragged shard is several
+rectangles, which no placement describes; so the local tensor carries its chunks, from the state dict to the file and
+back::
 
     local memory ──ShardTensor(local, chunks)──▶ with_chunks(like, ...): a DTensor with it inside ──▶ state dict
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
@@ -30,7 +31,7 @@ from .names import Experts, bare_name, check_experts, check_model
 
 _aten = torch.ops.aten
 
-# Beside pointwise operations, what gives a tensor for the same elements of the global tensor, if it keeps the shape.
+# Like pointwise operations, these give a tensor for the same global elements if they keep the shape.
 _KEEP_CHUNKS = {
     *(_aten.detach, _aten.alias, _aten.clone, _aten._to_copy, _aten._pin_memory),
     *(_aten.new_empty, _aten.new_zeros, _aten.new_full),
@@ -45,7 +46,7 @@ class ShardTensor(Tensor):
 
     Attributes:
         local: A contiguous tensor; flat for ragged shards. Shared, not copied: loads write into it.
-        shard_chunks: What :func:`~fsdp_offload.checkpoint.chunks_of` gave for it.
+        shard_chunks: The result of :func:`~fsdp_offload.checkpoint.chunks_of` for it.
 
     Raises:
         ValueError: ``local`` has another number of elements than the chunks, or is not contiguous.
@@ -71,7 +72,7 @@ class ShardTensor(Tensor):
                 f"expected a contiguous local tensor, got strides {local.stride()} for {local.shape}: "
                 "give local.contiguous(), and load into that"
             )
-        # Without memory of its own and at storage offset 0: torch's stager and deepcopy know it by data_ptr() == 0.
+        # Without memory of its own and at storage offset 0: torch's stager and deepcopy recognise data_ptr() == 0.
         made: ShardTensor = Tensor._make_wrapper_subclass(
             cls, local.size(), strides=local.stride(), dtype=local.dtype, device=local.device, requires_grad=False
         )
@@ -85,7 +86,7 @@ class ShardTensor(Tensor):
     # For DCP (torch/distributed/_checkpointable.py):
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
-        """One item per chunk. Called by ``DTensor`` with itself as ``object``, whose shape must be the chunks' own."""
+        """Return one item per chunk. ``DTensor`` passes itself as ``object``, whose shape must be the chunks' own."""
         global_shape = torch.Size(self.shard_chunks.global_shape)
         if object is not self and object.size() != global_shape:
             raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
@@ -100,14 +101,14 @@ class ShardTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Offsets and sizes of the chunks in the global tensor."""
+        """Return offsets and sizes of the chunks in the global tensor."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
             for chunk in self.shard_chunks.chunks
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The chunk at ``index.offset``, as a view of the local memory."""
+        """Return the chunk at ``index.offset``, as a view of the local memory."""
         by_offsets = {chunk.offsets: chunk for chunk in self.shard_chunks.chunks}
         if index.offset not in by_offsets:
             raise ValueError(f"{index.fqn} has no chunk at {index.offset} on this rank, only at {[*by_offsets]}")
@@ -129,7 +130,7 @@ class ShardTensor(Tensor):
         sources = [arg for arg in args if isinstance(arg, ShardTensor)]
         for arg in sources:
             if result is arg.local:  # in place
-                # autograd has counted the write in the wrapper alone; loads are told from templates by the memory's.
+                # autograd counts the write only in the wrapper; the version of the memory shows that it was loaded.
                 increment_version(arg.local)
                 return arg
         keeps = func.overloadpacket in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
@@ -139,14 +140,14 @@ class ShardTensor(Tensor):
         return result
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardChunks]:
-        """The inner tensors' names, and what else is needed to make the tensor again."""
+        """Return the inner tensors' names, and the context to rebuild the tensor."""
         return ["local"], self.shard_chunks
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], shard_chunks: ShardChunks, outer_size: object, outer_stride: object
     ) -> "ShardTensor":
-        """The inverse of ``__tensor_flatten__``."""
+        """Invert ``__tensor_flatten__``."""
         return ShardTensor(inner["local"], shard_chunks)
 
 
@@ -155,7 +156,7 @@ torch.serialization.add_safe_globals([ShardTensor, ShardChunks, Chunk])
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """This rank's memory of ``tensor``: plain, also if its local tensor carries chunks."""
+    """Return this rank's memory of ``tensor`` as a plain tensor, also if its local tensor carries chunks."""
     local = local_shard(tensor)
     return (local.local if isinstance(local, ShardTensor) else local).detach()
 
@@ -190,12 +191,12 @@ def part_of_full(param: Tensor, full: Tensor) -> Tensor:
 
 
 def needs_chunks(tensor: Tensor) -> bool:
-    """Return whether a DTensor's placements do not say which part this rank has, or not as DCP reads them."""
+    """Return whether a DTensor's placements, as DCP reads them, do not describe this rank's part."""
     return says_its_chunks(tensor) or why_misread(tensor) is not None
 
 
 def in_one_dimension(tensor: Tensor) -> Tensor | None:
-    """``tensor`` with its elements in a row, over the same memory; ``None`` if this rank has several ranges of them."""
+    """Return ``tensor`` in one dimension, over the same memory; ``None`` if this rank has several ranges."""
     memory = memory_of(tensor)
     if not memory.is_contiguous():
         return None
@@ -213,8 +214,8 @@ def with_parameter_chunks(
 ) -> dict[str, Any]:
     """Return ``state_dict`` with values that carry the chunks of their parameters, over the same memory.
 
-    For models whose placements are nominal, as those of Megatron-FSDP: what a parameter knows of its flat slice is lost
-    in ``model.state_dict()``, which detaches it. Other values are taken over as they are.
+    For models whose placements are nominal, as those of Megatron-FSDP: ``model.state_dict()`` detaches parameters,
+    which lose the attributes that describe their flat slices. Other values are returned unchanged.
 
     Args:
         model: whose parameters they are.
@@ -232,25 +233,21 @@ def with_parameter_chunks(
     check_experts(state_dict.items(), experts)
     exact = {name: param for param, name in parameter_names(model).items()}
     params = {bare_name(name): param for name, param in exact.items()} | exact
-    return {
-        key if experts is None else experts.global_name(key): _carrying(
-            key, value, params.get(key, params.get(bare_name(key)))
-        )
-        for key, value in state_dict.items()
-    }
-
-
-def _carrying(key: str, value: Any, param: Tensor | None) -> Any:
-    if not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
-        return value
-    like = param if param is not None and says_its_chunks(param) else value
-    if like is value and not needs_chunks(value):
-        return value
-    try:
-        carrying: Any = with_chunks(value, shard_chunks=chunks_of(like))
-    except ValueError as error:
-        unknown = "no parameter of the model has this name, and " if like is value else ""
-        raise ValueError(f"{key}: {unknown}{error}") from error
-    if hasattr(param, MEGATRON_INDEX):  # by which splitting knows the tensor-parallel ranks of experts
-        setattr(carrying, MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
+    carrying: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        name = key if experts is None else experts.global_name(key)
+        carrying[name] = value
+        if not is_dtensor(value) or isinstance(local_shard(value), ShardTensor):
+            continue
+        param = params.get(key, params.get(bare_name(key)))
+        like = param if param is not None and says_its_chunks(param) else value
+        if like is value and not needs_chunks(value):
+            continue
+        try:
+            carrying[name] = with_chunks(value, shard_chunks=chunks_of(like))
+        except ValueError as error:
+            unknown = "no parameter of the model has this name, and " if like is value else ""
+            raise ValueError(f"{key}: {unknown}{error}") from error
+        if hasattr(param, MEGATRON_INDEX):  # tells checkpoint_tools.split the tensor-parallel ranks of experts
+            setattr(carrying[name], MEGATRON_INDEX, getattr(param, MEGATRON_INDEX))
     return carrying

@@ -67,19 +67,19 @@ def get_optimizer_state_dict(
 
     Tensors are DTensors over host memory with the mesh and placements of their parameter: the homes themselves, valid
     until the next step. Waits for the last stores. Allocates no device memory and issues no collective. The keys are
-    the same on every rank of a shard mesh, also where this rank's shard is empty. Of an optimizer that is not
-    offloaded, its own tensors; ``for_load`` allocates those that its first step would create.
+    the same on every rank of a shard mesh, also if this rank's shard is empty. An optimizer that is not offloaded gives
+    its own tensors; ``for_load`` allocates those that its first step would create.
 
     Args:
         model: the model whose parameters they have.
         optimizer: one optimizer, or several that share the model's parameters among them.
-        for_load: also for state that does not exist yet, its reserved home (the content means nothing): what a fresh
-            process gives to ``dcp.load`` and then to :func:`set_optimizer_state_dict`. Never save such a dict.
+        for_load: include the reserved homes of state that does not exist yet (without meaningful content). A fresh
+            process passes the result to ``dcp.load``, then to :func:`set_optimizer_state_dict`. Never save it.
         flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
             ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Independent of the order
             of the groups, and of which parameters this rank has.
-        cpu_offload: copies in ordinary host memory, counters included, which no later step changes. torch's function
-            makes such copies with ``StateDictOptions(cpu_offload=True)`` only of what is on the device, and so none.
+        cpu_offload: copy everything, counters included, to ordinary host memory that no later step changes. torch's
+            ``StateDictOptions(cpu_offload=True)`` copies only tensors on the device, and so no home.
         fsdp_dtensor: Megatron-LM's ``{"state": {fqn: {name: ...}}, "param_to_group_meta": {fqn: {entry: ...}}}``
             instead, as the ``optimizer`` of its ``fsdp_dtensor`` checkpoints.
         experts: gives local experts their global numbers.
@@ -130,7 +130,7 @@ def set_optimizer_state_dict(
     strict: bool = True,
     experts: Experts | None = None,
 ) -> None:
-    """Load what :func:`get_optimizer_state_dict` gives, in any of its layouts, by FQN. Everything is checked first.
+    """Load a result of :func:`get_optimizer_state_dict`, in any of its layouts, by FQN. Everything is checked first.
 
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
     other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
@@ -168,14 +168,14 @@ def set_optimizer_state_dict(
             f"set_optimizer_state_dict: the state dict has parameters that the optimizer has not: {listed(extra)}. Is "
             "it of another model? strict=False ignores them."
         )
-    if len(plans) > 1:  # one alone checks before it changes anything
+    if len(plans) > 1:  # a single one checks before it changes anything
         for one, state_dict in plans:
             check_loadable(seen(one).engine, one, state_dict)
     brings_none = not (saved.state or any(seen(one).offered.has_offered for one in optimizers))
     if brings_none and any(map(keeps_state, optimizers)):
         warnings.warn(
-            "set_optimizer_state_dict: this state dict has no state, and training goes on without any. A checkpoint is "
-            "loaded into what get_optimizer_state_dict(for_load=True) returns.",
+            "set_optimizer_state_dict: this state dict has no state, and training continues without any. A checkpoint "
+            "is loaded into what get_optimizer_state_dict(for_load=True) returns.",
             stacklevel=3,
         )
     for one, state_dict in plans:
@@ -184,7 +184,7 @@ def set_optimizer_state_dict(
 
 
 def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str) -> list[Optimizer]:
-    """The optimizers in what a function was given; all of their parameters have a name."""
+    """List the optimizers in the argument of ``function``; raise if a parameter has no name."""
     given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
     found = []
     for one in optimizers_in(list(given) if isinstance(given, Iterable) else given, function):
@@ -210,7 +210,7 @@ def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str
 
 
 def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any]:
-    """The state of one parameter as a checkpoint has it."""
+    """Return the state of one parameter in the form for a checkpoint."""
     carries = is_dtensor(param) and needs_chunks(param)
     saved = {}
     for name, value in state.items():
@@ -225,15 +225,15 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
 
 
 def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str]) -> None:
-    """Refuse plain state that follows this rank's part of each parameter: a checkpoint would keep that of one rank.
+    """Raise for plain state with the sizes of this rank's parts: a checkpoint would keep that of one rank.
 
-    A table that has such a size by chance has another one for other parameters, or the same content. What follows in
-    another way (a scale for each 2,048 elements) is seen by ``save``, which compares the ranks.
+    A table that has such a size by chance has another size for other parameters, or the same content. State that
+    depends on the part in another way (a scale per 2,048 elements) is found by ``save``, which compares the ranks.
     """
     plain: dict[Any, list[tuple[str, Tensor, bool]]] = defaultdict(list)
     for param, state in states.items():
         local = local_shard(param)
-        # Flat parts have fewer dimensions.
+        # Not strict: flat parts have fewer dimensions.
         cut = {size for size, whole in zip(local.shape, param.shape, strict=False) if size != whole}
         for name, value in state.items() if cut else ():
             for number, leaf in enumerate(tensors_in(value)):
@@ -253,7 +253,7 @@ def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str])
 
 
 def _copied(value: Any) -> Any:
-    """Copies of all tensors in ``value`` in ordinary host memory, in containers of their own."""
+    """Copy all tensors and containers in ``value``, to ordinary host memory."""
 
     def copied(tensor: Tensor) -> Tensor:
         return over_local(tensor, local_shard(tensor).to("cpu", copy=True))
@@ -262,9 +262,9 @@ def _copied(value: Any) -> Any:
 
 
 def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> Tensor:
-    """The value over plain local memory, as the optimizer has it; ``is_full``: its state dict may be a full one."""
+    """Return ``value`` over plain local memory, as the optimizer keeps it. ``is_full``: it may have all elements."""
     if not is_dtensor(value):
-        if isinstance(kept, Tensor):  # what the optimizer keeps says it better: plain tensors are no parts
+        if isinstance(kept, Tensor):  # existing state decides: if plain, it is no part
             is_full = is_dtensor(kept)
         is_full = is_full and is_dtensor(param) and value.dim() > 0 and value.shape == chunks_of(param).global_shape
         return part_of_full(param, value) if is_full else value
@@ -294,7 +294,7 @@ def is_flat_state(param: Tensor, value: Tensor) -> bool:
 
 
 def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-    """State by parameter, and the param groups, through the optimizer's own ``state_dict`` and its hooks."""
+    """Return state by parameter, and the param groups, from the optimizer's own ``state_dict`` with its hooks."""
     saved, params = optimizer.state_dict(), params_of(optimizer)
     seen(optimizer).offered.withdraw(value for state in saved["state"].values() for value in state.values())
     states = {params[number]: values for number, values in saved["state"].items()}
@@ -302,11 +302,11 @@ def _to_save(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[s
 
 
 def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[dict[str, Any]]]:
-    """The same, in the order of the groups: what there is and, where there is none, its reserved home."""
+    """Return existing state or, if there is none, its reserved home, by parameter, and the param groups."""
     if attachment_of(optimizer) is None:
         return to_load_into(optimizer, seen(optimizer).engine)
     engine, states = attached(optimizer).engine, states_of(optimizer)
-    engine.lending.wait()  # what is handed out will be written
+    engine.lending.wait()  # the homes will be written
     reserved = engine.reserved_state(optimizer, states.unwaited)
     existing = dict(states.items())  # waits for the last stores
     offered = {
@@ -317,13 +317,13 @@ def _to_load_into(optimizer: Optimizer) -> tuple[dict[Tensor, UserState], list[d
     homes = {id(home) for shard in engine.plan.shards.values() for home in shard.homes.values()}
     states.offer([v for state in offered.values() for v in state.values()], homes, engine.core.last_moved)
     offered = {param: engine.plan.handed_out(param, state) for param, state in offered.items()}
-    # Counters that groups get in the first step would not be asked for, and so not be loaded.
+    # Request the counters that a first step adds to groups, or they would not be loaded.
     counters = engine.layouts.group_counters_at_zero() if reserved else {}
     return offered, [{**counters, **group} for group in optimizer.param_groups]
 
 
 def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
-    """Refuse homes that a step has written since they were offered: what stays on the device is newer than the load."""
+    """Raise if a step has written homes since they were offered: state kept on the device is newer than the load."""
     if attachment_of(optimizer) is None:
         return
     engine, states = attached(optimizer).engine, states_of(optimizer)
@@ -338,7 +338,7 @@ def _check_offered(optimizer: Optimizer, saved: SavedByFqn) -> None:
 
 
 def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn, *, strict: bool) -> dict[str, Any]:
-    """Make a state dict as ``load_state_dict`` takes it, with positions for names."""
+    """Make a state dict for ``load_state_dict``, with positions instead of names."""
     numbers = {param: number for number, param in enumerate(params_of(optimizer))}
     missing = [fqns[param] for param in numbers if fqns[param] not in saved.entries]
     if strict and missing:
@@ -356,7 +356,7 @@ def _by_number(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByF
 
 
 def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn) -> dict[Tensor, UserState]:
-    """The state that each parameter gets: that of the state dict, or the one it has where no load has come."""
+    """Return the new state of each parameter: from the state dict or, if nothing was loaded, its existing state."""
     engine, states, entries = seen(optimizer)
     shards = engine.plan.shards
     has_dtensors = any(is_dtensor(value) for given in saved.state.values() for value in given.values())
@@ -365,7 +365,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
     for param in params_of(optimizer):
         fqn, state = fqns[param], entries.get(param)
         given = saved.state.get(fqn, {})
-        # Our planner has noted on values without elements on this rank what the other ranks see.
+        # Values without elements on this rank have a mark of our planner, as they show no write.
         filled = {name: not states.is_untouched(value) for name, value in given.items() if address_of(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         is_given = fqn in saved.entries or fqn in saved.state  # without strict, groups may be left out
@@ -381,7 +381,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                     f"set_optimizer_state_dict: of the state of {fqn}, {required} was not loaded and "
                     f"{sorted(filter(filled.get, filled))} was. Load all of it, or take {fqn} out of the state dict."
                 )
-            # A master that the checkpoint lacks is made anew from the parameter.
+            # A master that the checkpoint lacks is rebuilt from the parameter.
             kept = {**(shards[param].homes if param in shards else {}), **(state or {})}
             found = dict(tree_flatten_with_path(kept, is_leaf=is_size)[0])
 
@@ -402,14 +402,14 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
 
 
 def _is_state(value: Any, param: Tensor, optimizer: Optimizer, states: OffloadedState) -> bool:
-    """Return whether a value that no load has written is that of existing state, and not memory to load into."""
+    """Return whether an unwritten value is existing state, and not memory allocated to load into."""
     after = states.offered_after(value)
-    # A plain optimizer may have made state since, beside the memory that it has given.
+    # A plain optimizer may have made state after memory was allocated for it.
     return after is not STALE if attachment_of(optimizer) else not address_of(value) or param in (after or ())
 
 
 def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any]:
-    """The saved entries of a param group: those of its parameters, which have to agree."""
+    """Return the saved entries of a param group: those of its parameters, which must agree."""
 
     def same(one: Any, other: Any) -> bool:
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
@@ -417,7 +417,7 @@ def _agreed(index: int, fqns: Iterable[str], saved: SavedByFqn) -> dict[str, Any
 
     first, agreed = "", None
     for fqn in filter(saved.entries.__contains__, fqns):
-        # The names of a group's parameters are not hyperparameters: they are those of the group as it is now.
+        # ``param_names`` is no hyperparameter: it stays that of the current group.
         entries = {name: value for name, value in saved.entries[fqn].items() if name != "param_names"}
         if agreed is None:
             first, agreed = fqn, entries

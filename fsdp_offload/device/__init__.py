@@ -2,4 +2,4 @@
 
 from .copy_queues import ask_for_copy_queues
 
-HAS_COPY_QUEUES = ask_for_copy_queues()  # before anybody uses CUDA
+HAS_COPY_QUEUES = ask_for_copy_queues()  # before CUDA is initialized

@@ -5,7 +5,7 @@ private mapping that is touched in parallel and then registered with the driver.
 
     map -> touch (several threads, so pages come from the toucher's NUMA node) -> register -> ... -> unregister -> unmap
 
-Whoever holds a tensor over a region holds the region: unregistering and unmapping happen when the last one goes.
+A tensor over a region keeps the region alive: it is unregistered and unmapped with the last such tensor.
 """
 
 import ctypes
@@ -30,18 +30,18 @@ ALIGN_BYTES = 64
 PAGE_BYTES = 4096
 
 BREAK_BYTES = 256 << 20
-"""About every so many bytes of a region lies a break, so that its memory can be prepared in parallel pieces."""
+"""Distance between the breaks of a region, which let its memory be prepared in parallel pieces."""
 
 _TOUCH_CHUNK_BYTES = 32 << 20
 
 
 def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
-    """The next multiple of ``to_bytes``."""
+    """Round up to a multiple of ``to_bytes``."""
     return -(-nbytes // to_bytes) * to_bytes
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping; exporting its buffer keeps it alive. ``before_unmap`` is called when nobody does any more."""
+    """A private mapping that exported buffers keep alive. ``before_unmap`` is called after the last of them."""
 
     before_unmap: Callable[[], None] | None = None
 
@@ -68,9 +68,9 @@ class _Mapping(mmap.mmap):
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Within it, memory is taken whose tensors updates write later, whoever is the first to need it.
+    """Allocate normal tensors, which later updates can write, even if the caller is in ``inference_mode``.
 
-    An evaluation, or a reload, under ``inference_mode`` would make inference tensors, which nobody writes outside it.
+    An evaluation or a reload may be the first to need the memory; inference tensors cannot be written outside the mode.
     """
     with torch.inference_mode(False), torch.no_grad():  # the first lets autograd record again
         yield
@@ -118,7 +118,7 @@ class Region:
     def range(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> Tensor:
-        """A tensor over ``nbytes`` bytes at ``offset``, with a storage of its own that begins there and ends with it.
+        """Return a tensor over ``nbytes`` bytes at ``offset``, with a storage of exactly these bytes.
 
         torch.distributed.checkpoint copies whole *storages*: of views of one, each would be staged as all of it.
         """
@@ -135,7 +135,7 @@ class Region:
 def _touch_and_lock(
     pieces: Sequence[tuple[int, int]], lock: Callable[[int, int], int] | None, errors: dict[int, int]
 ) -> None:
-    """Write every page of ``pieces`` (address, bytes) once, and lock each piece then; ``errors``: codes by address.
+    """Write each page of ``pieces`` (address, bytes) once, then lock the piece; fill ``errors`` with codes by address.
 
     Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once.
     """
@@ -160,7 +160,7 @@ def _touch_and_lock(
 
 
 def _usable_cores() -> int:
-    """Cores of this process, shared among the ranks of this host."""
+    """Return the cores of this process, divided by the ranks of this host."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

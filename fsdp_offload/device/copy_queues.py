@@ -1,4 +1,4 @@
-"""How many queues the CUDA driver has for copies: enough of them that nobody else's small copy stands behind ours.
+"""Copy queues of the CUDA driver: enough of them that the model's small copies do not wait behind ours.
 
 The driver sends the copies of all streams through a few queues, first come, first served in each. With its default of
 eight, streams share one as soon as loads of state and of parameters are under way together: measured on an H200, a
@@ -25,11 +25,11 @@ TOO_FEW = (
     "CUDA was in use before fsdp_offload was imported, so small copies of fully_shard may wait behind loads of state. "
     f"Import fsdp_offload first, or start with {VARIABLE}={ENOUGH}."
 )
-"""What to tell somebody for whom :func:`ask_for_copy_queues` came too late."""
+"""Warning for users who initialized CUDA before :func:`ask_for_copy_queues` ran."""
 
 
 def ask_for_copy_queues(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless somebody has. Never initialises CUDA.
+    """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless it is set. Never initialises CUDA.
 
     Returns whether the driver has these queues: it reads the variable once, when it is initialised. Does not import
     torch. Where torch has been imported, and is a build without CUDA, the variable is not set.

@@ -1,4 +1,4 @@
-"""The command ``fsdp-offload doctor``: what a bug report needs to say about a machine, one fact a line.
+"""The command ``fsdp-offload doctor``: facts about the machine for a bug report, one per line.
 
 Without a GPU it says so and prints the rest. With one, it initialises CUDA and copies 1 GiB each way.
 """

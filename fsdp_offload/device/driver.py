@@ -1,6 +1,6 @@
-"""Copies by the CUDA driver's own calls, where torch brings ``cuda.bindings``, as its CUDA builds do.
+"""Copies by direct calls of the CUDA driver, through the ``cuda.bindings`` of torch's CUDA builds.
 
-A piece of a copy costs the host 4 us so, and 26 us through torch (H200, torch 2.11). With 2,600 pieces an iteration,
+A piece of a copy costs the host 4 us so, 26 us through torch (H200, torch 2.11). With 2,600 pieces an iteration,
 that decides how long an iteration of short kernels takes.
 """
 
@@ -26,7 +26,7 @@ class CopyCalls:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Let the calling thread, which may have another device current or none, call what follows."""
+        """Make this device's context current in the calling thread, for calls inside the block."""
         self._checked(self._driver.cuCtxPushCurrent(self._context))
         try:
             yield
@@ -38,7 +38,7 @@ class CopyCalls:
         return self._driver.CUstream(torch.cuda.Stream(**numbers).cuda_stream)
 
     def event(self) -> Any:
-        """Return a new event that keeps no time; it is never given back."""
+        """Return a new event without a time; it is never destroyed."""
         with self.current():
             return self._checked(self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value))
 
@@ -49,7 +49,7 @@ class CopyCalls:
             self._checked(result)
 
     def hand_over(self, event: Any, one: Any, other: Any) -> None:
-        """Let what ``other`` is given from now on wait for what ``one`` has been given, by ``event``."""
+        """Make later work of stream ``other`` wait for all work issued to ``one``, through ``event``."""
         result = self._driver.cuEventRecord(event, one)
         if not result[0]:
             result = self._driver.cuStreamWaitEvent(other, event, 0)
@@ -64,7 +64,7 @@ class CopyCalls:
 
 
 def copy_calls(device: torch.device) -> CopyCalls | None:
-    """Return the driver's calls for ``device``; ``None``: it has none here, and torch copies."""
+    """Return the driver's calls for ``device``; ``None`` if torch has to copy."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:

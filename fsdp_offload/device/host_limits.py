@@ -1,4 +1,4 @@
-"""Limits of host memory: asked before any is pinned, since page-locked memory ends in the OOM killer."""
+"""Limits of host memory, checked before any is pinned: the kernel kills processes that pin too much."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def check_host_memory(
     what: str = "The optimizer state to offload",
     instead: str = IF_THE_KERNEL_KNOWS_LESS,
 ) -> None:
-    """Raise a MemoryError if ``what`` needs more than there is; ``held_bytes`` have been taken before, and count.
+    """Raise a MemoryError if ``what`` needs more than is left; ``held_bytes``, taken before, count as well.
 
     ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. Then what all ranks
     of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) counts as well: each alone would pass.
@@ -63,11 +63,11 @@ _CGROUPS = {
     2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By version: the folder, the files of a limit and of what is used, and the name of page cache in ``memory.stat``."""
+"""By version: folder, file of the limit, file of the usage, and the page cache's name in ``memory.stat``."""
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """``(limit, used)`` in bytes for each cgroup above this process that has a memory limit."""
+    """Yield ``(limit, used)`` in bytes for each cgroup above this process with a memory limit."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):

@@ -1,11 +1,11 @@
-"""The link of one device: lanes, on which loads, stores and updates run, and marks, by which they wait for each other.
+"""Lanes, the streams on which loads, stores and updates run, and marks, the events for which they wait.
 
 On an accelerator each kind of work has streams of its own, so that loads, stores, updates, the backward and the next
-forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of somebody else
-(``fully_shard`` makes one in each gather and each reduction; a loss that is read goes the other way) waits for all
-copies that were released to the copy engine before it, so never more than one piece is. That needs a queue of the
-driver for each stream: ``copy_queues.py``. The CPU has marks as well (``cpu_update.py``): whoever waits for one on a
-stream blocks the host until it has updated.
+forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of the model (``fully_shard``
+makes one in each gather and each reduction; reading a loss copies the other way) waits for all copies that the copy
+engine got before it, so it never gets more than one piece at a time. That needs a queue of the driver for each stream:
+``copy_queues.py``. The CPU has marks as well (``cpu_update.py``): a lane that waits for one blocks the host until the
+CPU's update has ended.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
@@ -64,10 +64,10 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
 
 
 class Mark:
-    """A point in a lane that others wait for; of this very class, one that has been passed already."""
+    """A point in a lane that others wait for. An instance of this base class has been passed already."""
 
     def resolved(self) -> "EventMark | None":
-        """Return what streams can wait for; ``None``: it has been passed. The CPU's blocks until that is known."""
+        """Return an event for streams to wait for, or ``None`` if the mark has been passed. The CPU's marks block."""
         return None
 
     def synchronize(self) -> None:
@@ -75,11 +75,12 @@ class Mark:
 
 
 class EventMark(Mark):
-    """An event of a stream: ours, or somebody else's.
+    """An event of a stream, ours or torch's.
 
     Attributes:
-        event: of torch's.
-        lane, number: whose mark it is, and which in the order of that lane; ``None``: no lane that lasts.
+        event: torch's event.
+        lane: the lane that made the mark; ``None`` if it does not last.
+        number: position of the mark among those of its lane.
     """
 
     def __init__(self, event: torch.Event, lane: "Lane | None" = None, number: int = 0) -> None:
@@ -92,11 +93,11 @@ class EventMark(Mark):
         self.event.synchronize()
 
     def is_passed(self) -> bool:
-        """Return whether the lane has come to it, as far as the host knows."""
+        """Return whether the event has been passed, as far as the host knows."""
         return bool(self.event.query())
 
     def elapsed_ms_since(self, earlier: "EventMark") -> float:
-        """Milliseconds on the device between two events of ours that have both passed."""
+        """Return the milliseconds on the device since ``earlier``; both must have been passed, with timing."""
         return earlier.event.elapsed_time(self.event)
 
 
@@ -105,24 +106,24 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def mark_on(stream: torch.Stream, device: torch.device, *, timed: bool = True) -> EventMark:
-    """Mark the current end of ``stream``, on ``device``, with its time if ``timed``, which costs the host more."""
+    """Record an event on ``stream`` of ``device``; ``timed`` keeps its time, which costs the host more."""
     event = torch.Event(device, enable_timing=timed)
     stream.record_event(event)
     return EventMark(event)
 
 
 class Lane:
-    """Actions of one kind, in order, on a stream of their own, or on the one that is current whenever it is used."""
+    """Runs actions of one kind in order, on its own stream or on the current one."""
 
     looks_for_races = False
 
     def __init__(
         self, device: torch.device, stream: torch.Stream | None = None, *, name: str = "compute", lasts: bool = False
     ) -> None:
-        """Take a stream, if it is not to be the current one. ``lasts``: no other lane is made of it."""
+        """Use ``stream``, or the current one at each call. ``lasts``: no other lane is made for this stream."""
         self.name = name
         self._device, self._stream, self._lasts = device, stream, lasts
-        self._marks, self._seen = 0, dict[Lane, int]()  # made here; of other lanes, the last that this one waits for
+        self._marks, self._seen = 0, dict[Lane, int]()  # marks made here; by lane, the last that this one waits for
         self._in_use = threading.RLock()  # threads share the lanes of a device, and a copy may change a lane's stream
 
     @property
@@ -130,12 +131,12 @@ class Lane:
         return self._stream if self._stream is not None else current_stream(self._device)
 
     def running(self) -> AbstractContextManager[None]:
-        """Within it, copies and kernels are issued to this lane."""
+        """Make this lane's stream current inside the block."""
         return _NOTHING if self._stream is None else self._on(self._stream)
 
     @contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
-        # Not ``with stream``: that keeps what was current before in the stream, which other threads use as well.
+        # Not ``with stream``, which stores the previous stream in the stream object; other threads use that as well.
         index, before = torch.accelerator.current_device_index(), current_stream(self._device)
         torch.accelerator.set_stream(stream)
         try:
@@ -146,7 +147,7 @@ class Lane:
                 torch.accelerator.set_device_index(index)
 
     def wait(self, *marks: Mark | None) -> None:
-        """Let what follows in this lane start only after ``marks``; the host goes on, unless one is the CPU's."""
+        """Make later work of this lane wait for ``marks``, without blocking the host, except for the CPU's marks."""
         for mark in marks:
             known = None if mark is None or type(mark) is Mark else mark.resolved()
             if known is not None:
@@ -167,9 +168,9 @@ class Lane:
                 mark.event.wait()
 
     def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
-        """Issue copies between the device and host memory; the host goes on where that is page-locked.
+        """Issue copies between the device and host memory, without blocking the host if that is page-locked.
 
-        ``alone``: others make no small copies meanwhile, which large pieces would hold up.
+        ``alone``: the model makes no small copies meanwhile, which large pieces would delay.
         """
         if copies:
             targets, sources = zip(*copies, strict=True)
@@ -177,15 +178,15 @@ class Lane:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def run(self, function: Callable[[], None], reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
-        """Run an update here. ``reads`` and ``writes`` are for lanes that look for races; others leave them."""
+        """Run an update in this lane. Only lanes that look for races use ``reads`` and ``writes``."""
         with self.running():
             function()
 
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Note, for a lane that looks for races, that others read and write these here now."""
+        """Tell a lane that looks for races that code outside of it reads and writes these tensors here."""
 
     def mark(self, *, timed: bool = False) -> Mark:
-        """Return the current end of this lane; its time is known if it is ``timed``."""
+        """Mark the current end of this lane; ``timed`` keeps its time."""
         with self._in_use:
             mark = mark_on(self._now, self._device, timed=timed)
             if self._lasts:
@@ -197,12 +198,12 @@ class Lane:
 class TurnsLane(Lane):
     """A lane on two streams that take turns: each piece of a copy is released only when the one before has finished.
 
-    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy beside them waits 0.2 ms instead of until the
-    last of the copies; pieces of one stream, or gated by a third, do not let it pass.
+    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy waits 0.2 ms while they run, instead of until
+    the last of them; pieces of one stream, or gated by a third, do not let it pass.
     """
 
     def __init__(self, device: torch.device, turn_bytes: int, *, name: str, calls: CopyCalls | None = None) -> None:
-        """Take turns after ``turn_bytes`` at most. ``calls``: of the driver, for copies that are not rearranged."""
+        """Take turns after ``turn_bytes`` at most. ``calls``: the driver's, used for flat copies."""
         super().__init__(device, torch.Stream(device), name=name, lasts=True)
         self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
@@ -215,10 +216,12 @@ class TurnsLane(Lane):
             self._event = calls.event()
 
     def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
-        """In pieces, as many of them in a turn as make up a turn."""
+        """Issue copies in pieces; a turn has as many of them as fit."""
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
-            flat = not is_traced() and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
+            # torch's profiler labels copies of torch, not those of the driver's calls.
+            traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            flat = not traced and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
             if self._calls is not None and flat:
                 self._copy_by_calls(self._calls, copies, piece_bytes)
                 return
@@ -232,7 +235,7 @@ class TurnsLane(Lane):
             super().copy(pieces[begin:])
 
     def _copy_by_calls(self, calls: CopyCalls, copies: Sequence[Copy], piece_bytes: int) -> None:
-        """Issue the pieces of :func:`pieces_of` for flat bytes, which are contiguous, without a tensor for each."""
+        """Issue the pieces of :func:`pieces_of` for flat, contiguous copies, without a tensor for each piece."""
         copy, stream, begin, turn_bytes = calls.copy, self._handles[self._stream], 0, self._turn_bytes
         with calls.current():
             for target, source in copies:
@@ -263,7 +266,7 @@ class SerialLane(Lane):
     """A lane on the current stream that waits for each of its actions."""
 
     def _wait(self, mark: EventMark) -> None:
-        """Block the host until somebody else's event has passed; what these lanes were given before has finished."""
+        """Block the host until the event has passed; earlier work of serial lanes has finished already."""
         mark.synchronize()
 
     def mark(self, *, timed: bool = False) -> Mark:
@@ -273,7 +276,7 @@ class SerialLane(Lane):
 
 
 class HostFlag:
-    """A truth value, one at a time, that the device computes and the host learns, without waiting for more than it."""
+    """A bool computed on the device that the host reads without a full synchronization, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         is_here = device.type == "cpu"
@@ -282,38 +285,33 @@ class HostFlag:
         self._arrived = None if is_here else torch.Event(device)
 
     def put(self, flag: Tensor) -> None:
-        """Send ``flag``, a ``bool`` of shape ``()``, behind what the current stream has been given."""
+        """Copy ``flag``, a ``bool`` of shape ``()``, to the host in the order of the current stream."""
         self._value.copy_(flag, non_blocking=True)
         if self._arrived is not None:
             current_stream(self._device).record_event(self._arrived)
 
     def get(self) -> bool:
-        """Return the value that was put last; blocks the host until it has arrived."""
+        """Return the value that was put last; block the host until it has arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._value)
 
 
 def recorded(name: str) -> AbstractContextManager[object]:
-    """Shows what is issued within it under ``name`` in a trace. Costs nothing where there is none."""
-    # A record costs 30 us and more, as it lets other threads have the interpreter: too much for each bucket.
-    traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)  # as is_traced(), without a call
+    """Label work issued inside the block with ``name`` in a trace. Costs nothing without a profiler."""
+    # A record costs 30 us and more, since it gives the interpreter to other threads: too much for each bucket.
+    traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return torch.profiler.record_function(name) if traced else _NOTHING
-
-
-def is_traced() -> bool:
-    """Return whether torch's profiler records: it names the range of its own copies, and not of the driver's."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 # One device -----------------------------------------------------------------------------------------------------------
 
 
 class Lanes:
-    """The lanes of one device. Tests have others, which run everything later (``tests/core/deferred.py``)."""
+    """The lanes of one device. Tests replace them by lanes that run everything later (``tests/core/deferred.py``)."""
 
     def __init__(self, device: torch.device, *, serial: bool) -> None:
-        """With ``serial``, and on the CPU, none overlaps another."""
+        """Make the lanes; with ``serial``, and on the CPU, none overlaps another."""
         self._device, self._others = device, dict[int, Lane]()
         if serial or device.type == "cpu":
             names = ("load", "store", "update", "update_kept", "down", "up", "compute")
@@ -333,7 +331,7 @@ class Lanes:
         self.compute = Lane(device)  # the stream that is current
 
     def on(self, stream: torch.Stream | None) -> Lane:
-        """Return the lane of a stream of torch's; ``None`` is the current one."""
+        """Return the lane of ``stream``; ``None`` means the stream that is current at each use."""
         if stream is None or isinstance(self.compute, SerialLane):
             return self.compute
         if (lane := self._others.get(stream.stream_id)) is None:
@@ -342,26 +340,26 @@ class Lanes:
         return lane
 
     def here(self) -> Lane:
-        """Return the lane of the stream that is current now, whichever is later; on the CPU, compute."""
+        """Return the lane of the stream that is current now, for later use under another one; on the CPU, compute."""
         return self.on(None if self._device.type == "cpu" else current_stream(self._device))
 
     def event(self, event: object) -> Mark:
-        """Return a mark for an event of torch's; without one, the point that compute has reached."""
+        """Return a mark for an event of torch; for ``None``, mark the current end of compute."""
         return self.compute.mark() if event is None else EventMark(event)  # type: ignore[arg-type]
 
     def made(self, tensors: Sequence[Tensor], lane: Lane | None = None) -> None:
-        """Note, for whoever looks for races, that these were made in the order of ``lane``; ``None``: of compute."""
+        """Tell lanes that look for races that ``tensors`` were made in the order of ``lane``; ``None``: of compute."""
 
     def freed(self, tensor: Tensor, lane: Lane) -> None:
-        """Note that memory is given back: the next kernel of ``lane`` may write it."""
+        """Tell lanes that look for races that ``tensor`` is freed: the next kernel of ``lane`` may write its memory."""
 
     def resize(self, tensor: Tensor, nbytes: int) -> None:
-        """Give the memory of ``tensor``, flat bytes, back, or take other memory; views of it find that, too."""
+        """Free the memory of ``tensor``, flat bytes, or allocate it again; its views share the result."""
         tensor.untyped_storage().resize_(nbytes)
 
 
 class HasBlocks(Protocol):
-    """Takes device memory, as much as it says."""
+    """A cache that holds ``nbytes`` of device memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -371,7 +369,7 @@ class DeviceLink:
     """The lanes and the memory of one device, shared by all offloaded optimizers there.
 
     Attributes:
-        caches: of optimizers whose blocks come and go.
+        caches: caches of optimizers whose blocks are allocated and freed during an iteration.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -380,19 +378,19 @@ class DeviceLink:
 
     @property
     def counts(self) -> bool:
-        """Return whether the allocator counts as torch's own does: not cudaMallocAsync's, nor those of others."""
+        """Return whether the allocator has torch's native statistics, which cudaMallocAsync and others lack."""
         backend = getattr(torch.get_device_module(self.device), "get_allocator_backend", lambda: "native")
         return bool(backend() == "native")
 
     def allocated(self) -> tuple[int, int, int]:
-        """Return bytes in use, without the blocks of :attr:`caches`; bytes that ever were; allocations and frees."""
+        """Return bytes in use (without blocks of :attr:`caches`), bytes ever allocated, and the count of operations."""
         stats = torch.accelerator.memory_stats(self.device)
         used_bytes = int(stats["allocated_bytes.all.current"]) - sum(one.nbytes for one in list(self.caches))
         operations = int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
         return used_bytes, int(stats["allocated_bytes.all.allocated"]), operations
 
     def lanes(self, *, serial: bool) -> Lanes:
-        """Return the same lanes for all optimizers, so that copies of one kind are in order; others if ``serial``."""
+        """Return lanes shared by all optimizers, so that copies of one kind are in order; new ones if ``serial``."""
         return Lanes(self.device, serial=True) if serial else self._lanes
 
     @functools.cached_property  # new streams would each get a memory pool of their own in torch's allocator
@@ -400,10 +398,10 @@ class DeviceLink:
         return Lanes(self.device, serial=False)
 
     def taken_bytes(self, when: Literal["current", "peak"]) -> int:
-        """All that is in use, or ever was since the statistics were last reset. On the CPU, zero.
+        """Return allocated bytes plus fragmentation, now or at the peak since the last reset; 0 on the CPU.
 
-        With the gaps between, which only an allocation that fits can have. The peak is no less than what was ever taken
-        at once: both parts need not have been largest together.
+        Gaps between blocks count, since only an allocation that fits can use them. The peak is an upper bound: its two
+        parts need not have been largest at the same time.
         """
         if self.device.type == "cpu":
             return 0
@@ -411,7 +409,7 @@ class DeviceLink:
         return int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
 
     def room_beside(self, taken_bytes: int) -> int:
-        """Device memory that this process may have beside so much, less a twentieth of all. On the CPU, none."""
+        """Return the bytes that this process may allocate on top of ``taken_bytes``, less 5 %; 0 on the CPU."""
         if self.device.type == "cpu":
             return 0
         module = torch.get_device_module(self.device)

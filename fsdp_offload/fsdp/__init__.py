@@ -1,4 +1,4 @@
-"""All private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
+"""Private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
 
 Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro-batches (``is_unreduced``). Required:
 
@@ -13,7 +13,7 @@ Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro
 - for checkpoints: ``_StridedShard``, ``_get_fqns``, ``_storage_setup``, ``_disabled_torch_function_impl``.
 
 Without ``FSDPParamGroup``'s ``_HOOKED`` and ``_READ`` (``fully_shard.py``), overlap="forward" and "iteration" are
-refused, and in "step" loads begin in step(). ``OffloadPolicy(parameters=True)`` requires ``FSDPParam``'s ``_READ``
+refused, and with "step" loads begin in step(). ``OffloadPolicy(parameters=True)`` requires ``FSDPParam``'s ``_READ``
 (``homed.py``), ``_storage_Use_Count``, ``DisableTorchFunctionSubclass``, and ``Module._apply`` through
 ``_parameters.items()``, or ``model.to(device)`` fails in the middle even where it changes nothing; where gathers read
 local tensors in another way than by ``FSDPParam._sharded_local_tensor``, each waits for its parameters' home. Without

@@ -1,4 +1,4 @@
-"""DTensors and other tensors that hold tensors: local shards, new ones over other memory, and what DCP knows."""
+"""DTensors: local shards, new DTensors over other memory, write counters, and layouts for checkpoints."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 # Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
-# Methods of a local tensor that says itself which chunks of the global tensor it is.
+# Methods of a local tensor that tells DCP which chunks of the global tensor it has.
 _SAYS_CHUNKS = {"__create_chunk_list__", "__create_write_items__"}
 # Neither gloo nor NCCL carries these dtypes: the remainders of masters, ours and Transformer Engine's, are int16.
 _NOT_CARRIED = {torch.int16, torch.uint16}
-# Attribute of a parameter that lives on the host: the DTensor through which it is written there (homed.py).
+# Attribute of a parameter on the host: the DTensor through which it is written there (homed.py).
 STAND_IN = "_fsdp_offload_stand_in"
-# The slot itself: a class derived from DTensor may tell somebody who reaches for the attribute.
+# The slot itself: a class derived from DTensor may replace the attribute by a property that notifies a watcher.
 LOCAL: Any = DTensor._local_tensor
 _VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 NEWEST_TESTED = 2, 14
@@ -32,7 +32,7 @@ NEWEST_TESTED = 2, 14
 
 
 def is_tested() -> bool:
-    """Return whether this torch is no newer than that."""
+    """Return whether this torch is no newer than :data:`NEWEST_TESTED`."""
     return tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED
 
 
@@ -41,7 +41,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_unreduced(tensor: object) -> bool:
-    """Return whether it is what torch above 2.14 has in ``param.grad`` behind a backward that has not reduced it."""
+    """Return whether ``tensor`` is the unreduced gradient that torch above 2.14 puts into ``param.grad``."""
     try:
         return isinstance(tensor, DTensor) and LOCAL.__get__(tensor) is None
     except AttributeError:
@@ -49,12 +49,12 @@ def is_unreduced(tensor: object) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``: the local tensor of a DTensor itself (no copy), or ``tensor``."""
+    """Return this rank's part of ``tensor``: a DTensor's local tensor itself (no copy), or ``tensor``."""
     return cast(Tensor, LOCAL.__get__(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def compute_device(tensor: Tensor) -> torch.device:
-    """Return the device on which a parameter is gathered and updated: not where it lives, if that is the host."""
+    """Return the device on which a parameter is gathered and updated, also if its shard is on the host."""
     return tensor.device if STAND_IN in vars(tensor) else local_shard(tensor).device
 
 
@@ -63,8 +63,8 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return for each what changes with every write into it: through a DTensor itself, or through its local tensor."""
-    # Past the classes of tensors that are watched, and without a call for each: it is often.
+    """Return, for each tensor, version counters that change with writes into the DTensor or its local tensor."""
+    # Bypasses the classes of watched tensors, and makes no call per tensor: this runs often.
     with torch._C.DisableTorchFunctionSubclass():
         return [
             (_VERSION(vars(one).get(STAND_IN, one)), _VERSION(LOCAL.__get__(one) if isinstance(one, DTensor) else one))
@@ -73,12 +73,12 @@ def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return that of one tensor, as :func:`versions_of`."""
+    """Return the counters of one tensor, as :func:`versions_of`."""
     return versions_of([tensor])[0]
 
 
 def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func``; writes through ``.data``, and by ``_foreach_`` on DTensors, count a version, as torch's do not."""
+    """Call ``func``; count a version for writes through ``.data`` and ``_foreach_`` on DTensors, as torch does not."""
     name = getattr(func, "__name__", "")
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
         with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
@@ -101,16 +101,16 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 
 def holders_of(local: Tensor) -> int:
-    """Count the tensors over the memory of ``local``: what was once taken from it may still be looked at."""
+    """Count live tensors that share the memory of ``local``, including views the user still holds."""
     return int(torch._C._storage_Use_Count(local.untyped_storage()._cdata))
 
 
 def over_local(like: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a DTensor with the mesh, placements and global shape of ``like``; ``local`` if that is plain.
+    """Return ``local`` as a DTensor like ``like`` (mesh, placements, global shape); ``local`` if that is plain.
 
     The local tensor may live on another device than the mesh (host memory under a CUDA mesh) and may have another
-    dtype than ``like``. Nothing is copied or moved. What the local tensor of ``like`` says of its chunks (Megatron's
-    uneven DTensors, whose placements are nominal), one of the same shape says as well.
+    dtype than ``like``. Nothing is copied or moved. If the local tensor of ``like`` describes its chunks (Megatron's
+    uneven DTensors, whose placements are nominal), one of the same shape gets that description.
     """
     if not isinstance(like, DTensor):
         return local
@@ -131,7 +131,7 @@ def _spec_for(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
 
 
 class _GatheredByBits(DTensor):
-    """A DTensor of a dtype that is not carried: collectives move its bits as bfloat16, and do not look at them."""
+    """A DTensor of a dtype that collectives do not support; they move its bits as bfloat16, unchanged."""
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         local, spec = local_shard(self).detach(), _spec_for(self, torch.bfloat16)
@@ -169,7 +169,7 @@ def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
 
 
 def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``local`` as a DTensor of another global ``shape`` on the mesh of ``like``. Its placements say nothing then."""
+    """Return ``local`` as a DTensor of global ``shape`` on the mesh of ``like``; its placements mean nothing."""
     assert isinstance(like, DTensor), "only a DTensor has a mesh"
     stride = torch.empty(shape, device="meta").stride()
     spec = dataclasses.replace(like._spec, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
@@ -177,23 +177,23 @@ def over_part(like: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def placements_of(tensor: Tensor) -> object:
-    """Mesh and placements, to be compared and shown; ``None`` for a plain tensor."""
+    """Return mesh and placements, for comparisons and messages; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def may_be_another_ranks(tensor: Tensor) -> bool:
-    """Return whether there are ranks outside of the mesh of ``tensor``, which may call another tensor by its name."""
+    """Return whether ranks outside the mesh of ``tensor`` may have another tensor of the same name."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return ranks > 1 and not (isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks)
 
 
 def first_rank(tensor: Tensor) -> int:
-    """Return the first rank that has a part of ``tensor``, by which disjoint meshes differ: of a plain one, this."""
+    """Return the first rank of the mesh of ``tensor``, to tell disjoint meshes apart; this rank for a plain tensor."""
     return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else dist.get_rank()
 
 
 def largest_local_numel(tensor: Tensor) -> int:
-    """Elements of the largest local part over all ranks: the same figure on each of them."""
+    """Return the size of the largest local part over all ranks, in elements; it is the same on each rank."""
     if not isinstance(tensor, DTensor):
         return tensor.numel()
     sizes = list(tensor.shape)
@@ -212,7 +212,7 @@ def is_host_offloaded(param: Tensor) -> bool:
 
 
 def split_factor(placement: object) -> int:
-    """The blocks in each of which a rank has a part: 1 for a plain ``Shard``; a TypeError for other placements."""
+    """Return the number of blocks of which a rank has a part each, 1 for a plain ``Shard``; else a TypeError."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     if isinstance(placement, Shard):
@@ -224,23 +224,23 @@ def split_factor(placement: object) -> int:
 
 
 def mesh_dims_in_order(tensor: DTensor) -> list[int]:
-    """Mesh dimensions in the order in which their placements cut the tensor.
+    """Return mesh dimensions in the order in which their placements cut the tensor.
 
-    From left to right, unless the spec of plain shards names another order, or else their mesh. ``_StridedShard`` says
-    the same in another way, and is always taken from left to right.
+    From left to right, unless the spec of plain shards, or else their mesh, names another order. ``_StridedShard``
+    encodes an order in itself, and is always taken from left to right.
     """
     in_order = list(range(tensor.device_mesh.ndim))
     if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         return in_order
     by_tensor_dim = [list(entry.mesh_dims) for entry in getattr(tensor._spec, "shard_order", None) or ()]
     named = [mesh_dim for mesh_dims in by_tensor_dim for mesh_dim in mesh_dims]
-    if all(mesh_dims == sorted(mesh_dims) for mesh_dims in by_tensor_dim):  # what torch makes of no order
+    if all(mesh_dims == sorted(mesh_dims) for mesh_dims in by_tensor_dim):  # torch's default order
         named = list(getattr(tensor.device_mesh, "_shard_order", ()))
     return named + [mesh_dim for mesh_dim in in_order if mesh_dim not in named]
 
 
 def canonical_fqn(model: nn.Module, name: str) -> str:
-    """``name`` of a parameter without the prefixes of modules that only wrap others, as DCP's state dicts have it."""
+    """Return the ``name`` of a parameter without prefixes of wrapper modules, as in DCP's state dicts."""
     from torch.distributed.checkpoint.state_dict import _get_fqns  # DCP takes long to import
 
     (fqn,) = _get_fqns(model, name)
@@ -248,7 +248,7 @@ def canonical_fqn(model: nn.Module, name: str) -> str:
 
 
 def storage_reader_for(checkpoint_id: str | os.PathLike[str]) -> Any:
-    """The ``StorageReader`` that ``dcp.load`` takes if none is given: of local files, or fsspec's."""
+    """Return the ``StorageReader`` that ``dcp.load`` uses by default: for local files, or fsspec's."""
     from torch.distributed.checkpoint._storage_utils import _storage_setup
 
     return _storage_setup(None, checkpoint_id, reader=True)

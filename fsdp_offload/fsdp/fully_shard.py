@@ -1,4 +1,4 @@
-"""FSDP2's modules: their parameters, the points of an iteration at which they can be waited for, their gradients."""
+"""FSDP2's modules: their parameters and gradients, and hooks around their gathers and reductions."""
 
 import functools
 import weakref
@@ -15,17 +15,17 @@ from .homed import ShardedParameter
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules to which ``fully_shard`` was applied, in registration order."""
+    """Iterate over the modules to which ``fully_shard`` was applied, in registration order."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """FQNs of the model's parameters, sharded ones included, in registration order."""
+    """Map the model's parameters, sharded ones included, to their FQNs, in registration order."""
     for module in fsdp_modules(model):
         # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
         module.reshard()
     for group in _param_groups(model):
-        # As the first forward, yet to come, takes up parameters that transformers put there since fully_shard.
+        # As the first forward will do: take up parameters that transformers has put there since fully_shard.
         if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
             for one in group.fsdp_params:
                 if getattr(one._module_info.module, one._module_info.param_name) is not one.sharded_param:
@@ -34,7 +34,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """The model's parameters in registration order: shards, also of those that are gathered now and stay so."""
+    """List the model's parameters in registration order; for gathered ones, their shards, without resharding."""
     groups = _param_groups(model)
     gathered = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
     shards = {one._unsharded_param: one.sharded_param for one in gathered}
@@ -42,7 +42,7 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Do what ``module.to_empty(device=device, recurse=False)`` does, to what is on the meta device alone."""
+    """Do what ``module.to_empty(device=device, recurse=False)`` does, but only for meta tensors."""
     module._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one, recurse=False)
 
 
@@ -62,12 +62,12 @@ def _param_groups(model: nn.Module) -> list[Any]:
 
 
 def sharded_data(model: nn.Module) -> list[Tensor]:
-    """The flat tensors that ``fully_shard`` reads when it gathers: other objects over the memory of the parameters."""
+    """List the flat tensors that ``fully_shard`` reads in gathers: other objects over the parameters' memory."""
     return [param._sharded_param_data for group in _param_groups(model) for param in group.fsdp_params]
 
 
 def gathered_gradients(model: nn.Module) -> list[Tensor]:
-    """Gradients that ``fully_shard`` accumulates without having reduced them, over all ranks or some of them."""
+    """List gradients that ``fully_shard`` has accumulated and not yet reduced over all ranks."""
     return [grad for holder, name in _gradient_holders(model) if isinstance(grad := getattr(holder, name), Tensor)]
 
 
@@ -78,7 +78,7 @@ def drop_gathered_gradients(model: nn.Module) -> None:
                 param.grad = param.grad.reduced
     for holder, name in _gradient_holders(model):
         shown = getattr(type(holder), name, None)
-        if getattr(shown, "fset", setattr) is not None:  # above 2.14 one of them only shows what another place has
+        if getattr(shown, "fset", setattr) is not None:  # above 2.14 one is a read-only property over another
             setattr(holder, name, None)
 
 
@@ -89,7 +89,7 @@ def _gradient_holders(model: nn.Module) -> Iterator[tuple[object, str]]:
 
 
 def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
-    """The places in which the backward leaves gradients to reduce, or to keep for a later one."""
+    """Yield objects and attributes that hold gradients to reduce now or in a later backward."""
     for param in group.fsdp_params:
         yield param, "unsharded_accumulated_grad"
         if hasattr(param, "_partial_grad"):  # above 2.14, of HSDP
@@ -99,7 +99,7 @@ def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
 
 
 def abandon_backward(model: nn.Module | None) -> None:
-    """If a backward runs, leave nothing for torch to add to the next one: an exception is about to end it."""
+    """Reset FSDP if a backward runs: an exception is about to end it, and torch must not add its rest to the next."""
     if model is None or not runs_in_backward():
         return
     drop_gathered_gradients(model)
@@ -125,25 +125,25 @@ def abandon_backward(model: nn.Module | None) -> None:
 
 
 def runs_in_backward() -> bool:
-    """Return whether autograd is at work in this thread: what is computed now is computed again."""
+    """Return whether autograd runs in this thread; a forward in there recomputes a checkpointed block."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def wait_for_updates(model: nn.Module) -> None:
-    """Let the current stream wait for updates that still run; nobody holds the gradients for them any more."""
+    """Make the current stream wait for running updates, whose gradients are no longer referenced."""
     for group in _param_groups(model):
         _reach(group, "before_gather", None)
 
 
 class Points(NamedTuple):
-    """Functions to call at the points of an iteration. A stream is ``None`` where it is the current one."""
+    """Callbacks at points of an iteration. A stream of ``None`` is the current one."""
 
     before_gather: Callable[[torch.Stream | None], None]  # the parameters are about to be read on this stream
-    before_use: Callable[[bool], None]  # the current stream is about to use them gathered; whether in a backward
-    before_reduce: Callable[[], None]  # gradients are about to be reduced; not called where there are none
-    reduced: Callable[[object], None]  # they have been once this event (of torch, or ``None`` on the CPU) has passed
-    before_read: Callable[[torch.Stream | None, bool], None]  # the shards are about to be; whether for a backward
-    after_read: Callable[[torch.Stream | None], None]  # the reads have been issued there
+    before_use: Callable[[bool], None]  # the current stream is about to use gathered parameters; True in a backward
+    before_reduce: Callable[[], None]  # gradients are about to be reduced; not called without gradients
+    reduced: Callable[[object], None]  # gradients are reduced once this torch event has passed (``None`` on the CPU)
+    before_read: Callable[[torch.Stream | None, bool], None]  # shards are about to be read; True in a backward
+    after_read: Callable[[torch.Stream | None], None]  # reads of shards have been issued on this stream
 
 
 class ShardingGroup:
@@ -165,15 +165,15 @@ class ShardingGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The sharded parameters: those that an optimizer has."""
+        """Return the sharded parameters, as an optimizer has them."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     def sharded(self) -> list[ShardedParameter]:
-        """Return them as ``fully_shard`` knows them; a NotImplementedError where torch keeps shards in another way."""
+        """Return FSDP's records of the parameters; raise NotImplementedError on an unsupported torch."""
         return [ShardedParameter(param) for param in self._group.fsdp_params]
 
     def hook(self, points: Points) -> Callable[[], None]:
-        """Call ``points`` from now on; returns what ends it."""
+        """Call ``points`` from now on; return a function that ends it."""
         hooked: list[Points] = vars(self._group).setdefault(_POINTS, [])
         if not hooked:
             self._shadow()
@@ -194,7 +194,9 @@ class ShardingGroup:
         @functools.wraps(unshard)
         def gathering(async_op: bool = False) -> Any:
             if not group.is_unsharded and group._all_gather_result is None:
-                stream = self._copy_in_stream(async_op)
+                stream: torch.Stream | None = None
+                if hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # not before the first forward
+                    stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
                 _reach(group, "before_gather", stream)
                 if not self._is_alone and not group.is_sharded_post_forward:
                     return self._reading(stream, lambda: unshard(async_op))
@@ -204,21 +206,21 @@ class ShardingGroup:
         def waiting() -> Any:
             if group._all_gather_result is not None:
                 _reach(group, "before_use", self._in_backward)
-                if self._is_alone:  # it reads the shards here, and not in unshard
+                if self._is_alone:  # FSDP reads the shards here, and not in unshard
                     return self._reading(None, wait_for_unshard)
             return let_read(wait_for_unshard)
 
         @functools.wraps(post_backward)
         def reducing(*args: Any) -> Any:
-            # The backward ends for groups that it did not reach, too.
+            # FSDP also calls this for groups that the backward did not reach.
             if [name for holder, name in _gradient_holders_of(group) if getattr(holder, name) is not None]:
                 _reach(group, "before_reduce")
             params = self.params
             with zeroed_lifted(params), bare([grad for param in params if (grad := param.grad) is not None]):
                 before = _gradient_versions(params)
-                result = post_backward(*args)  # which adds to gradients of earlier micro-batches, past their class
+                result = post_backward(*args)  # adds to gradients of earlier micro-batches, whose class must not watch
                 is_reduced = not _gradient_versions(params).items() <= before.items()
-            # Also called where there was nothing to reduce; and partial sums of HSDP are still to be reduced further.
+            # FSDP also calls this without gradients to reduce, and for partial sums of HSDP, which are not final.
             if is_reduced:
                 _reach(group, "reduced", group._post_reduce_event)
             return result
@@ -238,28 +240,21 @@ class ShardingGroup:
 
     @functools.cached_property
     def _is_alone(self) -> bool:
-        """Whether no other rank has a part, so that shards are read without a collective."""
+        """Return whether no other rank has a part, so that FSDP reads the shards without a collective."""
         return getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1
-
-    def _copy_in_stream(self, async_op: bool) -> torch.Stream | None:
-        context = self._group.comm_ctx
-        if not hasattr(context, "all_gather_copy_in_stream"):  # before the first forward
-            return None
-        stream: torch.Stream = context.get_all_gather_streams(async_op, self._group._training_state)[0]
-        return stream
 
 
 def _gradient_versions(params: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """Return versions of gradients that have been reduced, by their identity."""
+    """Return version counters of reduced gradients, by ``id``."""
     grads = [grad for param in params if (grad := param.grad) is not None]
     try:
         return dict(zip(map(id, grads), versions_of(grads), strict=True))
-    except AttributeError:  # some are not: rare, and asked of each for that
+    except AttributeError:  # some are unreduced: rare, so only then checked one by one
         return {id(grad): version_of(grad) for grad in grads if not is_unreduced(grad)}
 
 
 def _reach(group: Any, point: str, *args: object) -> None:
-    """Call that function of all :class:`Points` on ``group``, those of several optimizers."""
+    """Call callback ``point`` of every optimizer that has hooked ``group``."""
     for points in tuple(vars(group).get(_POINTS, ())):
         getattr(points, point)(*args)
 
@@ -274,20 +269,20 @@ _READ_OF_PARAMS = ("unsharded_accumulated_grad",)
 
 
 def sharding_groups(model: nn.Module) -> list[ShardingGroup]:
-    """All of them as a forward first needs them, the root's first; a NotImplementedError where torch's are others."""
+    """Return the sharding groups in forward order, root first; raise NotImplementedError on an unsupported torch."""
     return [ShardingGroup(group) for group in _param_groups(model)]
 
 
 class LeftBehind:
-    """Keeps, for hooks on a model, what they need when the optimizer that they were for is gone."""
+    """Replaces the engine in a model's hooks once the optimizer has been dropped."""
 
     def __init__(self, model: "weakref.ref[nn.Module]", under_way: Mapping[int, Any]) -> None:
-        """``under_way``: marks of updates on the CPU, which may write parameters still."""
+        """Keep the model and ``under_way``, the marks of updates on the CPU that may still write parameters."""
         self._model, self._under_way = model, under_way
-        self.is_half_updated = False  # a backward had updated parameters, and there was no step()
+        self.is_half_updated = False  # a backward had updated parameters, without a step()
 
     def call(self, method: str, *args: Any) -> None:
-        """One of the hooks is called; refuse that the model is used, or saved, half updated."""
+        """Answer hook ``method``; raise if the model is used or saved half updated."""
         model, refuses = self._model(), self.is_half_updated and method in _USES
         if method == "_before_load":
             self.is_half_updated = False

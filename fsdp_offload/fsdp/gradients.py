@@ -1,13 +1,12 @@
-"""Gradients between the backward and ``step()``: watched ones, and those that an update has used and let go of.
+"""Gradients between the backward and ``step()``: watched gradients, and gradients that an update has used and freed.
 
-**Watched** tensors (parameters, too) tell what is done with them. What only looks at one runs as ever. What may write
-it is announced first, and so is whatever hands out its memory (views, ``.data``, ``DTensor.to_local()``): what becomes
-of that is not seen, and not all of it counts a version (no collective does, nor NumPy, nor ``torch._foreach_mul_`` on
-DTensors).
+**Watched** tensors (also parameters) notify a watcher before each use: a read, a possible write, or a call that hands
+out their memory (views, ``.data``, ``DTensor.to_local()``). Later uses of that memory are not seen, and not all of them
+count a version (collectives, NumPy and ``torch._foreach_mul_`` on DTensors do not).
 
-**Spent** ones have a stand-in in ``param.grad``, as clipping, scaling or logging them would come too late::
+**Spent** gradients are replaced by a stand-in in ``param.grad``: it is too late to clip, scale or log them::
 
-    used ──its step has ended, and nobody has kept it──▶ freed ──zero_()──▶ zeroed: zeros without memory
+    used ──the step ends, and no other reference is left──▶ freed ──zero_()──▶ zeroed: zeros without memory
 """
 
 import enum
@@ -28,19 +27,19 @@ from .guard import Guard
 
 
 class Watcher(Protocol):
-    """Whoever wants to know what is done with tensors."""
+    """Callbacks for uses of watched tensors."""
 
     def reads(self, tensors: Sequence[Tensor]) -> None:
-        """These are about to be looked at."""
+        """Handle that ``tensors`` are about to be read."""
 
     def writes(self, tensors: Sequence[Tensor]) -> None:
-        """These are about to be written."""
+        """Handle that ``tensors`` are about to be written."""
 
     def shares(self, tensors: Sequence[Tensor]) -> None:
-        """Their memory is given to somebody who may write it at any time, and nobody is told."""
+        """Handle that memory of ``tensors`` is handed out, and may be written unseen at any time."""
 
 
-# Names of functions whose results share no memory with what they are given.
+# Names of functions whose results share no memory with their arguments.
 _READS = frozenset(
     {
         *("_foreach_norm", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_abs"),
@@ -52,23 +51,25 @@ _WATCHER = "_fsdp_offload_watcher"
 
 
 class _Watch(Guard):
-    """Lets tensors be used, and tells their watchers first."""
+    """Notifies the watchers of a tensor, then lets it be used."""
 
-    methods = Guard.methods - {"untyped_storage"}  # whoever has it has the values
+    methods = Guard.methods - {"untyped_storage"}  # it gives access to the values
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Tell the watchers of all tensors that ``func`` is given, then run it."""
+        """Notify the watchers of all watched arguments of ``func``, then run it."""
         found = list(dict.fromkeys(filter(_WATCH.guards, tree_leaves((args, kwargs)))))
         name = getattr(func, "__name__", "")
         if name in _READS and "out" not in kwargs:
             _tell("reads", found)
-        else:
-            _tell("writes" if _is_in_place(name) else "shares", found)
+        else:  # a function in place has no result, or returns the argument that it writes
+            of_operator = name.startswith("__i") or name in ("__set__", "__setitem__")
+            is_in_place = of_operator if name.endswith("__") else name.endswith("_") and name != "set_"
+            _tell("writes" if is_in_place else "shares", found)
         with bare(found):
             return call_counted(func, args, kwargs)
 
     def on_method(self, tensor: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As :meth:`on_use`. ``full_tensor`` only looks, unless this rank has everything."""
+        """Notify and run as :meth:`on_use`. ``full_tensor`` only reads, unless this rank has the whole tensor."""
         _tell("reads" if name == "full_tensor" else "shares", [tensor])
         with bare([tensor]):
             result: Tensor = getattr(tensor, name)(*args, **kwargs)
@@ -78,7 +79,7 @@ class _Watch(Guard):
         return result
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """As for other guards; torch's choice between implementations does not see the class."""
+        """Return a class as other guards do, which torch treats as ``cls`` when it chooses an implementation."""
         made = super().derive(cls)
         if issubclass(cls, DTensor):
             setattr(made, LOCAL.__name__, property(_give_local, _put_local))
@@ -92,9 +93,9 @@ _FOREACH: list[Any] = []
 
 
 def let_foreach(is_let: bool) -> None:
-    """Let torch use foreach kernels for watched gradients, or no longer; the list is the whole process's.
+    """Add the classes of watched gradients to torch's list for foreach kernels, or remove them, process-wide.
 
-    By it clip_grad_norm_ chooses between kernels that round differently.
+    clip_grad_norm_ chooses by this list between kernels that round differently.
     """
     supported: list[Any] = _foreach_utils._foreach_supported_types
     supported[:] = [cls for cls in supported if cls not in _FOREACH] + (_FOREACH if is_let else [])
@@ -105,13 +106,13 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 
 
 def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
-    """Tell ``watcher``, which is not kept alive, what is done with ``tensors``; returns those that it did not watch."""
+    """Notify ``watcher`` (held weakly) of uses of ``tensors``; return those that it did not watch before."""
     if _FOREACH and _FOREACH[0] not in _foreach_utils._foreach_supported_types:  # since the last optimizer was removed
         let_foreach(True)
     reference = weakref.ref(watcher)  # the same object each time, while there is only one
     new = [one for one in tensors if vars(one).get(_WATCHER) is not reference]
     _WATCH.put_on(new)
-    for tensor in filter(_WATCH.guards, new):  # of others the class has slots, or is written in C: they have versions
+    for tensor in filter(_WATCH.guards, new):  # not classes with slots or in C, whose writes count versions
         vars(tensor)[_WATCHER] = reference
     return new
 
@@ -123,13 +124,13 @@ def unwatch(tensors: Sequence[Tensor]) -> None:
 
 
 def is_watched(tensor: Tensor, watcher: Watcher) -> bool:
-    """Return whether ``watcher`` is told, and not one that is gone."""
+    """Return whether ``watcher`` watches ``tensor``."""
     return _WATCHER in vars(tensor) and vars(tensor)[_WATCHER]() is watcher
 
 
 @contextmanager
 def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it, tensors have the class that they had, and nobody is told."""
+    """Give watched tensors their original class inside the block, without notifications."""
     watched = list(filter(_WATCH.guards, tensors))
     _WATCH.take_off(watched)
     try:
@@ -138,18 +139,11 @@ def bare(tensors: Iterable[Tensor]) -> Iterator[None]:
         _WATCH.put_on([tensor for tensor in watched if _WATCHER in vars(tensor)])
 
 
-def _is_in_place(name: str) -> bool:
-    """Return whether there is no result, or the result is the argument that is changed."""
-    if name.endswith("__"):
-        return name.startswith("__i") or name in ("__set__", "__setitem__")
-    return name.endswith("_") and name != "set_"
-
-
 def _tell(what: str, tensors: Iterable[Tensor]) -> None:
-    """Call that method of each watcher, once, with the tensors that it watches."""
+    """Call method ``what`` of each watcher once, with the tensors that it watches."""
     watched: dict[Watcher, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        reference = vars(tensor).get(_WATCHER)  # gone where an earlier watcher has let go of it
+        reference = vars(tensor).get(_WATCHER)  # missing if an earlier watcher has unwatched it
         if reference is not None and (watcher := reference()) is not None:
             watched[watcher].append(tensor)
     for watcher, its_own in watched.items():
@@ -157,7 +151,7 @@ def _tell(what: str, tensors: Iterable[Tensor]) -> None:
 
 
 def let_read(read: Callable[[], Any]) -> Any:
-    """Let ``fully_shard`` read parameters in this thread; no watcher is told: a gather has been announced already."""
+    """Run ``read``, in which ``fully_shard`` reads parameters, without notifications: before_gather has been called."""
     before, _HERE.reads = getattr(_HERE, "reads", False), True
     try:
         return read()
@@ -193,7 +187,7 @@ _FREED_UP = (
 
 
 class _Stage(enum.Enum):
-    """The life of a spent gradient, each with the error of whoever uses it."""
+    """Stages of a spent gradient, each with the error that a use of it raises."""
 
     USED = USED_UP
     FREED = _FREED_UP
@@ -201,7 +195,7 @@ class _Stage(enum.Enum):
 
 
 class SpentGradient(Tensor):
-    """Has the shape, dtype and device of a gradient, and no memory: refuses all but metadata, and zeroes once freed."""
+    """A tensor with a gradient's shape, dtype and device, without memory. Allows metadata; once freed, zero_()."""
 
     stage = _Stage.USED
 
@@ -215,7 +209,7 @@ class SpentGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let ``func`` have metadata, or refuse."""
+        """Run ``func`` if it needs only metadata; otherwise raise."""
         if _WATCH.lets(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         grad = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, SpentGradient))
@@ -231,12 +225,12 @@ class SpentGradient(Tensor):
         raise RuntimeError(USED_UP)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say why there is none: what a DTensor has beside a tensor, ``to_local()`` for one."""
+        """Explain why attributes of a DTensor, such as ``to_local``, are missing."""
         raise AttributeError(f"SpentGradient has no attribute {name!r}: {self.stage.value}")
 
 
 def _in_stages(*stages: _Stage) -> Callable[[Tensor], bool]:
-    """Return a test of parameters: whether the gradient is in one of ``stages``, not cleared nor exchanged since."""
+    """Return a predicate: whether a parameter's gradient is still the spent one, in one of ``stages``."""
     return lambda param: isinstance(param.grad, SpentGradient) and param.grad.stage in stages
 
 
@@ -247,32 +241,32 @@ is_zeroed = _in_stages(_Stage.ZEROED)
 
 
 def spend(param: Tensor) -> None:
-    """Exchange the gradient of ``param``; whoever calls this keeps it."""
+    """Replace the gradient of ``param`` by a spent one; the caller keeps the gradient for the update."""
     param.grad = SpentGradient(param)
 
 
 def note_freed(param: Tensor) -> None:
-    """The step that used the gradient has ended, and nobody has kept it."""
+    """Mark the gradient as freed: the step that used it has ended, and no other reference is left."""
     grad = param.grad
     if isinstance(grad, SpentGradient) and grad.stage is _Stage.USED:
         grad.stage = _Stage.FREED
 
 
 def zero_spent(param: Tensor) -> None:
-    """Zero a gradient that is gone. Whoever clears or exchanges it then need not tell anybody."""
+    """Mark a spent gradient as zeroed; the user may clear or replace it later without further notice."""
     if isinstance(param.grad, SpentGradient):
         param.grad.stage = _Stage.ZEROED
 
 
 def refuse_freed(params: Iterable[Tensor]) -> None:
-    """Raise an error if a backward is about to add to gradients that are gone."""
+    """Raise if a backward is about to add to freed gradients."""
     if any(map(is_freed, params)):
         raise RuntimeError(_FREED_UP)
 
 
 @contextmanager
 def zeroed_lifted(params: Iterable[Tensor]) -> Iterator[None]:
-    """Within it, zeroed gradients are none: a reduction would add to them. They are back where no others have come."""
+    """Set zeroed gradients to ``None`` inside the block, so that reductions do not add to them; then restore them."""
     zeroed = [(param, param.grad) for param in params if is_zeroed(param)]
     for param, _ in zeroed:
         param.grad = None

@@ -1,8 +1,8 @@
-"""Classes that tensors have for a while, derived from the one they had: what is done with them is answered otherwise.
+"""Guards: temporary subclasses that tensors get, to intercept or refuse uses of them.
 
-The object stays the same: ``is``, ``isinstance``, hashes, and whoever holds it see no difference. Guards may be put on
-above each other and taken off in any order. Views that exist already are tensors of their own, which nobody guards;
-what is reached past torch's functions (``DTensor._local_tensor``) is not guarded either.
+The tensor stays the same object: ``is``, ``isinstance``, hashes and existing references see no difference. Guards may
+be put on top of each other and taken off in any order. Views that exist already are not guarded, nor is access past
+torch's functions (``DTensor._local_tensor``).
 """
 
 import functools
@@ -16,7 +16,7 @@ _METHODS_IN_PYTHON = {"to_local", "full_tensor", "redistribute"}  # of DTensor, 
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag", "_base"}
 _GRADIENT = {"grad", "_grad"}
 _SETTABLE = {"requires_grad"}
-_GUARDS: dict[type[Tensor], "Guard"] = {}  # of each class that one has derived
+_GUARDS: dict[type[Tensor], "Guard"] = {}  # by class that a guard has derived
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def _guards_of(cls: type) -> list["Guard"]:
 
 
 class Guard:
-    """One reason for which tensors must not be used: computing with one, or saving it, raises."""
+    """Refuses uses of tensors for one reason: computing with one, or saving it, raises."""
 
     methods = frozenset(
         {
@@ -34,11 +34,11 @@ class Guard:
             *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
         }
     )
-    """What a tensor knows without its values."""
+    """Methods that need no values."""
 
     def __init__(self, name: str, message: str, *, lets_gradients: bool, attributes: Iterable[str] = ()) -> None:
-        """``lets_gradients``: ``.grad`` may be read and set. ``attributes`` may be used, as fast as without a guard."""
-        self.name = name  # a part of the class name that the tensors have meanwhile
+        """Make a guard that allows ``attributes``, at full speed, and ``.grad`` if ``lets_gradients``."""
+        self.name = name  # prefix of the class names of guarded tensors
         self.message = message  # of the error; ``{what}`` is the function that was called
         self._refused = _VALUES if lets_gradients else _VALUES | _GRADIENT
         self._setters = _SETTABLE | _GRADIENT if lets_gradients else _SETTABLE
@@ -46,45 +46,45 @@ class Guard:
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """Refuse to use ``tensors`` from now on; returns what ends it, whichever guard of a tensor ends first."""
+        """Guard ``tensors`` from now on; return a function that ends it, in any order with other guards."""
         guarded: list[Tensor] = []
         for tensor in tensors:
             if not self.guards(tensor):
                 try:
                     tensor.__class__ = self._class_for(type(tensor))
-                except TypeError:  # a class with slots, or written in C: it fails as torch lets it fail
+                except TypeError:  # a class with slots, or written in C, cannot be guarded
                     continue
                 guarded.append(tensor)
         return functools.partial(self.take_off, guarded)
 
     def take_off(self, tensors: Iterable[Tensor]) -> None:
-        """Let ``tensors`` be used again; other guards of theirs stay."""
+        """Remove this guard from ``tensors``; other guards stay."""
         for tensor in tensors:
             tensor.__class__ = self._without(type(tensor))
 
     def guards(self, tensor: object) -> bool:
-        """Return whether it guards ``tensor`` now, alone or below other guards."""
+        """Return whether this guard is on ``tensor``, alone or below other guards."""
         return self in _guards_of(type(tensor))  # type: ignore[arg-type]  # to mypy, classes have no hash
 
     def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
-        # The same every time: a new one for each use would grow torch's tables of subclasses.
+        # One class each: a new one for each use would grow torch's tables of subclasses.
         if cls not in self._classes:
             self._classes[cls] = made = self.derive(cls)
             _GUARDS[made] = self
         return self._classes[cls]
 
     def _without(self, cls: type[Tensor]) -> type[Tensor]:
-        """``cls`` without this guard; guards that came later stay."""
+        """Return ``cls`` without this guard; guards on top of it stay."""
         guard = _GUARDS.get(cls)
         if guard is None:
             return cls
         below = cls.__bases__[0]
         return below if guard is self else guard._class_for(self._without(below))
 
-    # What a guard of another kind does otherwise ----------------------------------------------------------------------
+    # Overridden by subclasses -----------------------------------------------------------------------------------------
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a function that needs the values of a guarded tensor; here it is refused."""
+        """Answer a function that needs the values of a guarded tensor; this class raises."""
         name = getattr(func, "__name__", repr(func))
         of_attribute = name in ("__get__", "__set__", "__delete__")
         self.refuse(f"tensor.{getattr(func.__self__, '__name__', '?')}" if of_attribute else f"{name}()")
@@ -94,7 +94,7 @@ class Guard:
         self.refuse(f"{name}()")
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise its error."""
+        """Raise the error of this guard."""
         raise RuntimeError(self.message.format(what=what))
 
     def lets(self, func: Any) -> bool:
@@ -106,7 +106,7 @@ class Guard:
         return of in self._setters if name in ("__set__", "__delete__") else name in self.methods
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """Return a class that asks this guard about what is done with its tensors."""
+        """Return a subclass of ``cls`` that asks this guard about each use of its tensors."""
         guard = self
 
         class Guarded(cls):  # type: ignore[misc]
@@ -134,12 +134,12 @@ class Guard:
 
 
 def unguarded_class(tensor: Tensor) -> type[Tensor]:
-    """Return the class that ``tensor`` has below all of its guards."""
+    """Return the class of ``tensor`` without guards."""
     return next(cls for cls in type(tensor).__mro__ if cls not in _GUARDS)
 
 
 def attribute_past_torch_function(name: str) -> property:
-    """An attribute of tensors past ``__torch_function__``, which takes several times as long as the attribute."""
+    """Return a property that reads attribute ``name`` without ``__torch_function__``, which is several times slower."""
     of_tensor = getattr(Tensor, name)
 
     def past(method: Callable[..., Any]) -> Callable[..., Any]:

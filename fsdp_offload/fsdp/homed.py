@@ -1,15 +1,15 @@
-"""Parameters whose shard is host memory while they belong to a mesh of accelerators.
+"""Parameters whose shard is in host memory while their mesh is one of accelerators.
 
-Whoever uses one uses the host's memory. Autograd gives such a parameter its gradient on the device, so it says of
-itself that it is there, and torch refuses to make a view of it: the new tensor would be on the host. So functions of
-the parameter are given a stand-in, a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+Functions of such a parameter work on host memory. Autograd puts its gradient on the device, so the parameter reports
+the device as its own, and torch refuses to make a view of it, which would be on the host. Functions therefore get a
+stand-in, a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
 
 ``fully_shard`` gathers ``FSDPParam._sharded_param_data``, the shard as a flat tensor, padded to the size of the largest
 one (:class:`ShardedParameter`). Others read ``param._local_tensor``: an alias of the home, once that is up to date.
 
-``model.to()`` and ``load_state_dict(assign=True)`` put another tensor in a parameter's place, on the device, which no
-update reaches. A conversion that changes nothing passes such parameters by, and any other one is refused before it has
-begun (:func:`keep_in_place`).
+``model.to()`` and ``load_state_dict(assign=True)`` replace a parameter by another tensor on the device, which no update
+reaches. A conversion that changes nothing skips such parameters; any other is refused before it begins
+(:func:`keep_in_place`).
 """
 
 import functools
@@ -27,14 +27,14 @@ from .guard import Guard
 
 _LOOK = "_fsdp_offload_look"
 _USES = "_fsdp_offload_uses"
-_COMMUNICATES = {"full_tensor", "redistribute"}  # an accelerator's backend can do them only with memory of its own
+_COMMUNICATES = {"full_tensor", "redistribute"}  # an accelerator's backend needs device memory for them
 
 
 class _Homed(Guard):
-    """Redirects functions to stand-ins."""
+    """Runs functions of a parameter on its stand-in."""
 
     def on_use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``func`` with stand-ins; what it changes in place is the parameter."""
+        """Call ``func`` with stand-ins; return the parameter if it is the result of a function in place."""
         name = getattr(func, "__name__", "")
         if name in ("__set__", "__delete__"):
             self.refuse(f"setting tensor.{getattr(func.__self__, '__name__', '?')}")
@@ -63,9 +63,9 @@ class _Homed(Guard):
         return getattr(other, name)(*args, **kwargs)
 
     def derive(self, cls: Any) -> type[Tensor]:
-        """As for other guards; a gradient made from host memory, as DCP makes zeros, goes to where autograd's are.
+        """Return a class as other guards do that also moves gradients on the host, such as DCP's zeros, to the device.
 
-        Megatron, Transformer Engine and torchao read ``_local_tensor``, which is no torch function.
+        Its ``_local_tensor``, which Megatron, Transformer Engine and torchao read, is a property over the home.
         """
         made: Any = super().derive(cls)
         grad: property = made.grad
@@ -94,11 +94,11 @@ _HOMED = _Homed(
 
 
 Look = Callable[[Tensor], AbstractContextManager[None]]
-"""Looks at a parameter: within it, its home is up to date and no other thread trains."""
+"""Returns a context in which a parameter's home is up to date, and no other thread trains."""
 
 
 def put_home(param: Tensor, local: Tensor, look: Look, stand_in: Tensor | None = None) -> Tensor:
-    """Let functions of ``param``, a DTensor, work on ``local``, after ``look(param)``."""
+    """Make functions of ``param``, a DTensor, work on ``local``, inside ``look(param)``; return its stand-in."""
     stand_in = over_local(param, local) if stand_in is None else stand_in
     vars(param).update({_LOOK: look, STAND_IN: stand_in})
     _HOMED.put_on([param])
@@ -106,7 +106,7 @@ def put_home(param: Tensor, local: Tensor, look: Look, stand_in: Tensor | None =
 
 
 def is_homed(param: Tensor) -> bool:
-    """Return whether :func:`put_home` has been called."""
+    """Return whether :func:`put_home` was called for ``param``."""
     return STAND_IN in vars(param)
 
 
@@ -118,12 +118,12 @@ def take_from_home(param: Tensor) -> None:
 
 
 def uses_of(param: Tensor) -> int:
-    """Count the calls of functions of ``param``: each may write it, and a collective or NumPy counts no version."""
+    """Return how often functions of ``param`` were called: each may write it, also without counting a version."""
     return int(vars(param).get(_USES, 0))
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
-    with vars(param)[_LOOK](param):  # until there is a tensor that counts as one of those over the home
+    with vars(param)[_LOOK](param):  # until there is a tensor that counts as a holder of the home
         vars(param)[_USES] = vars(param).get(_USES, 0) + 1
         other = alias_of(vars(param)[STAND_IN])
     if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
@@ -138,14 +138,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-# What fully_shard has -------------------------------------------------------------------------------------------------
+# Records of fully_shard -----------------------------------------------------------------------------------------------
 
 
 class ShardedParameter:
-    """One parameter of one group of ``fully_shard``."""
+    """One parameter of a group of ``fully_shard``."""
 
     def __init__(self, fsdp_param: Any) -> None:
-        """Take FSDP's own record of it; a NotImplementedError where torch keeps the shard in another way."""
+        """Take FSDP's record of the parameter; raise NotImplementedError on an unsupported torch."""
         missing = [name for name in _READ if not hasattr(fsdp_param, name)]
         if missing:
             raise NotImplementedError(
@@ -159,17 +159,17 @@ class ShardedParameter:
 
     @property
     def param(self) -> Tensor:
-        """The parameter that an optimizer has: a DTensor."""
+        """Return the sharded parameter, a DTensor, as an optimizer has it."""
         return cast(Tensor, self._fsdp_param.sharded_param)
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """The modules that have it, and under which names: several if it is tied."""
+        """Yield the modules that have the parameter, with its name in each; several if it is tied."""
         info = self._fsdp_param._module_info
         yield info.module, info.param_name
         yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
     def follow_module(self) -> None:
-        """Take up the parameter that its module has now, with memory of its own, and give it to those it is tied to."""
+        """Adopt the parameter that its module has now, with its own memory, in all modules that share it."""
         for module, name in self.places():
             param = getattr(module, name)
             if not param.is_meta:
@@ -180,11 +180,11 @@ class ShardedParameter:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the shard is a dense tensor that is gathered as it is; other types say how."""
+        """Return whether the shard is a plain dense tensor; other types define how they are gathered."""
         return type(local_shard(self.param)) is Tensor
 
     def undoing(self) -> Callable[[], None]:
-        """Return what undoes :meth:`live_at`: the shard is where it is now again."""
+        """Return a function that undoes :meth:`live_at`: it moves the shard back to where it is now."""
         local, data = local_shard(self.param), self._fsdp_param._sharded_param_data
 
         def undo() -> None:
@@ -195,7 +195,7 @@ class ShardedParameter:
         return undo
 
     def live_at(self, local: Tensor, stand_in: Tensor | None = None) -> Tensor:
-        """Let ``local``, host memory, be the shard from now on; returns its stand-in, to be given again with it."""
+        """Make ``local``, in host memory, the shard; return its stand-in, to be passed with ``local`` the next time."""
         stand_in = put_home(self.param, local, self.look, stand_in)
         self._fsdp_param.__class__ = _reading_the_slot(type(self._fsdp_param))  # type: ignore[arg-type]  # has a hash
         self._point_at(local)
@@ -203,7 +203,7 @@ class ShardedParameter:
 
     def _point_at(self, local: Tensor) -> None:
         self._fsdp_param.sharded_param._local_tensor = local
-        # Of the same memory, though not padded: fully_shard makes a padded copy of its own where it is of another.
+        # The same memory, though not padded: fully_shard makes a padded copy if this is other memory.
         self.lend(local.view(-1))
 
     def live_on(self, device: torch.device) -> None:
@@ -217,18 +217,18 @@ class ShardedParameter:
         self.lend(padded.view(-1))
 
     def lend(self, data: Tensor) -> None:
-        """Let the next gather read ``data``: flat, of ``padded_numel`` elements, on the device."""
+        """Make the next gather read ``data``: flat, of ``padded_numel`` elements, on the device."""
         self._fsdp_param._sharded_param_data = data
 
     def take_back(self) -> None:
-        """Let gathers read the shard itself again."""
+        """Make gathers read the shard itself again."""
         self.lend(local_shard(self.param).view(-1))
 
 
 class _ReadsTheSlot:
-    """Base put before ``FSDPParam``: each gather asks the local tensor for methods, and must not wait for its home.
+    """Mixin for ``FSDPParam``: each gather looks for methods of the local tensor, and must not wait for its home.
 
-    It is right for every parameter, and stays when one leaves the host.
+    It is right for every parameter, and stays when one moves back to the device.
     """
 
     sharded_param: Tensor
@@ -255,11 +255,11 @@ _HOW = (
     "its parameters live on the host and stream through the device (OffloadPolicy(parameters=True)). Do it before "
     "offload_optimizer(), or call remove_offload() first. No parameter has been changed."
 )
-_KEPT_FOR = "_fsdp_offload_kept_for"  # attribute of a parameter: the engine because of which it is not converted
+_KEPT_FOR = "_fsdp_offload_kept_for"  # attribute of a parameter: the engine that streams it
 
 
 def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> Callable[[], None]:
-    """Let conversions of ``model`` and its parts pass ``kept``, which ``engine`` streams; returns what ends that."""
+    """Make conversions of ``model`` and its parts skip ``kept``, which ``engine`` streams; return what ends that."""
     reference = weakref.ref(engine)
     for param in kept:
         vars(param)[_KEPT_FOR] = reference
@@ -286,17 +286,17 @@ def _is_kept(param: Tensor) -> bool:
 
 
 class _Apply:
-    """``module._apply`` of one module, found there before the one of its class."""
+    """Replaces ``module._apply`` of one module, as an attribute of the instance."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy belongs to the copy of the module, whose parameters nobody streams."""
+        """Copy for a copied module, whose parameters are not streamed."""
         return _Apply, (self._module(),)
 
     def __call__(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> nn.Module:
-        """Convert buffers, and parameters that are not kept; ``FSDPModule._apply`` then looks at its shards again."""
+        """Convert buffers and parameters that are not kept; ``FSDPModule._apply`` then refreshes its shards."""
         module = self._module()
         assert module is not None
         kept = filter(_is_kept, module.parameters(recurse))
@@ -315,15 +315,15 @@ class _Apply:
             type(module)._apply(module, fn, recurse)
         finally:
             vars(module)["_parameters"] = own
-            own.update(passing)  # in torch's other way to convert, there is another parameter then
+            own.update(passing)  # torch may convert by replacing parameters
         return module
 
 
 class _Passing(dict[str, nn.Parameter | None]):
-    """``module._parameters``, in which ``items()``, by which torch converts, leaves out those that are kept."""
+    """``module._parameters`` whose ``items()``, which torch's conversions use, leaves out kept parameters."""
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        """Those that are not kept."""
+        """Return the parameters that are not kept."""
         return {name: param for name, param in super().items() if param is None or not _is_kept(param)}.items()
 
 

@@ -1,4 +1,4 @@
-"""Workings of torch.optim around a step: hooks, the choice of an implementation, gradients it cannot use."""
+"""Internals of torch.optim around a step: hooks, the choice of an implementation, unusable gradients."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ _MODULE: Any = sys.modules[Optimizer.__module__]
 
 
 def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
-    """Why ``grad`` cannot be used shard by shard, or ``None``."""
+    """Return why ``grad`` cannot be used shard by shard, or ``None``."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and getattr(grad, "_spec", None) is param._spec:
         return None  # as fully_shard makes them; comparing placements costs more than the rest of the step's checks
     if isinstance(grad, SpentGradient):
@@ -43,7 +43,7 @@ def unsupported_gradient(param: Tensor, grad: Tensor) -> str | None:
 
 
 def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
-    """For each group what keeps torch from choosing foreach for a shadow of plain tensors where it would not else."""
+    """Return, per group, options that stop torch from choosing foreach if it would not for the user's parameters."""
     pinned: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
@@ -54,14 +54,14 @@ def pinned_implementations(optimizer: Optimizer) -> list[dict[str, object]]:
 
 
 def plain_step_of(cls: type[Optimizer]) -> Callable[..., Any]:
-    """Return the ``step`` of a class as it was written, without the hooks that torch wraps around it."""
+    """Return the ``step`` of ``cls`` without the hooks that torch wraps around it."""
     step: Callable[..., Any] = cls.step
     return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
 @contextmanager
 def no_global_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
-    """Within it, hooks of all optimizers, and those of ``optimizer``, do not fire: a logical step has fired them."""
+    """Suppress global hooks and those of ``optimizer`` inside the block; the logical step has fired them."""
     tables = [_MODULE._global_optimizer_pre_hooks, _MODULE._global_optimizer_post_hooks]
     if optimizer is not None:
         tables += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
@@ -76,5 +76,5 @@ def no_global_step_hooks(optimizer: Optimizer | None = None) -> Iterator[None]:
 
 
 def scaler_decides(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this step depends on what a GradScaler has found."""
+    """Return whether this step depends on the infinities that a GradScaler has found."""
     return bool(kwargs) or getattr(optimizer, "grad_scale", None) is not None or hasattr(optimizer, "found_inf")

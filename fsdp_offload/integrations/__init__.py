@@ -1,1 +1,1 @@
-"""One thin module for each training framework, in the idiom of its users. Importing one imports that framework."""
+"""One thin module per training framework, in its idiom. Importing a module imports the framework."""

@@ -54,7 +54,7 @@ def prepare(
         none = "prepare() offloads the optimizers among its objects, and there is none"
         raise TypeError(f"{none}. Write {line}; for others there is accelerator.prepare().")
     _check_together(accelerator, objects)
-    policy = None if policy is None else policy_from(policy)  # a wrong one is told before anything is sharded
+    policy = None if policy is None else policy_from(policy)  # raises before anything is sharded
     prepared = accelerator.prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else [prepared]
     models = [result for result in results if isinstance(result, nn.Module)]
@@ -66,7 +66,7 @@ def prepare(
 
 
 def _check_together(accelerator: Accelerator, objects: Iterable[Any]) -> None:
-    """Refuse another model's optimizer where accelerate would lose its parameters; elsewhere warn if nothing trains.
+    """Raise for an optimizer whose parameters accelerate would lose; otherwise warn if none of them is the model's.
 
     With FSDP2, accelerate exchanges the parameters of one model, and finds those of optimizers by their memory.
     Otherwise an optimizer may have any parameters, such as those of a loss.

@@ -46,13 +46,13 @@ class OffloadCallback(Callback):
         self._log_metrics = log_metrics
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called by ``Trainer`` behind ``configure_optimizers``."""
+        """Offload; called by ``Trainer`` after ``configure_optimizers``."""
         for optimizer in trainer.optimizers:
             offload(optimizer, pl_module, self._policy)
         _clip_in_place_of(trainer.precision_plugin, "clip_grad_by_norm", _clip)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Called by ``Trainer``."""
+        """Log metrics; called by ``Trainer``."""
         if self._log_metrics and trainer.global_step % trainer.log_every_n_steps == 0:
             self.log_dict(metrics_of_each(trainer.optimizers, "offload-{}/"))
 
@@ -87,7 +87,7 @@ def _clip(optimizer: Optimizer, clip_val: float, *options: Any) -> Any:
 
 
 def _clip_in_place_of(owner: Any, name: str, clip: Callable[..., Any]) -> None:
-    """Let a method of Lightning's clip an offloaded optimizer, its first or second argument, by ``clip``."""
+    """Replace a method of Lightning by one that clips an offloaded optimizer, its first or second argument."""
     theirs = getattr(owner, name)
 
     @functools.wraps(theirs)

@@ -1,4 +1,4 @@
-"""Policies from plain values, and reports as plain values: what configurations and loggers of frameworks deal in."""
+"""Policies from plain values, for configurations, and reports as plain values, for loggers of frameworks."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from ..policy import OffloadPolicy, as_policy, check_is
 from ..state.layout import params_of
 
 _PREFIX = "FSDP_OFFLOAD_"
-_OF_TESTS = "FSDP_OFFLOAD_TEST_"  # our own
+_OF_TESTS = "FSDP_OFFLOAD_TEST_"  # variables of this project's tests
 
 
 def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> OffloadPolicy:
-    """Make a policy from a dict as YAML or a command line gives it, and from the environment for what is not in it.
+    """Make a policy from a dict, as YAML or a command line gives it, and from environment variables for other fields.
 
-    ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` is the field ``device_bytes``; an empty variable is none. A policy is returned
-    as it is.
+    ``FSDP_OFFLOAD_DEVICE_BYTES=auto`` sets ``device_bytes``; empty variables are ignored. A policy is returned
+    unchanged.
 
     Raises:
         TypeError, ValueError: there is no field of that name, here or in the environment, or it has another value.
@@ -43,14 +43,14 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
 
 
 def offload(optimizer: Optimizer, model: nn.Module | None, policy: OffloadPolicy | Mapping[str, Any] | None) -> None:
-    """Offload as a script in a framework does: perhaps again, and then without a policy, with the one that it has."""
+    """Offload from a framework's script; a second call without a policy keeps the first one's."""
     optimizers_in(optimizer, "offload")
     chosen = None if policy is None and is_offloaded(optimizer) else policy_from(policy)
     offload_optimizer(optimizer, model=model, policy=chosen, exist_ok=True)
 
 
 def _value(name: str, value: Any) -> Any:
-    """``value`` as the field's type, where it says the same in another one: text, 1 for true, 1e9 for bytes."""
+    """Convert ``value`` to the field's type without changing its meaning: from text, 1 for true, 1e9 for bytes."""
     default = getattr(OffloadPolicy, name, None)
     if isinstance(value, str):
         value = value.strip().lower()
@@ -71,7 +71,7 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | N
 
 
 def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, float]:
-    """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; nothing if not offloaded. Waits for it."""
+    """Return :meth:`OffloadReport.metrics` with ``prefix``, for a logger; empty if not offloaded. Wait for the step."""
     if not all(attachment_of(one) is not None for one in optimizers_in(optimizer, "metrics_of")):
         return {}
     check_is(prefix, str, "metrics_of: the prefix must be text", "metrics_of(optimizer, 'offload/')")
@@ -79,7 +79,7 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
 
 
 def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str, float]:
-    """Return those of several, with their number in the prefix ``numbered``; of one, without."""
+    """Return the metrics of several optimizers, with their numbers in the prefix; without for a single one."""
     line = 'metrics_of_each([optimizer], "optimizer{}/")'
     check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
     if "{}" not in str(numbered):

@@ -55,10 +55,10 @@ class OffloadedOptimizers(OptimizersContainer):
 def offloaded(
     config: OptimizersContainer.Config, policy: OffloadPolicy | Mapping[str, Any] | None = None
 ) -> OffloadedOptimizers.Config:
-    """Return ``config`` as that of a container that offloads.
+    """Return ``config`` for a container that offloads.
 
     Raises:
-        TypeError: it is that of a container of your own, whose ``__init__`` ends in :func:`offload_container` instead.
+        TypeError: it is for a container of your own; call :func:`offload_container` at the end of its ``__init__``.
     """
     if type(config) not in (OptimizersContainer.Config, OffloadedOptimizers.Config):
         raise TypeError(
@@ -86,13 +86,13 @@ def offload_container(
             _clipped.add(optimizer)
             attached(optimizer).undo.append(functools.partial(_clip_no_longer, weakref.ref(optimizer)))
     _containers.add(container)
-    titan.clip_grad_norm_ = _clip  # trainers look for it in its module, and offer no other place
+    titan.clip_grad_norm_ = _clip  # trainers look it up in their module, and have no other hook
     return container
 
 
 def _clip_no_longer(optimizer: "weakref.ref[Optimizer]") -> None:
-    """Give torchtitan its function back when the last optimizer of all containers is plain again."""
-    _clipped.discard(optimizer())  # type: ignore[arg-type]  # it is there: it is being removed
+    """Restore torchtitan's function when the last optimizer of all containers is plain again."""
+    _clipped.discard(optimizer())  # type: ignore[arg-type]  # alive: it is being removed
     if not _clipped:
         titan.clip_grad_norm_ = _clip_as_torchtitan
 
@@ -111,7 +111,7 @@ def _clip(
     ep_enabled: bool = False,
     **options: Any,
 ) -> Any:
-    """Clip an offloaded container by our function; pipeline stages by theirs, and experts on the mesh of the rest."""
+    """Clip offloaded containers by our function; pipeline stages, and experts on the others' mesh, by torchtitan's."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     trained = {param for param in given if param.requires_grad}
     meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}
@@ -150,7 +150,7 @@ class ArenaCheckpointManager(CheckpointManager):
         if async_mode == AsyncMode.ASYNC:
             return saved
         staged: Future[None] = Future()
-        staged.set_result(None)  # it was when async_save returned
+        staged.set_result(None)  # staging ended when async_save returned
         return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
 
 

@@ -41,7 +41,7 @@ class OffloadTrainer(Trainer):
             raise TypeError(f"{error}{nearest_to(unknown, ['offload_policy', 'offload_metrics'])}") from error
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As ``Trainer``. Comes when model and optimizer are prepared, and before a checkpoint is loaded."""
+        """Create the scheduler as ``Trainer`` does, after offloading: before a checkpoint is loaded."""
         if optimizer is None:
             assert self.optimizer is not None, "Trainer makes its optimizer before its scheduler"
             try:
@@ -55,7 +55,7 @@ class OffloadTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As ``Trainer``, with the metrics of the offload beside the loss, if they were asked for."""
+        """Log as ``Trainer`` does, with metrics of the offload if ``offload_metrics`` is set."""
         if self._offload_metrics and self.optimizer is not None and "loss" in logs:
             logs = {**logs, **metrics_of(self.optimizer)}
         super().log(logs, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is special about an optimizer, one file for each origin. :func:`capabilities_for` is the only way in."""
+"""Facts about optimizer classes, one file for each origin. :func:`capabilities_for` is the only entry."""
 
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ def capabilities_for(optimizer: Optimizer, *, trust: bool = False) -> Capabiliti
     cls = type(optimizer)
     if is_fused_adam(cls):
         return capabilities_of_fused_adam(optimizer)
-    plain = vars(cls).get("plain_class", cls)  # not of a subclass, which may do anything
+    plain = vars(cls).get("plain_class", cls)  # not inherited: a subclass may do anything
     capabilities = capabilities_of(plain, trust=trust)
     if plain is not cls:
         capabilities = capabilities_with_masters(capabilities)
     if capabilities.elementwise and any(map(has_inner_tensors, params_of(optimizer))):
-        # A type of its own may mean anything by a view or a range, and state like it has tensors inside as well: the
-        # optimizer sees such parameters whole, as they are.
+        # A tensor subclass may give views and ranges any meaning, and its state has inner tensors as well: the
+        # optimizer sees such parameters whole.
         return replace(
             capabilities, elementwise=False, cuttable=frozenset(), state_like_param=False, takes_masters=False
         )

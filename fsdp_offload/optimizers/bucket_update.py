@@ -36,18 +36,18 @@ class BoundRange:
     values: dict[str, Tensor]  # the state tensors in the slot, by name
     last: bool  # no later range of the same shard follows: this one commits the parameter's scalars
     address: int  # of the local shard when it was bound; another one means that the storage was exchanged
-    gradient: Tensor | None = None  # what the next update uses
-    is_alias: bool = field(init=False)  # the optimizer sees another tensor than the user's, and is handed its gradient
+    gradient: Tensor | None = None  # for the next update
+    is_alias: bool = field(init=False)  # ``param`` is not the user's tensor, and is handed its gradient
 
     def __post_init__(self) -> None:
         self.is_alias = self.param is not self.shard.param
 
     def has_moved(self) -> bool:
-        """Return whether the local shard is other memory than that it was bound to."""
+        """Return whether the local shard has other memory than when it was bound."""
         return local_shard(self.shard.param).data_ptr() != self.address
 
     def move_to(self, memory: Tensor, weights_at: Callable[[Tensor, int, int], Tensor | None]) -> bool:
-        """Move to another place, flat bytes laid out alike; returns whether it could. State has no memory of its own.
+        """Move to another place, ``memory`` of the same layout; return whether that was possible.
 
         ``weights_at``: the range of a parameter on the device, if its home is on the host.
         """
@@ -88,11 +88,10 @@ def bind_range(
 def slot_values(
     shard: StateShard, start: int, stop: int, memory: Tensor, offsets: Sequence[int], *, apart: bool
 ) -> dict[str, Tensor]:
-    """State tensors of the elements ``[start, stop)`` of ``shard`` over a slot, flat bytes, with leaves at ``offsets``.
+    """Return state tensors of elements ``[start, stop)`` of ``shard`` over flat ``memory``, with leaves at ``offsets``.
 
-    ``apart``: each has a storage of its own, at storage offset 0. So optimizers see separate tensors as they do without
-    offload: torch.compile refuses to update several views of one storage through a tensor subclass, and a DTensor
-    mirrors its local tensor's storage offset.
+    ``apart``: each tensor has its own storage, at storage offset 0, as without offload. torch.compile refuses to update
+    several views of one storage through a tensor subclass, and a DTensor mirrors its local tensor's storage offset.
     """
     whole, leaves = stop - start == shard.local_numel, []
     for offset, layout in zip(offsets, shard.leaf_layouts, strict=True):
@@ -139,8 +138,12 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if bound.is_alias:
             conventions.hand_gradient(bound.param, bound.gradient)
         params[bound.shard.group].append(bound.param)
-        if user_state:
-            state[bound.param] = _in_slot(bound, user_state)
+        if user_state:  # the shadow sees the slot, and the user's counters, copied if a later range needs them
+            slot, own = bound.values, dict(user_state)
+            own |= {name: slot[name] for name, value in own.items() if name in slot and value is not None}
+            if not bound.last:
+                own |= {name: value.clone() for name, value in own.items() if name not in slot and _is_counter(value)}
+            state[bound.param] = own
     seen = {
         name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
         for name, real in by_param.items()
@@ -159,18 +162,6 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
-
-
-def _in_slot(bound: BoundRange, user_state: UserState) -> UserState:
-    """Build the state that the shadow finds: the slot, and the user's scalars, copied if a later range needs them."""
-    slot = bound.values
-    state = {name: slot[name] if name in slot and value is not None else value for name, value in user_state.items()}
-    if not bound.last:
-        counters = {name: value for name, value in state.items() if name not in slot and _is_counter(value)}
-        state |= {
-            name: value.clone() for name, value in counters.items()
-        }  # others are the user's, and nobody writes them
-    return state
 
 
 def _is_counter(value: object) -> TypeGuard[Tensor]:
@@ -201,7 +192,7 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
 
 
 def _fill_slot(bound: BoundRange, name: str, value: Tensor) -> None:
-    """Move state that the optimizer has just created (or exchanged for a new tensor) into the slot."""
+    """Copy state that the optimizer has just created, or replaced by a new tensor, into the slot."""
     slot = bound.values[name]
     is_now, expected = forms_of(value), forms_of(slot)
     if is_now != expected:

@@ -1,4 +1,4 @@
-"""What there is to know of a class of optimizers for running it bucket by bucket; ``table.toml`` says it of many."""
+"""Facts needed to run an optimizer class bucket by bucket; ``table.toml`` lists known classes."""
 
 import sys
 import tomllib
@@ -17,16 +17,16 @@ from ..state.store import UserState
 
 @dataclass
 class LogicalStep:
-    """What conventions make of one step of the user's, for the steps of its buckets."""
+    """Arguments for the steps of the buckets of one logical step, made by :meth:`Conventions.begin`."""
 
     kwargs: Mapping[str, Any]  # for the optimizer's ``step``
-    pinned: list[dict[str, Any]]  # for each group: entries that buckets start from instead, and whose changes are lost
-    attributes: Callable[[], dict[str, Any]] = dict  # makes attributes that buckets start from, likewise
-    finish: Callable[[], None] = lambda: None  # commits, once, what the step has changed beyond that
+    pinned: list[dict[str, Any]]  # per group: entries that replace the group's in each bucket; changes are dropped
+    attributes: Callable[[], dict[str, Any]] = dict  # likewise, made for each bucket
+    finish: Callable[[], None] = lambda: None  # commits other changes of the step, once
 
 
 class Conventions:
-    """Conventions of ``torch.optim``; an optimizer with others overrides what it does differently."""
+    """Conventions of ``torch.optim``; subclasses override them for other optimizers."""
 
     # ``state_dict()`` gives and ``load_state_dict()`` takes what is in ``state``. If not, the class has methods of its
     # own for that, which want everything on the device, and :meth:`as_saved` and :meth:`as_kept` take their place.
@@ -34,48 +34,48 @@ class Conventions:
     state_without_gradient = False  # the first step also creates the state of parameters that have no gradient
     group_by_group = False  # a step may have parameters of one group only
     reads_param_grad = True  # gradients are in ``param.grad``, where autograd puts them
-    weights_win = False  # its step itself lets weights that somebody wrote win over its masters
+    weights_win = False  # its step itself copies weights that were written into masters
     attributes_by_param: frozenset[str] = frozenset()  # names of attributes that are dicts with parameters as keys
-    group_counters: Mapping[str, object] = {}  # what param groups get in the first step, as it is before that
-    clears_gradients: bool | None = None  # what zero_grad() does, where its signature does not say: set them to None?
-    instead_of_host_fraction = ""  # what to use where the CPU is to update a share, as this cannot
+    group_counters: Mapping[str, object] = {}  # initial values of entries that the first step adds to param groups
+    clears_gradients: bool | None = None  # whether zero_grad() sets gradients to None; None: see its signature
+    instead_of_host_fraction = ""  # advice if host_fraction is set, which this optimizer cannot use
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """Return the gradient that the optimizer updates ``param`` with."""
         return param.grad
 
     def hand_gradient(self, param: Tensor, grad: Tensor | None) -> None:
-        """Give a local tensor that stands for a parameter its gradient, or take it away."""
+        """Set or clear the gradient of a local tensor that stands for a parameter."""
         if grad is not None and grad.dtype != param.dtype:
             param.grad_dtype = grad.dtype
         param.grad = grad
 
     def initial_state(self, optimizer: Optimizer, param: Tensor) -> dict[str, Any] | None:
-        """Return the state that a first step would create for ``param``; ``None`` where only a step can tell."""
+        """Return the state that a first step would create for ``param``; ``None`` if only a step can tell."""
         return None
 
     def begin(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> LogicalStep:
         return LogicalStep(kwargs, [{} for _ in optimizer.param_groups])
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` without what nobody ever reads; not a copy if it is all needed."""
+        """Return ``state`` without values that are never read; ``state`` itself if there are none."""
         return state
 
     def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in a state dict of state that is kept in ``dtype``."""
+        """Return the dtype that state kept in ``dtype`` has in a state dict."""
         return dtype
 
     def as_saved(
         self, optimizer: Optimizer, param: Tensor, state: UserState, homes: Mapping[str, Tensor], *, empty: bool
     ) -> UserState:
-        """The state of one parameter as a state dict has it: homes, or tensors in host memory made from them.
+        """Return the state of one parameter for a state dict: homes, or tensors in host memory made from them.
 
-        ``empty``: what ``state`` holds means nothing; it is to be loaded into.
+        ``empty``: ``state`` holds no values yet, and is to be loaded into.
         """
         return state
 
     def as_kept(self, optimizer: Optimizer, param: Tensor, saved: UserState, homes: Mapping[str, Tensor]) -> UserState:
-        """The inverse of :meth:`as_saved`, on the device where it takes the optimizer's own arithmetic."""
+        """Invert :meth:`as_saved`, on the device if that takes the optimizer's own arithmetic."""
         return saved
 
 
@@ -94,19 +94,19 @@ class Capabilities:
     wrong_if_fused: frozenset[torch.dtype] = frozenset()  # of parameters: its fused CPU kernel miscomputes with these
     refusal: str = ""  # why this class cannot be offloaded at all
     refuses_dtensor: str = ""  # why it cannot be offloaded with sharded parameters
-    known: bool = True  # a table that was tested says how the class may be divided
-    moves_whole: bool = False  # nobody has said so: all state is loaded, stepped plainly, and stored
+    known: bool = True  # the class has a tested row in the table
+    moves_whole: bool = False  # not known to be divisible: all state is loaded, stepped plainly, and stored
     conventions: Conventions = field(default_factory=Conventions)
 
     @property
     def joins(self) -> bool:
-        """Return whether one update may take several buckets. What is in no table is checked bucket by bucket."""
+        """Return whether one update may take several buckets. Classes without a row are checked bucket by bucket."""
         return self.elementwise and self.known and not self.conventions.attributes_by_param
 
     def host_options(self, group: Mapping[str, Any], dtypes: Set[torch.dtype]) -> dict[str, Any]:
-        """Entries that a param group has instead of its own where the host updates: the fused kernel if there is one.
+        """Return entries that replace a param group's for updates on the host: the fused kernel if there is one.
 
-        ``dtypes``: of what it updates there. No fused kernel takes complex ones.
+        ``dtypes``: of the parameters updated there. No fused kernel takes complex ones.
         """
         options: dict[str, Any] = {}
         if any(dtype.is_complex for dtype in dtypes) or not dtypes.isdisjoint(self.wrong_if_fused):
@@ -114,7 +114,7 @@ class Capabilities:
         elif ("fused", "cpu", torch.float32) in self.cuttable and "fused" in group:
             options = {"fused": True, "foreach": False}
         if "capturable" in group:
-            options["capturable"] = False  # means nothing without a device
+            options["capturable"] = False  # has no meaning without a device
         return options
 
 
@@ -130,7 +130,7 @@ _FLOATS = {
 
 @cache
 def rows() -> dict[str, dict[str, Any]]:
-    """The rows by ``module:Class``, with the ``library`` that defines it and the ``versions`` that were seen."""
+    """Return the rows by ``module:Class``, with the ``library`` that defines it and the ``versions`` seen."""
     table = tomllib.loads((resources.files(__package__) / "table.toml").read_text(encoding="utf-8"))
     return {
         name: {"library": library, "versions": part["versions"]}
@@ -141,7 +141,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def row_of(cls: type[Optimizer]) -> dict[str, Any]:
-    """The row of exactly this class: the one that its module has under that name; empty if there is none."""
+    """Return the row of exactly this class, as its module exports it; empty if there is none."""
     for place, row in rows().items():
         module, _, name = place.partition(":")
         if name == cls.__qualname__ and getattr(sys.modules.get(module), name, None) is cls:
@@ -150,10 +150,9 @@ def row_of(cls: type[Optimizer]) -> dict[str, Any]:
 
 
 def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilities:
-    """Return the capabilities of exactly this class: a subclass may do anything in its ``step`` and inherits none.
+    """Return the capabilities of exactly this class; a subclass, which may do anything in ``step``, inherits none.
 
-    ``trust``: the user says that a class whose rows no test has proved here may be divided: as its row says, or each
-    element for itself if it has none.
+    ``trust``: the user says that a class without a tested row may be divided: as its row says, or else by element.
 
     Raises:
         ValueError: the row of a class that is trusted says that it mixes parameters.
@@ -184,7 +183,7 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
 
 
 def _cuttable(fused_on: tuple[str, ...]) -> frozenset[tuple[str, str, torch.dtype]]:
-    """What ``tests/cpu/test_cut_table.py`` proves: whole against cut, several steps, ``torch.equal``."""
+    """Return what ``tests/cpu/test_cut_table.py`` proves: whole against cut, several steps, ``torch.equal``."""
     return frozenset(
         (how, device, dtype)
         for device, dtypes in _FLOATS.items()

@@ -22,13 +22,13 @@ from ..state.store import UserState
 from .capabilities import Capabilities
 
 ENGINE_ATTRIBUTE = "_offload_engine"  # of an offloaded optimizer
-_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})  # of which a shadow has no copy
+_OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})  # not copied to a shadow
 _SCHEDULED = frozenset({"lr", "betas"})  # entries that schedulers write, perhaps into tensors; torch only reads them
 _SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
 
 
 class DividedStep:
-    """One logical step of an optimizer, and what it changes in param groups and attributes, in however many buckets."""
+    """One logical step of an optimizer over any number of buckets, and its changes of groups and attributes."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class DividedStep:
         kwargs: Mapping[str, Any] | None = None,
         pinned: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Note where a step with ``kwargs`` starts; ``pinned`` as :attr:`LogicalStep.pinned`, which comes first."""
+        """Record the start of a step with ``kwargs``. ``pinned``: see :attr:`LogicalStep.pinned`, which wins."""
         self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
         self._step = self.conventions.begin(optimizer, kwargs or {})
         pairs = itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
@@ -46,20 +46,20 @@ class DividedStep:
         groups = entries_of(optimizer)
         self._start = tree_flatten(groups)
         self._versions = _versions(self._start[0])
-        # Schedulers and a GradScaler may write theirs before the step ends.
+        # Schedulers and a GradScaler may write their entries before the step ends.
         self._groups = [{n: _own(v) if n in _SCHEDULED else v for n, v in group.items()} for group in groups]
         self._attributes = instance_attributes(optimizer)
         scaler = {name: _own(self._attributes[name]) for name in _SCALERS & self._attributes.keys()}
         self._attributes |= scaler
-        # Somebody may write the originals before updates on other streams have read the copies; kept until then.
+        # Kept until updates on other streams have read them; the originals may be written earlier.
         self.copies = tensors_in([[group.get(name) for group in self._groups for name in _SCHEDULED], scaler])
         by_param = self.conventions.attributes_by_param
         self.by_param: dict[str, dict[Tensor, Any]] = {name: self._attributes[name] for name in by_param}
         self._unwatched = {*self._step.attributes(), *self.by_param, *scaler}
-        self._made: dict[str, Any] = {}  # what torch adds to an instance: hook tables, which stay empty
-        self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; of attributes, the group is None
-        self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has exchanged, and not written into
-        self.unvisited = set(range(len(self._groups)))  # groups that no bucket has had parameters of
+        self._made: dict[str, Any] = {}  # attributes that torch adds to an instance: hook tables, which stay empty
+        self._changes: dict[tuple[int | None, str], Any] = {}  # by group and entry; the group is None for attributes
+        self._rebound: set[tuple[int | None, str]] = set()  # entries that a step has replaced, not written in place
+        self.unvisited = set(range(len(self._groups)))  # groups whose parameters no bucket has had
 
     def run(
         self,
@@ -67,16 +67,17 @@ class DividedStep:
         state: Mapping[Tensor, UserState],
         by_param: Mapping[str, dict[Tensor, Any]] | None = None,
     ) -> dict[Tensor, UserState]:
-        """Run the plain step of the class on ``params``, by numbers of groups; returns their ``state`` after it.
+        """Run the plain step of the class on ``params``, by number of group; return their ``state`` after it.
 
         It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes, and with
-        no other groups, as some classes fail on empty ones. What it changes beside state is noted; what it adds to
-        attributes ``by_param``, which stand for its own, is found there.
+        no other groups, as some classes fail on empty ones. Changes other than of state are recorded. ``by_param``
+        replaces attributes with parameters as keys, and gets their new entries.
 
         Raises:
-            RuntimeError: a change differs from that of an earlier bucket of the same step, or state is no parameter's.
+            RuntimeError: a change differs from that of an earlier bucket of the same step, or a key of the state is no
+                parameter.
         """
-        # A class that nobody knows may write into entries of a group, so each bucket has copies of them.
+        # A class without a tested row may write into entries of a group, so each bucket gets copies of them.
         given = {number: self._groups[number] for number in sorted(params)}
         if not self._is_known:
             given = {number: {n: _own(v) for n, v in entries.items()} for number, entries in given.items()}
@@ -88,27 +89,27 @@ class DividedStep:
         attributes |= {"param_groups": groups, "state": defaultdict(dict, state)}
         shadow: Optimizer = object.__new__(self._cls)
         if not self._made:
-            # As if unpickled: makes the (empty) hook tables that step() may look at. It also writes into ``defaults``:
-            # not into those of the real optimizer.
+            # Makes the (empty) hook tables that step() may look at, as unpickling does. It also writes into
+            # ``defaults``, which are therefore not the real optimizer's.
             Optimizer.__setstate__(shadow, {**attributes, "defaults": {}})
             self._made = {name: value for name, value in shadow.__dict__.items() if name not in attributes}
         shadow.__dict__.update(self._made | attributes)
         try:
-            # A step that nobody knows may call a hooked one of its parent: the logical step has fired hooks already.
+            # An unknown step may call a hooked one of its parent class; the logical step has fired hooks already.
             with nullcontext() if self._is_known else no_global_step_hooks():
                 plain_step_of(self._cls)(shadow, **self._step.kwargs)
             if foreign := [key for key in list[object](shadow.state) if not isinstance(key, Tensor)]:
                 raise RuntimeError(
-                    "the optimizer keeps state of its own beside that of parameters "
+                    "the optimizer keeps state of its own, apart from that of parameters "
                     f"(optimizer.state[{foreign[0]!r}]); it cannot be divided among buckets"
                 )
             self._collect(given, shadow)
             return dict(shadow.state)
         finally:
-            shadow.__dict__.clear()  # holds no gradient, no slot and no attribute beyond the step, whoever keeps it
+            shadow.__dict__.clear()  # else a reference to it would keep gradients and slots after the step
 
     def _collect(self, given: Mapping[int, dict[str, Any]], shadow: Optimizer) -> None:
-        """Note what a bucket's step has changed of the entries that it was ``given``, and of attributes."""
+        """Record the changes of a bucket's step in the entries that it was ``given``, and in attributes."""
         for (number, entries), group in zip(given.items(), shadow.param_groups, strict=True):
             starts, pinned = self._groups[number], self._pinned[number]
             for name, value in group.items():
@@ -138,7 +139,7 @@ class DividedStep:
         self._changes[number, name] = value
 
     def still_starts_from(self, optimizer: Optimizer) -> bool:
-        """Return whether the param groups are what they were when this was made."""
+        """Return whether the param groups are unchanged since this was made."""
         (now, form), (start, before) = tree_flatten(entries_of(optimizer)), self._start
         if form != before or _versions(now) != self._versions:
             return False
@@ -154,13 +155,13 @@ class DividedStep:
         return {name: value for (number, name), value in self._changes.items() if number is not None}
 
     def commit(self, optimizer: Optimizer) -> None:
-        """Give the changes of the whole step to the user's optimizer, once."""
+        """Apply the changes of the whole step to the user's optimizer, once."""
         for (number, name), value in self._changes.items():
             target = optimizer.__dict__ if number is None else optimizer.param_groups[number]
             current = target.get(name)
             is_written = number is not None and (number, name) not in self._rebound
             if is_written and isinstance(value, Tensor) and isinstance(current, Tensor):
-                current.copy_(value)  # as others may hold it
+                current.copy_(value)  # in place, since the user may hold it
             else:
                 target[name] = value
         self._step.finish()
@@ -171,7 +172,7 @@ def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes that a shadow shares with ``optimizer``: all but its own, and its hooks."""
+    """Return the attributes that a shadow shares with ``optimizer``: all but groups, state, step and hooks."""
     return _shared(optimizer.__dict__)
 
 
@@ -184,13 +185,13 @@ def _shared(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _versions(values: Iterable[Any]) -> list[object]:
-    """Change with what is written into tensors; on the CPU also through ``.data``, which counts no version."""
+    """Return values that change with writes into tensors; on the CPU also with those through ``.data``."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return [(one._version, one.tolist() if one.device.type == "cpu" else None) for one in tensors]
 
 
 def _own(value: Any) -> Any:
-    """A copy of a param group's entry that a step may write without anybody else seeing it."""
+    """Copy a param group's entry, so that a step may write it without changing the user's."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -201,23 +202,22 @@ def _own(value: Any) -> Any:
 
 
 def _changed(start: object, given: object, end: object) -> bool:
-    """Return whether a step that was ``given`` an own copy of ``start`` has left something else."""
+    """Return whether a step has changed ``given``, its own copy of ``start``, or left another value."""
     if end is given:
-        # The copy is fresh, so that the versions of its tensors count the writes of this bucket.
+        # The copy is new: versions of its tensors count the writes of this bucket.
         written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))
         return written or not (isinstance(end, Tensor) or _same_values(start, end))
     return isinstance(start, Tensor) or isinstance(end, Tensor) or not _same_values(start, end)
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Return whether entries or attributes are equal; tensors on a device do: it runs the same arithmetic each time."""
-
-    def same(leaf: Any, own: Any) -> bool:
-        if isinstance(leaf, Tensor) and isinstance(own, Tensor):
-            return leaf is own or leaf.device.type != "cpu" or torch.equal(leaf, own)
-        return bool(leaf == own)
-
+    """Return whether entries or attributes are equal. Tensors on a device count as equal: their arithmetic repeats."""
     if one is other:
         return True
     (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(map(same, leaves, others))
+    return form == other_form and all(
+        leaf is own or leaf.device.type != "cpu" or torch.equal(leaf, own)
+        if isinstance(leaf, Tensor) and isinstance(own, Tensor)
+        else bool(leaf == own)
+        for leaf, own in zip(leaves, others, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""The state that an optimizer will keep, learnt at attach by a step on scratch tensors, which nobody else notices."""
+"""Layouts of the state that an optimizer will keep, learnt at attach by a step on scratch tensors."""
 
 import copy
 import inspect
@@ -22,10 +22,10 @@ _NO_SWITCHES = frozenset({"params", "param_names", "train_mode"})
 
 
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> LayoutKey:
-    """Extract what of a group decides which state exists, or whether a step can run at all.
+    """Extract the entries of a group that decide which state exists, or whether a step can run at all.
 
-    Flags, texts, whether a number is zero (``momentum``); of the learning rate and of lists, which schedulers write,
-    only the types. Not ``counters``, which the optimizer's own step changes.
+    Flags, texts, and whether a number is zero (``momentum``); only the types of the learning rate and of lists, which
+    schedulers write. ``counters``, which the optimizer's own step changes, are left out.
     """
 
     def switch(value: object, *, type_only: bool) -> str:
@@ -33,7 +33,7 @@ def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> Layou
             return f"{type(value).__name__} of {', '.join(switch(one, type_only=True) for one in value)}"
         if isinstance(value, str) and not type_only:
             return value
-        if isinstance(value, numbers.Real):  # to a step, all numbers are alike
+        if isinstance(value, numbers.Real):  # the type of a number makes no difference to a step
             return "number" if type_only else str(bool(value))
         return "tensor" if isinstance(value, Tensor) else type(value).__name__
 
@@ -50,16 +50,16 @@ class Layouts:
         self._cls = cls
         self.counters: set[str] = set()  # entries of param groups that its own step changes
         self.staying: frozenset[int] = frozenset()  # of a class that moves as a whole: values that stay, by ``id``
-        self._new_entries = dict(capabilities.conventions.group_counters)  # as a first step leaves them
+        self._new_entries = dict(capabilities.conventions.group_counters)  # values after a first step
         self._learnt: dict[Any, StateLayout] = {}
 
     def count(self, names: Iterable[str]) -> None:
-        """Note entries of param groups that a step has changed: they decide no layout."""
+        """Note entries of param groups that a step has changed; they do not decide layouts."""
         self.counters.update(names)
         self._learnt.clear()
 
     def group_counters_at_zero(self) -> dict[str, object]:
-        """Numbers that param groups get in the first step only (``group["step"]``), as they are before it."""
+        """Return zeros for the numbers that a first step adds to param groups (``group["step"]``)."""
         return {n: zero_like(v) for n, v in self._new_entries.items() if isinstance(v, int | float | Tensor)}
 
     def of_existing(self, param: Tensor, state: UserState) -> StateLayout:
@@ -71,7 +71,8 @@ class Layouts:
         """Learn the layout of the state that ``optimizer`` would create for ``param`` in ``group``.
 
         Classes whose state looks like the parameter are run on a few elements, others on a scratch tensor like
-        ``param``, with its sharding; a ValueError if that fails. Of a class that moves as a whole nothing is known.
+        ``param``, with its sharding; raise a ValueError if that fails. A class that moves as a whole has an empty
+        layout.
         """
         if self.capabilities.moves_whole:
             return StateLayout({})
@@ -87,7 +88,7 @@ class Layouts:
                 f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
                 f"{tuple(local.shape)}, {local.dtype}) failed ({type(error).__name__}: {error})."
             ) from error
-        if self.capabilities.known:  # any other may look at anything that is true of a parameter
+        if self.capabilities.known:  # others may depend on anything about a parameter
             self._learnt[key] = layout
         return layout
 
@@ -113,7 +114,7 @@ class Layouts:
         return layout
 
     def _scratch(self, param: Tensor, like: Tensor) -> Tensor:
-        """A tensor that stands for ``param``, with a gradient: a few elements where its size does not matter."""
+        """Make a tensor that stands for ``param``, with a gradient; a few elements if the size does not matter."""
         device, dtype = compute_device(param), local_shard(param).dtype
         generator = torch.Generator(device).manual_seed(0)
         if self.capabilities.state_like_param:
@@ -121,7 +122,7 @@ class Layouts:
             scratch = _random(torch.empty(shape, dtype=dtype, device=device), generator)
         else:
             scratch = _random(like, generator)
-        if not self.capabilities.known:  # it may look at anything that is true of a parameter
+        if not self.capabilities.known:  # it may depend on anything about a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             noted = {n: v for n, v in vars(param).items() if not isinstance(v, Tensor) or v.shape == param.shape}
             scratch.__dict__.update(_copied(noted, {}))
@@ -135,7 +136,7 @@ class Layouts:
     def _first_step(
         self, optimizer: Optimizer, param: Tensor, scratch: Tensor, group: Mapping[str, Any]
     ) -> dict[Tensor, UserState]:
-        """The state after a first step on ``scratch`` alone, which stands for ``param``."""
+        """Return the state after a first step on ``scratch`` alone, which stands for ``param``."""
 
         def stepped(before: Mapping[Tensor, UserState]) -> dict[Tensor, UserState]:
             values = {**instance_attributes(optimizer), "param_groups": [dict(one) for one in optimizer.param_groups]}
@@ -152,8 +153,8 @@ class Layouts:
         try:
             return stepped({})
         except Exception:
-            # Constructors may make state before: torch's Adagrad up to 2.11, and others. This one gets the arguments
-            # that it has accepted before, as a scheduler may have moved what is in the group.
+            # Some constructors make state (torch's Adagrad up to 2.11). This one gets the arguments that it has
+            # accepted before: a scheduler may have changed the group's entries since.
             taken = inspect.signature(self._cls).parameters.keys() & optimizer.defaults.keys() - {"params"}
             made = self._cls([{**group, "params": [scratch]}], **{name: optimizer.defaults[name] for name in taken})
             if not made.state.get(scratch):
@@ -162,12 +163,12 @@ class Layouts:
 
 
 def zero_like(counter: object) -> object:
-    """A counter of the same kind that has counted nothing."""
+    """Return a zero of the same type."""
     return torch.zeros_like(counter) if isinstance(counter, Tensor) else type(counter)()
 
 
 def _describe(state: UserState, staying: Container[int] = ()) -> StateLayout:
-    """Describe the layout of state that exists, without values whose ``id`` is among those that are ``staying``."""
+    """Describe the layout of existing state, without values whose ``id`` is in ``staying``."""
     values: dict[str, ValueLayout] = {}
     scalars: dict[str, object] = {}
     left_out = []
@@ -185,7 +186,7 @@ def _describe(state: UserState, staying: Container[int] = ()) -> StateLayout:
 
 
 def _laid_out_as(like: Tensor, layout: StateLayout, shape: tuple[int, ...]) -> StateLayout:
-    """``layout`` with what has that ``shape`` laid out as ``like``; the rest is left out: nobody knows what it is."""
+    """Return ``layout`` with values of ``shape`` laid out as ``like``; others, of unknown meaning, are left out."""
     values = {}
     for name, value in layout.values.items():
         if [leaf.shape for leaf in value.leaves] == [shape]:
@@ -196,18 +197,18 @@ def _laid_out_as(like: Tensor, layout: StateLayout, shape: tuple[int, ...]) -> S
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Normally distributed numbers, or zeros where the dtype takes no fractions."""
+    """Return normally distributed numbers, or zeros if the dtype has no fractions."""
     local = torch.empty_like(local_shard(like)).detach()
     takes_fractions = local.dtype.is_floating_point or local.dtype.is_complex
     return over_local(like, local.normal_(generator=generator) if takes_fractions else local.zero_())
 
 
 def _copied(values: Mapping[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
-    """Copy what a step may write. ``copies``: by ``id``, what stands for a value."""
-
-    def is_shared(value: Any) -> bool:
+    """Copy values that a step may write. ``copies``: replacements by ``id``, as for ``deepcopy``."""
+    found = dict(values)
+    for name, value in values.items():
         library = type(value).__module__.partition(".")[0]
         of_torch = library == "torch" and not isinstance(value, Tensor | torch.Generator)  # groups of processes, ...
-        return of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType)
-
-    return {name: value if is_shared(value) else copy.deepcopy(value, copies) for name, value in values.items()}
+        if not (of_torch or isinstance(value, nn.Module | Optimizer | types.MethodType | types.ModuleType)):
+            found[name] = copy.deepcopy(value, copies)
+    return found

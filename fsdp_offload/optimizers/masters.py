@@ -1,9 +1,9 @@
 """Masters: higher-precision copies of low-precision parameters that an optimizer keeps as state, ``master_param``.
 
 - A floating-point master of more precision is the only copy of it: it is saved, and rebuilt from the parameter where a
-  checkpoint lacks it. Weights that somebody wrote into the parameter win over it.
+  checkpoint lacks it. Weights that the user writes into the parameter win over it.
 - One of the same dtype is a duplicate that no kernel reads nor updates: it is not saved, and not needed in a load.
-- An integer one (the lower bits) means nothing without the exact parameter: it is never rebuilt.
+- An integer one (the lower bits) has no meaning without the exact parameter: it is never rebuilt.
 
 Some optimizers keep masters themselves; ``add_masters`` gives others a class with :class:`WithMasters`. A step opens
 the master of each bf16 or fp16 parameter, lets the plain class update it with an fp32 gradient and fp32 state, and
@@ -40,20 +40,20 @@ _OPEN_NUMEL = 1 << 26  # open together at most: a remainder takes 8 bytes for it
 
 
 def has_master(param: Tensor) -> bool:
-    """Return whether ``param`` needs one: parameters in fp32 and fp64 are their own masters."""
+    """Return whether ``param`` needs a master; parameters in fp32 and fp64 are their own."""
     return param.dtype in LOW_PRECISION
 
 
 def can_rebuild(master_dtype: torch.dtype) -> bool:
-    """Return whether such a master can be made from the parameter alone."""
+    """Return whether a master of this dtype can be made from the parameter alone."""
     return master_dtype.is_floating_point
 
 
 def let_weights_win(param: Tensor, master: Tensor) -> None:
-    """Copy ``param`` into a ``master`` of more precision where it is not what that rounds to: somebody has written it.
+    """Copy elements of ``param`` that differ from the rounded ``master`` into it: the user has written them.
 
-    A ``dcp.load`` into the parameters fires no hook, so this is looked at before every update; where nobody wrote,
-    it changes nothing. Both are local tensors on one device; temporaries take about twice ``master``'s bytes.
+    A ``dcp.load`` into the parameters fires no hook, so every update begins with this check; without such writes it
+    changes nothing. Both are local tensors on one device; temporaries take about twice ``master``'s bytes.
     """
     is_finer = master.dtype.is_floating_point and master.dtype.itemsize > param.dtype.itemsize
     if not (is_finer and param.dtype.is_floating_point and param.shape == master.shape):
@@ -63,7 +63,7 @@ def let_weights_win(param: Tensor, master: Tensor) -> None:
 
 
 def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what is kept under ``master_param``; a ValueError where masters have no remainders."""
+    """Return the dtype of ``master_param``; raise a ValueError if ``param_dtype`` has no remainders."""
     if kind == "fp32":
         return torch.float32
     if param_dtype is not torch.bfloat16:
@@ -75,25 +75,25 @@ def kept_dtype(kind: MasterKind, param_dtype: torch.dtype) -> torch.dtype:
 
 
 def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
-    """Return what is kept of a master that is what the local tensor ``weights`` is; dense."""
+    """Return the kept part of a master that equals the local tensor ``weights``; dense."""
     kept = torch.empty_like(weights, dtype=kept_dtype(kind, weights.dtype))
     return kept.copy_(weights) if kind == "fp32" else kept.zero_()
 
 
 def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 master that an optimizer may update: ``kept``, which is dense, or made from that and local weights."""
+    """Return the fp32 master for an update: ``kept`` itself (dense), or made from it and the local weights."""
     if kind == "fp32":
         let_weights_win(weights, kept)
         return kept
     lower = in_memory_order(kept)
     rounded = in_memory_order(torch.empty_like(kept).view(weights.dtype).copy_(weights)).view(torch.int16)
-    borrowed = (lower < 0) & (rounded & 0x7FFF != 0)  # never of a zero, unless somebody wrote it: it would become NaN
+    borrowed = (lower < 0) & (rounded & 0x7FFF != 0)  # not for zeros, which only the user writes: they would become NaN
     halves = torch.stack((lower, rounded - borrowed.to(torch.int16)), dim=-1)
     return halves.view(torch.float32).as_strided(kept.shape, kept.stride())
 
 
 def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor) -> None:
-    """Write ``weights`` from the updated ``master``, and keep what they do not say.
+    """Round ``weights`` from the updated ``master``, and store the rest in ``kept``.
 
     ``"fp32"`` rounds to nearest, ties to even. ``"remainder"`` is the format of Transformer Engine's
     ``store_param_remainders``: the parameter is the upper 16 bits, plus one if the lower 16, read as a signed number,
@@ -102,7 +102,7 @@ def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor
     if kind == "fp32":
         weights.copy_(master)
         return
-    # The lower bits of a NaN may all be ones, and adding one to its upper bits would make it a number.
+    # The lower bits of a NaN may all be ones; rounding up would make it a number.
     master.masked_fill_(master.isnan(), torch.nan)
     halves = in_memory_order(master).view(torch.int16).view(-1, 2)
     lower, upper = halves[:, 0], halves[:, 1]
@@ -112,7 +112,7 @@ def close_master(kind: MasterKind, master: Tensor, weights: Tensor, kept: Tensor
 
 
 def in_memory_order(dense: Tensor) -> Tensor:
-    """View the elements of a tensor without gaps as they lie in memory: flat."""
+    """Return a flat view of a tensor without gaps, in the order of its memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
@@ -120,15 +120,15 @@ def in_memory_order(dense: Tensor) -> Tensor:
 
 
 class WithMasters(Optimizer):
-    """Mixed by :func:`class_with_masters` into an elementwise class, which may see local tensors of DTensors."""
+    """Mixin of :func:`class_with_masters` for an elementwise class, which may see local tensors of DTensors."""
 
     plain_class: type[Optimizer]  # whose arithmetic updates the masters
-    master_kind: MasterKind  # what is kept of them
-    is_stepping = False  # its own step has been called, and not one that somebody captured before it had masters
+    master_kind: MasterKind  # the kept part of masters
+    is_stepping = False  # this class's step runs, and not one captured before it had masters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        widen_state(self)  # Adagrad makes it here
+        widen_state(self)  # Adagrad makes state in its constructor
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters as the plain class updates parameters, and round the parameters from them.
@@ -168,7 +168,7 @@ class WithMasters(Optimizer):
             ValueError: remainders are missing, or masters have another dtype. Nothing has changed.
         """
         loaded: dict[Tensor, dict[str, Tensor]] = {}
-        nothing = torch.empty(0)  # instead of each tensor: torch would make a rounded copy of it
+        nothing = torch.empty(0)  # replaces each tensor, of which torch would make a rounded copy
 
         def take(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             ids = (number for group in saved["param_groups"] for number in group["params"])
@@ -229,20 +229,20 @@ def _remade(cls: Any, kind: MasterKind) -> WithMasters:
 
 @torch.no_grad()
 def widen_state(optimizer: WithMasters) -> None:
-    """Give a master to each parameter that has state already, and widen that to fp32, which loses nothing."""
+    """Give a master to each parameter with state, and widen that state to fp32, which is exact."""
     for group in optimizer.param_groups:
-        first_sum = group.get("initial_accumulator_value")  # of Adagrad, which makes state before its first step
+        first_sum = group.get("initial_accumulator_value")  # Adagrad makes state before its first step
         for param in filter(has_master, group["params"]):
             state = optimizer.state.get(param) or {}
             if state:
                 narrow = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dtype == param.dtype}
                 _take_over(optimizer, param, narrow)
                 if first_sum is not None and not state["step"]:
-                    local_shard(optimizer.state[param]["sum"]).fill_(first_sum)  # as it is before it is rounded
+                    local_shard(optimizer.state[param]["sum"]).fill_(first_sum)  # the value before rounding
 
 
 def _take_over(optimizer: WithMasters, param: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Put ``values`` into the state of ``param``, in fp32, and make a master that is missing there."""
+    """Store ``values`` in the state of ``param``, in fp32, and make a missing master."""
     state = optimizer.state[param]
     for name, value in values.items():
         state[name] = value.to(param.device, torch.float32 if value.is_floating_point() else value.dtype)
@@ -251,9 +251,9 @@ def _take_over(optimizer: WithMasters, param: Tensor, values: Mapping[str, Tenso
 
 
 def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, params: Sequence[Tensor]) -> None:
-    """Run the plain step on open masters in the place of the parameters of a group that need them."""
+    """Run the plain step on one group's parameters, with open masters in place of those that have one."""
     kind, states = optimizer.master_kind, optimizer.state
-    opened: dict[Tensor, tuple[Tensor, dict[str, Any]]] = {}  # what is updated, with its parameter and local state
+    opened: dict[Tensor, tuple[Tensor, dict[str, Any]]] = {}  # updated tensor -> its parameter and local state
     for param in params:
         state = {n: local_shard(v) if isinstance(v, Tensor) else v for n, v in (states.get(param) or {}).items()}
         updated, grad = local_shard(param).detach(), local_shard(param.grad)  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, para
 
 
 def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
-    """Capabilities of a class with masters: low-precision parameters are updated as fp32 ones are."""
+    """Return the capabilities of a class with masters, which updates low-precision parameters like fp32 ones."""
     conventions = Conventions()
     conventions.weights_win = True
     same = {torch.float32: (torch.float32, *LOW_PRECISION), torch.float64: (torch.float64,)}
@@ -290,7 +290,7 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
 
 # AdamW in one pass: weights, gradient, master and moments are read once and written once. -----------------------------
 #
-# The same bits as open_master(), torch._fused_adamw_ and close_master() one after the other, which read and write the
+# Gives the same bits as open_master(), torch._fused_adamw_ and close_master() in sequence, which read and write the
 # master three times and make temporaries of it. The arithmetic is that of torch's CUDA kernel as observed in 2.11
 # (aten/src/ATen/native/cuda/fused_adam_utils.cuh; all of it in fp32, where fma rounds once):
 #
@@ -299,15 +299,15 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
 #     v = fma(b2, v, fma(-b2, g * g, g * g))
 #     p = p - (lr / c1 * m) / (sqrt(v) / sqrt(c2) + eps)        c1, c2 = 1 - pow(b1, step), 1 - pow(b2, step)
 #
-# Nobody promises that, so it is tried against those three functions before it is used with new hyperparameters; where
-# a bit differs, or there is no Triton, they do the work.
+# torch does not promise that, so each set of hyperparameters is first tried against those three functions; if a bit
+# differs, or without Triton, they do the work.
 
 _TRIED_NUMEL = 1 << 17
 _MOST_TRIALS = 32  # a schedule of betas or decay has new hyperparameters in every step
 
 
 class AdamWStep(NamedTuple):
-    """Hyperparameters of one param group, as in ``torch.optim.AdamW``, of which the arithmetic depends on no others."""
+    """Hyperparameters of a param group: all on which the arithmetic depends, as in ``torch.optim.AdamW``."""
 
     lr: float
     beta1: float
@@ -317,20 +317,20 @@ class AdamWStep(NamedTuple):
 
 
 class MasterRange(NamedTuple):
-    """Contiguous local tensors of one range, of the same number of elements and on one CUDA device."""
+    """Contiguous local tensors of one range, of equal size and on one CUDA device."""
 
     weights: Tensor  # the parameter, bf16 or fp16
     grad: Tensor  # bf16, fp16 or fp32
     kept: Tensor  # the fp32 master, or the int16 remainders
     exp_avg: Tensor  # this and the next are fp32
     exp_avg_sq: Tensor
-    step: Tensor  # fp32, 0-dim: so many steps have been made before this one
+    step: Tensor  # fp32, 0-dim: steps made before this one
 
 
 def update_in_one_pass(
     optimizer: Optimizer, cls: type[Optimizer], kind: MasterKind, group: Mapping[str, Any], params: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Update those of ``params`` for which the kernel gives the same bits as ``cls`` on masters; returns the rest."""
+    """Update the ``params`` for which the kernel gives the same bits as ``cls`` on masters; return the others."""
     step, rest, steps = _asked_for(cls, group, vars(optimizer)), list[Tensor](), list[Tensor]()
     for param in params:
         state = optimizer.state.get(param) or {}
@@ -338,7 +338,7 @@ def update_in_one_pass(
         if step is not None and has_master(param) and all(isinstance(value, Tensor) for value in values):
             weights, *others = map(local_shard, (param, param.grad, *values))  # type: ignore[arg-type]
             part = MasterRange(weights.detach(), *others)
-            unscheduled = step._replace(lr=1e-3)  # it changes in every step, and multiplies once
+            unscheduled = step._replace(lr=1e-3)  # lr changes in every step, and only multiplies once
             formats = part.weights.dtype, part.grad.dtype, part.weights.device
             if _fits(kind, part) and is_exact(unscheduled, kind, *formats):
                 update_master(step, kind, part)
@@ -351,9 +351,9 @@ def update_in_one_pass(
 
 
 def _asked_for(cls: type[Optimizer], group: Mapping[str, Any], attributes: Mapping[str, Any]) -> AdamWStep | None:
-    """Return the step that a group asks for, if that is AdamW's fused one and nothing else.
+    """Return the hyperparameters of a group if it asks for a plain fused AdamW step; otherwise ``None``.
 
-    GradScaler leaves its scale among the ``attributes``. A subclass of torch's may do anything.
+    ``attributes``: the optimizer's, where GradScaler stores its scale. Subclasses of torch's classes do not count.
     """
     others = [group.get(flag) for flag in ("amsgrad", "maximize", "capturable", "differentiable")]
     scaled = any(attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
@@ -375,7 +375,7 @@ def _fits(kind: MasterKind, part: MasterRange) -> bool:
 
 
 def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
-    """Update weights, masters and moments in place, on the current stream. The step stays as it is."""
+    """Update weights, masters and moments in place, on the current stream; the step counter stays."""
     if part.weights.numel():
         with torch.cuda.device(part.weights.device):
             _kernel()(part, step, remainder=kind == "remainder")
@@ -383,7 +383,7 @@ def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
 
 @functools.cache
 def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel gives the bits of the eager code. Tried on scratch tensors, once; waits for them."""
+    """Return whether the kernel gives the bits of the eager code on scratch tensors; blocks until they are compared."""
     if _kernel() is None or is_exact.cache_info().currsize >= _MOST_TRIALS:
         return False
     try:
@@ -395,7 +395,7 @@ def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torc
                 part.step.add_(1)
         same = all(map(same_bits, one, other))
         reason = f"this torch's AdamW rounds differently ({step})"
-    except Exception as error:  # noqa: BLE001  # whatever Triton lacks here, the eager code does not need it
+    except Exception as error:  # noqa: BLE001  # any failure of Triton: the eager code works without it
         same, reason = False, f"{type(error).__name__}: {error}"
     if not same:
         logger.info("masters are updated without a kernel of our own: %s", reason)
@@ -403,7 +403,7 @@ def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torc
 
 
 def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> MasterRange:
-    """Numbers of all sizes, and some that are not finite."""
+    """Return test values of all magnitudes, with infinities and NaN."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal() -> Tensor:
@@ -412,7 +412,7 @@ def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: 
     gradient = normal() * torch.exp(3 * normal())
     gradient[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=device)
     master = normal()
-    master[4:8] = torch.tensor([0.0, -0.0, 0.0, -0.0], device=device)  # weights that somebody has written
+    master[4:8] = torch.tensor([0.0, -0.0, 0.0, -0.0], device=device)  # as a user may write weights
     kept = torch.randint(-(1 << 15), 1 << 15, (_TRIED_NUMEL,), device=device, generator=generator).to(torch.int16)
     kept[4:6] = -1
     return MasterRange(
@@ -438,7 +438,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    """Return the kernel's launcher; ``None`` without Triton, which CUDA builds bring and which imports slowly."""
+    """Return the kernel's launcher; ``None`` without Triton. Imported on use, since Triton imports slowly."""
     try:
         return importlib.import_module(".masters_kernel", __package__).launch
     except ImportError:

@@ -1,6 +1,6 @@
-"""The Triton kernel of :mod:`masters`, which says what it computes. Imported on use: Triton takes long."""
+"""The Triton kernel of :mod:`masters`; the formulas are there. Imported on use: Triton imports slowly."""
 # mypy: ignore-errors
-# Triton compiles annotations and names its own way.
+# Triton gives annotations and names its own meaning.
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def launch(part: Any, step: tuple[float, ...], *, remainder: bool) -> None:
     Args:
         part: its tensors.
         step: learning rate, betas, eps and weight decay; they are rounded to fp32.
-        remainder: ``part.kept`` are the lower 16 bits of masters, and not masters.
+        remainder: ``part.kept`` has only the lower 16 bits of masters.
     """
     numel = part.weights.numel()
     _update[(triton.cdiv(numel, _BLOCK),)](
@@ -28,7 +28,7 @@ def launch(part: Any, step: tuple[float, ...], *, remainder: bool) -> None:
         numel,
         remainder=remainder,
         block=_BLOCK,
-        enable_fp_fusion=False,  # fma where it is written, and nowhere else
+        enable_fp_fusion=False,  # fma only where it is written
     )
 
 

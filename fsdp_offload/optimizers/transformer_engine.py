@@ -1,14 +1,14 @@
-"""Transformer Engine's ``FusedAdam``: what is different from ``torch.optim``, as read in version 2.20.2.
+"""Transformer Engine's ``FusedAdam``: differences from ``torch.optim``, as read in version 2.20.2.
 
 ==============================================  =====================================================================
 FusedAdam                                       here
 ==============================================  =====================================================================
 tensors in fp16 or fp8 have one scale each      whole parameters only: a range would get a scale of its own
-scales are in ``_scales``, beside ``state``     stay on the device, and are handed to each bucket's step
+scales are in ``_scales``, not in ``state``     stay on the device, and are handed to each bucket's step
 ``state_dict()`` unscales everything to fp32    the same content, computed on the host from the homes
 ``load_state_dict()`` scales it again           FusedAdam's own scaling, one parameter at a time on the device
 a first step makes all state, without gradient  the same
-fp32 parameters get a ``master_param``          not kept, as nobody reads it, unless Megatron saves it
+fp32 parameters get a ``master_param``          not kept, as no kernel reads it, unless Megatron saves it
 ``capturable`` counts on the device, by the     counted once for the whole step; each bucket starts from that
 overflow flag of the last group
 ==============================================  =====================================================================
@@ -37,17 +37,17 @@ _with_unread_masters: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def keep_unread_masters(optimizer: Optimizer) -> None:
-    """Keep the masters of fp32 parameters as well when ``optimizer`` is attached: somebody saves them."""
+    """Keep masters of fp32 parameters as well when ``optimizer`` is attached: Megatron saves them."""
     _with_unread_masters.add(optimizer)
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
-    """Return whether it is exactly Transformer Engine's class, which is not imported for this."""
+    """Return whether ``cls`` is exactly Transformer Engine's class, without importing that."""
     return cls.__name__ == "FusedAdam" and cls.__module__.partition(".")[0] == "transformer_engine"
 
 
 def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
-    """Look up how this FusedAdam may be run: that depends on the dtypes that it was made with."""
+    """Return how this FusedAdam may be run, which depends on the dtypes that it was made with."""
     refusal, version = "", getattr(sys.modules.get("transformer_engine"), "__version__", "")
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and tuple(map(int, found.groups())) < OLDEST:
@@ -66,7 +66,7 @@ def capabilities_of_fused_adam(optimizer: Any) -> Capabilities:
         kept.add(optimizer.master_weight_dtype)
     # State of other dtypes has a scale that depends on all elements.
     elementwise = kept <= {torch.float32, torch.bfloat16} and not quantized
-    devices = ("cuda", "cpu") if elementwise else ()  # there is no FusedAdam for the CPU but the one that tests use
+    devices = ("cuda", "cpu") if elementwise else ()  # only tests have a FusedAdam for the CPU
     return Capabilities(
         elementwise=elementwise,
         state_like_param=elementwise,
@@ -99,7 +99,7 @@ class FusedAdamConventions(Conventions):
         self.group_counters = {"step": torch.zeros(1, dtype=torch.int) if self._capturable else 0}
 
     def gradient(self, param: Tensor) -> Tensor | None:
-        """``decoupled_grad``, if the optimizer uses that: its dtype need not be the parameter's."""
+        """Return ``decoupled_grad`` if the optimizer uses it; its dtype need not be the parameter's."""
         return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
 
     def hand_gradient(self, param: Any, grad: Tensor | None) -> None:
@@ -109,14 +109,14 @@ class FusedAdamConventions(Conventions):
             super().hand_gradient(param, grad)
 
     def without_dispensable(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Without the master of an fp32 parameter: the kernels read the parameter itself."""
+        """Return ``state`` without the master of an fp32 parameter: the kernels read the parameter itself."""
         is_unread = MASTER in state and param.dtype is torch.float32 and not has_inner_tensors(param)
         if self._keeps_unread_masters or not is_unread:
             return state
         return {name: value for name, value in state.items() if name != MASTER}
 
     def initial_state(self, optimizer: Any, param: Tensor) -> dict[str, Any] | None:
-        """Make the state as the first step does, also for quantized parameters, where every element counts."""
+        """Make the state as the first step does, also for quantized parameters, whose scale needs all elements."""
         if self._elementwise:
             return None
         bare = _bare(optimizer, _scales={})
@@ -126,13 +126,13 @@ class FusedAdamConventions(Conventions):
     # Counting on the device ---------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Any, kwargs: Mapping[str, Any]) -> LogicalStep:
-        """Count as FusedAdam does, and look for infinite gradients, once for all buckets."""
+        """Count the step as FusedAdam does, and look for infinite gradients, once for all buckets."""
         if not self._capturable:
             return super().begin(optimizer, kwargs)
         flag = optimizer._dummy_overflow_buf
         device = flag.device
         scaler, found_inf = kwargs.get("grad_scaler"), torch.zeros(1, device=device)
-        if scaler is not None:  # it looks at all gradients now: a bucket would look at its own alone
+        if scaler is not None:  # it checks all gradients now; a bucket would check only its own
             found_inf = scaler._check_inf_per_device(optimizer).get(device, found_inf)
             checked = types.SimpleNamespace(
                 _check_inf_per_device=lambda _: {device: found_inf}, _get_scale_async=scaler._get_scale_async
@@ -163,13 +163,13 @@ class FusedAdamConventions(Conventions):
     # State dicts --------------------------------------------------------------------------------------------------
 
     def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Everything is saved in fp32, but for the remainders of masters."""
+        """Return fp32 for everything but the remainders of masters."""
         return dtype if dtype is torch.int16 else torch.float32
 
     def as_saved(
         self, optimizer: Any, param: Tensor, state: UserState, homes: Mapping[str, Tensor], *, empty: bool
     ) -> UserState:
-        """Unscale as ``FusedAdam.get_unscaled_state`` does, which wants everything on the device."""
+        """Unscale on the host as ``FusedAdam.get_unscaled_state`` does on the device."""
         found = dict(state)
         for name in homes.keys() & state.keys():
             local: Any = local_shard(state[name])
@@ -187,7 +187,7 @@ class FusedAdamConventions(Conventions):
         return found
 
     def as_kept(self, optimizer: Any, param: Tensor, saved: UserState, homes: Mapping[str, Tensor]) -> UserState:
-        """Scale as ``FusedAdam.set_scaled_state`` does, and by it where a scale has to be found; sets ``_scales``."""
+        """Scale as ``FusedAdam.set_scaled_state`` does, with its help if a scale has to be found; set ``_scales``."""
         found = dict(saved)
         for name in homes.keys() & saved.keys():
             local, dtype = local_shard(saved[name]).detach(), self._dtypes.get(name, torch.float32)
@@ -206,7 +206,7 @@ class FusedAdamConventions(Conventions):
 
 
 def _bare(optimizer: Any, **attributes: Any) -> Any:
-    """A FusedAdam with the optimizer's attributes and no state, for methods of its class."""
+    """Return a FusedAdam with the optimizer's attributes and no state, to call methods of the class."""
     bare: Any = object.__new__(next(cls for cls in type(optimizer).__mro__ if is_fused_adam(cls)))
     bare.__dict__.update(optimizer.__dict__, state=defaultdict(dict), **attributes)
     return bare

@@ -1,1 +1,1 @@
-"""From ``optimizer.state`` to state shards with homes, in one order; and the mapping that users see."""
+"""State shards with homes in host memory, and ``optimizer.state`` as users see it."""

@@ -30,11 +30,11 @@ _Build = Callable[[Iterator[Tensor]], Any]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """Recipe that makes a value of its leaves."""
+    """Recipe that rebuilds a value from its leaves."""
 
     leaves: tuple[LeafLayout, ...]
     type: type[Tensor]
-    build: Callable[[Sequence[Tensor]], Tensor]  # over leaves, without a copy
+    build: Callable[[Sequence[Tensor]], Tensor]  # over the given leaves, without a copy
 
 
 class NotUnderstoodError(TypeError):
@@ -73,7 +73,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _flatten(value: Any) -> tuple[list[str], Any]:
-    """Names of the inner tensors, and the rest. Transformer Engine's tensors cache a transpose of themselves there."""
+    """Return the names of the inner tensors and the context; drop the transpose that Transformer Engine caches."""
     if hasattr(value, "remove_caches"):
         quantizer = getattr(value, "_quantizer", None)
         if quantizer is not None:
@@ -84,7 +84,7 @@ def _flatten(value: Any) -> tuple[list[str], Any]:
 
 
 def leaves_of(value: object) -> list[Tensor]:
-    """The dense tensors inside ``value``, in the order of its layout; none in what is no tensor."""
+    """List the dense tensors inside ``value``, in the order of its layout; none if it is not a tensor."""
     if isinstance(value, Tensor) and is_dtensor(value):
         return leaves_of(local_shard(value))
     if hasattr(type(value), "__tensor_flatten__"):
@@ -94,7 +94,7 @@ def leaves_of(value: object) -> list[Tensor]:
 
 
 def forms_of(value: object) -> object:
-    """Shapes and dtypes of the leaves of ``value``, to be compared and shown; of what is no tensor, its type."""
+    """Return shapes and dtypes of the leaves of ``value``, for comparisons and messages, or the name of its type."""
     forms = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves_of(value)]
     return forms if isinstance(value, Tensor) else type(value).__name__
 
@@ -105,7 +105,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def is_size(value: object) -> bool:
-    """Return whether ``value`` is a ``torch.Size``, of which functions for trees would make a tuple."""
+    """Return whether ``value`` is a ``torch.Size``, which torch's tree functions would turn into a tuple."""
     return isinstance(value, torch.Size)
 
 
@@ -119,16 +119,15 @@ class StateLayout:
 
 
 def in_dtypes_of(layout: StateLayout, state: Mapping[str, object]) -> StateLayout:
-    """``layout`` with the dtypes that the values in ``state`` have, where their shapes are those of the layout."""
-
-    def changed(value: ValueLayout, given: object) -> ValueLayout:
-        leaves = leaves_of(given)
-        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in value.leaves]:
-            return value
-        pairs = zip(value.leaves, leaves, strict=True)
-        return replace(value, leaves=tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs))
-
-    return replace(layout, values={name: changed(value, state.get(name)) for name, value in layout.values.items()})
+    """Return ``layout`` with the dtypes of the values in ``state`` whose shapes match."""
+    values = dict(layout.values)
+    for name, value in layout.values.items():
+        leaves = leaves_of(state.get(name))
+        if [leaf.shape for leaf in leaves] == [leaf.shape for leaf in value.leaves]:
+            pairs = zip(value.leaves, leaves, strict=True)
+            own = tuple(planned._replace(dtype=leaf.dtype) for planned, leaf in pairs)
+            values[name] = replace(value, leaves=own)
+    return replace(layout, values=values)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -136,7 +135,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_trained(param: Tensor) -> bool:
-    """Return whether ``param`` gets gradients: it requires them, or is no model's parameter but somebody's fp32 main.
+    """Return whether ``param`` gets gradients: it requires them, or is a plain tensor, such as Megatron's fp32 masters.
 
     Megatron's optimizers update tensors that require no gradient, and set it before each step.
     """

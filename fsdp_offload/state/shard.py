@@ -1,4 +1,4 @@
-"""``optimizer.state`` as state shards: what of it moves, in which shape, and how to put it together again.
+"""State shards: the part of ``optimizer.state`` that moves, its shapes, and how to rebuild its values.
 
 A *value* is what an optimizer keeps under a name: a plain tensor, a DTensor, or a wrapper subclass (8-bit moments) that
 knows its inner tensors. Its *leaves* are the dense plain tensors inside; only leaves are ever copied.
@@ -20,16 +20,16 @@ EntryOf = Callable[[Tensor], dict[str, Any]]
 
 
 class Reader(Protocol):
-    """Somebody else who reads homes while training goes on: the writer of a checkpoint."""
+    """A reader of homes during training: the writer of an asynchronous checkpoint."""
 
     def is_reading(self) -> bool:
-        """Return whether it may still look at what it was given."""
+        """Return whether the reader may still read the memory that it was given."""
 
     def wait(self) -> None:
-        """Block until it no longer does."""
+        """Block until the reader has finished."""
 
     def when_over(self, look: Callable[[], object]) -> None:
-        """Have ``look`` called when it no longer does, before anybody may write."""
+        """Call ``look`` when the reader has finished, before the homes may be written again."""
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class ShardHome:
     leaves: dict[str, list[Tensor]]  # dense tensors over it, by state name
     values: dict[str, Tensor]  # what ``optimizer.state[param]`` holds for each name, over ``leaves``
     weights: Tensor | None = None  # the parameter's local shard, where this is the home of a parameter and of no state
-    stand_in: Tensor | None = None  # the DTensor over that which counts writes through the parameter
+    stand_in: Tensor | None = None  # the DTensor over ``weights`` that counts writes through the parameter
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
     own_references: dict[str, int] = field(default_factory=dict)  # while no one else holds one, ``optimizer.state`` too
 
     def references(self, name: str) -> int:
-        """Count references to the tensors of ``name``: to the objects, and of views of theirs to the memory."""
+        """Count references to the tensors of ``name`` and views of their memory."""
         leaves = self.leaves[name]
         count = 0 if leaves[0] is self.values[name] else sys.getrefcount(self.values[name])
         for leaf in leaves:
@@ -52,11 +52,11 @@ class ShardHome:
         return count
 
     def own(self, names: Iterable[str]) -> None:
-        """Only we hold tensors of ``names`` now, and what others hold is to be state that has left this home."""
+        """Note that all tensors of ``names`` are ours now: references that exist already do not count as others'."""
         self.own_references.update((name, self.references(name)) for name in names)
 
     def is_held(self, entries: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Return whether others hold tensors over it; ``entries`` of the optimizer's state are not others."""
+        """Return whether anything but ``entries`` of the optimizer's state holds tensors over this memory."""
         for name, own in self.own_references.items():
             count = self.references(name)
             count -= sum(entry.get(name) is self.values[name] for entry in entries)
@@ -84,9 +84,9 @@ class ShardHome:
 
 @dataclass(eq=False)
 class Housed(ABC):
-    """Something with a home, and perhaps a spare one: the state of a parameter, or a parameter."""
+    """Base class of data stored in host memory, optionally with a spare home: a parameter, or its state."""
 
-    sides: list[ShardHome] = field(default_factory=list, kw_only=True)  # the second one if there is room for it
+    sides: list[ShardHome] = field(default_factory=list, kw_only=True)  # the home, and a spare one if there is room
     side: int = field(default=0, kw_only=True)  # which of them is the home now
 
     @property
@@ -100,15 +100,15 @@ class Housed(ABC):
     @property
     @abstractmethod
     def leaf_layouts(self) -> list[LeafLayout]:
-        """All leaves, value by value: the order in which they lie in a bucket."""
+        """Return the layouts of all leaves, value by value, in the order in which a bucket stores them."""
 
     @abstractmethod
     def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
-        """A home of it over ``leaves``, one for each leaf layout."""
+        """Return a home over ``leaves``, one for each leaf layout."""
 
     @abstractmethod
     def move(self, entry_of: EntryOf) -> None:
-        """Be on the other side from now on. Nothing is copied. ``entry_of``: finds an entry of optimizer.state."""
+        """Make the spare home the home, without a copy. ``entry_of`` returns the entry of optimizer.state."""
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class StateShard(Housed):
     group: int  # which of ``optimizer.param_groups`` the parameter is in
     together: int = 0  # only state of one number shares buckets: gradients that are final at the same time
     on_host: bool = False  # it is updated on the host, in its home
-    existed: bool = False  # there has been state, whose dtypes are what they are from then on
+    existed: bool = False  # the optimizer has made state, whose dtypes are fixed from then on
     buckets: list[int] = field(default_factory=list)
 
     @property
@@ -136,16 +136,16 @@ class StateShard(Housed):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, without padding."""
+        """Return the bytes of the state, without padding."""
         return sum(leaf.nbytes for leaf in self.leaf_layouts)
 
     @property
     def homes(self) -> dict[str, Tensor]:
-        """The tensors that ``optimizer.state[param]`` holds, by name."""
+        """Return the tensors that ``optimizer.state[param]`` holds, by name."""
         return self.sides[self.side].values
 
     def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
-        """The state on one of its sides, or a flat range of it, as the optimizer sees it."""
+        """Return the state in one of its homes, or a flat range of it, as the optimizer sees it."""
         home = self.sides[side]
         if not self.on_locals:
             return dict(home.values)
@@ -164,14 +164,14 @@ class StateShard(Housed):
         state |= {name: home for name, home in self.homes.items() if state.get(name) is old[name]}
 
     def handed_out(self, name: str) -> Tensor:
-        """Return another tensor over the home of ``name``, whose life can be counted; a write counts for both."""
+        """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""
         value = self.homes[name]
         if type(local_shard(value)) is Tensor:
             return alias_of(value)
         return self._value_over(name, [leaf.detach() for leaf in self.home.leaves[name]])
 
     def on_device(self, name: str, device: torch.device, *, non_blocking: bool = False) -> Tensor:
-        """A copy of the value ``name`` on ``device``, of the type that the optimizer made."""
+        """Copy the value ``name`` to ``device``, as the type that the optimizer made."""
         leaves = [leaf.to(device, non_blocking=non_blocking, copy=True) for leaf in self.home.leaves[name]]
         return self._value_over(name, leaves)
 

@@ -32,27 +32,27 @@ class StateStore:
         self._states = states
 
     def get(self, param: Tensor) -> UserState:
-        """The state of ``param``; an empty one that is not kept if there is none."""
+        """Return the state of ``param``, or a new empty dict that is not stored."""
         return dict.get(self._states, param) or {}
 
     def has(self, param: Tensor) -> bool:
         return param in self._states
 
     def of(self, param: Tensor) -> UserState:
-        """The state of ``param``, made if there is none; ``None`` is none."""
+        """Return the state of ``param``; store an empty dict if it is missing or ``None``."""
         if dict.get(self._states, param) is None:
             dict.pop(self._states, param, None)
         return defaultdict.__getitem__(self._states, param)
 
     def move_last(self, params: Iterable[Tensor]) -> None:
-        """Put the entries of ``params`` that exist behind all others, in this order."""
+        """Move the entries of ``params`` behind all others, in this order."""
         for param in params:
             if param in self._states:
                 dict.__setitem__(self._states, param, dict.pop(self._states, param))
 
 
 class OwnCounters(StateStore):
-    """The entries of ``states`` with copies of all that is not a home, for updates to write."""
+    """Entries of ``states`` with copies of all counters (values without a home) for updates to write."""
 
     def __init__(self, states: StateStore, shards: Mapping[Tensor, StateShard]) -> None:
         super().__init__(defaultdict(dict))  # the copies
@@ -67,7 +67,7 @@ class OwnCounters(StateStore):
         return self.get(param) or super().of(param)
 
     def copy(self, params: Iterable[Tensor]) -> None:
-        """Copy the counters of ``params``, all in one operation: updates of these come next on the current stream."""
+        """Copy the counters of ``params`` in one operation, before their updates are issued on the current stream."""
         copies, counters = [], []
         for param in params:
             if param in self._states or not (state := self.states.get(param)):
@@ -82,11 +82,11 @@ class OwnCounters(StateStore):
             torch._foreach_copy_(copies, counters)
 
     def alone(self) -> StateStore:
-        """The copies without the entries that they are of, for a thread that may outlive these."""
+        """Return the copies without the user's entries, for a thread that may outlive those."""
         return StateStore(self._states)
 
     def commit(self) -> None:
-        """Give the user what updates have made of the copies."""
+        """Write the updated copies back to the user's state."""
         targets, sources = [], []
         for param, own in self._states.items():
             state, homes = self.states.of(param), self._shards[param].homes
@@ -96,7 +96,11 @@ class OwnCounters(StateStore):
                 current = state.get(name)
                 if name in homes and value is not None:
                     state[name] = homes[name] if current is None else current
-                elif isinstance(value, Tensor) and isinstance(current, Tensor) and _are_alike(value, current):
+                elif (
+                    isinstance(value, Tensor)
+                    and isinstance(current, Tensor)
+                    and (value.shape, value.dtype, value.device) == (current.shape, current.dtype, current.device)
+                ):
                     targets.append(current)
                     sources.append(value)
                 else:
@@ -105,15 +109,11 @@ class OwnCounters(StateStore):
             torch._foreach_copy_(targets, sources)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
 # What users see -------------------------------------------------------------------------------------------------------
 
 
 def _waiting(method: Callable[..., Any]) -> Any:
-    """``method``, which waits for the home of the parameter that it is given, or else for all."""
+    """Wrap ``method`` so that it first waits for the home of its parameter or, without one, for all homes."""
 
     @functools.wraps(method)
     def waiting(self: "OffloadedState", *args: Any) -> Any:
@@ -138,7 +138,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
     @property
     def unwaited(self) -> StateStore:
-        """View of the entries that does not wait, for the engine."""
+        """Return a view of the entries that does not wait, for the engine."""
         return StateStore(self)
 
     def is_entry_held(self, param: Tensor) -> bool:
@@ -146,10 +146,10 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
 
     def offer(self, values: Iterable[Any], homes: Container[int], after: object) -> None:
-        """Note what is handed out to load into, and after which step; what was handed out before may be loaded, too.
+        """Remember the values that are handed out to load into, and after which step; earlier ones stay valid.
 
-        Values whose ``id`` is among ``homes``, and earlier ones, are referred to weakly: a reference would count as
-        somebody's, and keeps memory.
+        Values whose ``id`` is among ``homes``, and earlier ones, are referred to weakly: a strong reference would count
+        as the user's, and keep memory.
         """
         self._offered = {at: one._replace(refer=TensorWeakRef(value)) for at, one, value in self._there()} | {
             at: _Offered(
@@ -162,7 +162,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         }
 
     def withdraw(self, values: Iterable[Any], *, is_load: bool = False) -> None:
-        """Note that ``values`` are state; after a load, what else was handed out is not that state."""
+        """Forget that ``values`` were handed out; after a load, mark all others as stale."""
         gone = set(map(address_of, values)) if self._offered else set()
         self._offered = {
             at: one._replace(refer=TensorWeakRef(value), after=STALE if is_load else one.after)
@@ -174,8 +174,8 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return [(at, one, value) for at, one in self._offered.items() if (value := one.refer()) is not None]
 
     def __bool__(self) -> bool:
-        # torch's state dicts make state by a step only where there is none, and a load needs that of a class that moves
-        # as a whole: entries that its train() has only looked at are none.
+        # torch's state dicts run a step to make state only if optimizer.state is empty, and a load needs that state for
+        # a class that moves as a whole. Its train() leaves empty entries, which do not count.
         return any(super().values()) if self._engine.layouts.capabilities.moves_whole else len(self) > 0
 
     @property
@@ -183,16 +183,16 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return any(one.after is not STALE for one in self._offered.values())
 
     def offered_after(self, value: object) -> Any:
-        """Return after which step ``value`` was handed out; of a plain optimizer, the parameters that had state."""
+        """Return after which step ``value`` was handed out; for a plain optimizer, the parameters that had state."""
         return self._offered[address_of(value)].after if self.was_offered(value) else None
 
     def was_offered(self, value: object) -> bool:
-        """Return whether ``value`` has the memory of what was handed out and is still there."""
+        """Return whether ``value`` shares memory with a live value that was handed out."""
         offered = self._offered.get(address_of(value))
         return offered is not None and offered.refer() is not None
 
     def is_untouched(self, value: object) -> bool:
-        """Return whether ``value`` is what was handed out, and nobody has written it since."""
+        """Return whether ``value`` was handed out and has not been written since."""
         offered = self._offered.get(address_of(value))
         return (
             offered is not None
@@ -201,7 +201,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         )
 
     def is_all_untouched(self, among: Iterable[Any] | None = None) -> bool:
-        """Return whether something was handed out, in all or ``among`` these values, and nobody has written any."""
+        """Return whether values were handed out (``among`` the given ones), and none has been written since."""
         offered = [value for *_, value in self._there()] if among is None else list(filter(self.was_offered, among))
         return bool(offered) and all(map(self.is_untouched, offered))
 
@@ -218,12 +218,12 @@ class OffloadedState(defaultdict[Tensor, UserState]):
     popitem = _waiting(defaultdict.popitem)
 
     def items(self) -> ItemsView[Tensor, UserState]:  # type: ignore[override]
-        """As ``dict.items``: each entry is looked at when the iteration comes to it."""
+        """Return a view as ``dict.items`` does; each entry is looked up when the iteration reaches it."""
         self._engine.wait_all_home()
         return ItemsView(self)
 
     def values(self) -> ValuesView[UserState]:  # type: ignore[override]
-        """As :meth:`items`."""
+        """Return a view as ``dict.values`` does; see :meth:`items`."""
         self._engine.wait_all_home()
         return ValuesView(self)
 
@@ -232,7 +232,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return super().__iter__()
 
     def copy(self) -> defaultdict[Tensor, UserState]:  # type: ignore[override]
-        """As ``defaultdict.copy``: a plain one, which no longer waits."""
+        """Return a plain ``defaultdict``, which no longer waits."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy  # type: ignore[assignment]
@@ -251,7 +251,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
 
 class _Offered(NamedTuple):
-    """What was handed out to load into, its versions, and after which step."""
+    """A value that was handed out to load into: its versions, and after which step."""
 
     refer: Callable[[], Any]
     versions: tuple[int, ...]
@@ -259,7 +259,7 @@ class _Offered(NamedTuple):
 
 
 STALE = frozenset[Any]()
-"""In the place of a step: another load has given the optimizer its state since."""
+"""Stands for the step of values that a later load has made stale."""
 
 
 def address_of(value: object) -> int:
@@ -269,7 +269,7 @@ def address_of(value: object) -> int:
 
 
 def _versions(value: Tensor) -> tuple[int, ...]:
-    """Change with every write into ``value``: through a DTensor, its local tensor, or what that consists of."""
+    """Return counters that change with each write into ``value``, its local tensor, or that tensor's leaves."""
     return (*version_of(value), *(leaf._version for leaf in leaves_of(value)))
 
 
@@ -285,7 +285,7 @@ def is_exchanged(shard: StateShard, state: UserState) -> bool:
 
 
 def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
-    """Copy what the states hold into the homes of their shards, and put the homes there instead.
+    """Copy tensors that replaced homes in ``optimizer.state`` into those homes, and put the homes back.
 
     Everything is checked before anything is written. A source that is itself a home (states that were swapped between
     parameters) is read before it is overwritten. ``None`` counts as absent: SGD resets its momentum so.
@@ -324,6 +324,6 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """The first address of the memory of ``tensor``, and the one behind the last."""
+    """Return the first address of the memory of ``tensor``, and the one after the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (at := tensor.data_ptr()), at + (reach + 1) * tensor.itemsize if tensor.numel() else at

@@ -193,7 +193,7 @@ def test_another_optimizer_of_parameters_that_the_backward_updates(mesh: DeviceM
         one.second = torch.optim.SGD(list(one.model.parameters())[3:5], lr=0.1)
     if fields.get("overlap") == "iteration":
         with pytest.raises(
-            RuntimeError, match=r"2 of these parameters \(blocks.0.* are also of another offloaded .* remove_offload"
+            RuntimeError, match=r"2 of the parameters \(blocks.0.* are also of another offloaded .* remove_offload"
         ):
             attach(loop.second, model=loop.model, policy=policy_of({}))
         assert same(plain.train(2, first=2), loop.train(2, first=2))

@@ -6,7 +6,7 @@ _FILES = resources.files(__package__)
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the presets."""
+    """Return the names of the presets."""
     return tuple(sorted(file.name.removesuffix(".toml") for file in _FILES.iterdir() if file.name.endswith(".toml")))
 
 
@@ -16,5 +16,5 @@ def preset_text(name: str) -> str:
 
 
 def preset_lines() -> dict[str, str]:
-    """Return what each preset is for, by name: the first line of its file."""
+    """Return the first line of each preset's file, its purpose, by name."""
     return {name: preset_text(name).partition("\n")[0].removeprefix("# ") for name in preset_names()}

@@ -78,9 +78,7 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
     assert split.stdout.splitlines()[-1].startswith("split: 1 tensor and 1 state tensor split, 192 bytes of ")
     tool.shown("merge", "split", "merged", "--rules", "rules.toml", cwd=tmp_path)
     tool.assert_same(tmp_path / "merged", fused)
-    assert all(
-        len(chunks) == 1 for chunks in tool.chunks_of(tmp_path / "merged").values()
-    )  # of parts beside each other
+    assert all(len(chunks) == 1 for chunks in tool.chunks_of(tmp_path / "merged").values())  # of adjacent parts
     assert saves.contents(fused).items() >= before.items()
     assert tool.names(tmp_path) == ["fused", "merged", "rules.toml", "split"]
     dcp_to_torch_save(tmp_path / "split", tmp_path / "split.pt")
@@ -174,7 +172,7 @@ split @fused @new                             | no rules; give --preset NAME or 
 split @towers @new | presets that match its keys: gpt-oss, hf-experts-transposed, hf-gate-up, megatron-swiglu
 merge @towers @new                            | has no split_record.json; give --preset NAME or --rules FILE: pre
 merge @towers @new                            | presets that match its keys: hf-qkv, hf-query-key-value
-split @apart @new --preset megatron-swiglu    | , but parts of these: they are split already. Look at the keys
+split @apart @new --preset megatron-swiglu    | , but their parts: they are split already. Look at the keys
 split @saved @new --preset megatron-swiglu    | take out what is not there; no preset matches its keys (gpt-oss
 split @fused @new --preset nothing            | no preset 'nothing'; there are
 split @fused @new --rules @none               | none: No such file
@@ -306,7 +304,7 @@ def test_two_at_the_same_place_and_a_folder_of_somebody_else(fused: Path, tmp_pa
     shutil.rmtree(partial)
     partial.mkdir()
     (partial / "thesis.tex").write_text("")
-    tool.assert_one_line(tool.run(*command), "is there, and not of these tools")
+    tool.assert_one_line(tool.run(*command), "exists, and was not made by this program")
     assert tool.names(partial) == ["thesis.tex"]
     (partial / "thesis.tex").unlink()
     tool.shown(*command)

@@ -223,5 +223,5 @@ def test_parts_of_tensors_as_ranks_have_written_them(tmp_path: Path) -> None:
     (tmp_path / "rows" / "shard-00002-model-00001-of-00001.safetensors").unlink()
     found = tool.as_json("verify", tmp_path / "rows", code=1)
     assert {"where": "tiny", "text": "2 of 4 elements are in no chunk"} in found["problems"]
-    assert "if the last ones are missing, nobody can tell" in found["notes"][0]
+    assert "if the last ones are missing, this cannot be detected" in found["notes"][0]
     assert tool.as_json("inspect", tmp_path / "rows")["notes"] == found["notes"]
