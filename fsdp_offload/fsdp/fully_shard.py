@@ -196,7 +196,7 @@ class ShardingGroup:
             if not group.is_unsharded and group._all_gather_result is None:
                 stream: torch.Stream | None = None
                 if hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # not before the first forward
-                    stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+                    stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
                 _reach(group, "before_gather", stream)
                 if not self._is_alone and not group.is_sharded_post_forward:
                     return self._reading(stream, lambda: unshard(async_op))
