@@ -24,8 +24,8 @@ def test_the_line_of_readme_is_answered_with_a_policy_that_fits() -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("fsdp-offload plan ")]
     result = CliRunner().invoke(app, shlex.split(line, comments=True)[2:])
     assert result.exit_code == 0
-    assert "\nBest: forward, " in result.stdout
-    assert result.stdout.rstrip().endswith('policy=OffloadPolicy(overlap="forward"))')
+    assert "\nBest: forward" in result.stdout
+    assert 'policy=OffloadPolicy(overlap="forward"' in result.stdout.splitlines()[-1]
 
 
 def test_the_answer_is_one_screen_and_the_legend_is_asked_for(small: Path) -> None:
