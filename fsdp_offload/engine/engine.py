@@ -740,8 +740,9 @@ class Engine:
         """
         if self.core.is_foreign and self.lending.is_read_here():
             raise RuntimeError(
-                "the thread that writes an asynchronous save looks at the optimizer or its parameters, and what it "
-                "looks at may wait for the end of that save. It has all of them in the state dict that it was given."
+                "the thread that writes an asynchronous save looks at the optimizer or its parameters, or one within a "
+                "loop over weights(model), and what it looks at may wait for the end of that save or loop. It has all "
+                "of them in the state dict that it was given, or gets them in the loop."
             )
         return self.core.between_steps()
 

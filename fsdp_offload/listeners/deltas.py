@@ -44,14 +44,14 @@ class WeightDelta(NamedTuple):
 
     Attributes:
         name: of the parameter, as state dicts have it.
-        index: int64, on the host: where each element is in the flat whole parameter, not in this rank's shard.
+        indices: int64, on the host: where each element is in the flat whole parameter, not in this rank's shard.
         values: on the host, in the dtype in which forwards use the parameter.
-        dense: ``index`` is all of this rank's shard, or of a part of it: somebody else has written the parameter, or
+        dense: ``indices`` are all of this rank's shard, or of a part of it: somebody else has written the parameter, or
             more than a quarter of the shard has changed.
     """
 
     name: str
-    index: Tensor
+    indices: Tensor
     values: Tensor
     dense: bool
 
@@ -84,6 +84,7 @@ class Batch:
 
     @property
     def numels(self) -> list[int]:
+        """Elements of each."""
         return [flat.numel() for flat in self.flats]
 
 
@@ -269,8 +270,8 @@ class WeightDeltas:
                 continue
             for start in range(0, len(values), _DENSE_NUMEL):
                 some = values[start : start + _DENSE_NUMEL]
-                index = global_index(part, torch.arange(start, start + len(some)))
-                yield WeightDelta(name, index, some, dense=True)
+                indices = global_index(part, torch.arange(start, start + len(some)))
+                yield WeightDelta(name, indices, some, dense=True)
 
     def _measure(self, engine: Engine) -> dict[Tensor, dict[int, tuple[int, Sums]]]:
         """Sum all shards as they are now, behind all updates."""
@@ -364,14 +365,14 @@ def global_index(part: ShardChunks, at: Tensor) -> Tensor:
 
 @tells("weight_deltas(optimizer)")
 def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
-    """Record, from now on, which weights each step changes; iterate over the result for the changes since the last time.
+    """Record which weights each step changes; iterate over the result for what has changed since the last time.
 
     ::
 
         deltas = weight_deltas(optimizer)      # the engine has the weights of this moment
         ...                                    # any number of steps
-        for name, index, values, dense in deltas:
-            send(name, index, values)          # whole[name].view(-1)[index] = values
+        for name, indices, values, dense in deltas:
+            send(name, indices, values)        # whole[name].view(-1)[indices] = values
 
     Weights are compared as they are used: in ``MixedPrecisionPolicy.param_dtype``, else in the parameter's dtype. Each
     rank hands out what has changed in its own shards, replicas the same. No collective. What has changed and changed
@@ -387,7 +388,9 @@ def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
     found = optimizers_in(optimizer, "weight_deltas")
     attachment = attachment_of(found[0])
     if len(found) > 1 or attachment is None:
-        problem = f"holds {len(found)} optimizers; give one at a time" if len(found) > 1 else f"is not offloaded; {IF_NOT}"
+        problem = (
+            f"holds {len(found)} optimizers; give one at a time" if len(found) > 1 else f"is not offloaded; {IF_NOT}"
+        )
         raise RuntimeError(f"weight_deltas: this {type(found[0]).__name__} {problem}.")
     engine, model = attachment.engine, None if attachment.model is None else attachment.model()
     params = params_of(found[0])

@@ -34,6 +34,7 @@ class Sums(NamedTuple):
 
 
 def rows_of(numel: int) -> int:
+    """Count the rows that ``numel`` elements fill, the last one perhaps in part."""
     return -(-numel // ROW)
 
 
@@ -95,7 +96,7 @@ def differing(old: Tensor, new: Tensor) -> Tensor:
 
 def count(bits: Tensor) -> int:
     """Count the bits that are 1."""
-    return int(_SET_BITS[bits.long()].sum()) if bits.numel() else 0
+    return int(_SET_BITS[bits[bits.nonzero().squeeze(1)].int()].sum())
 
 
 def positions(bits: Tensor) -> Tensor:

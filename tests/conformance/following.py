@@ -55,14 +55,14 @@ class Followed(oracle.Loop):
         """Apply what has changed, and compare."""
         engine: Any = engine_of(self.optimizer)
         is_next, self.at_last = engine.core.steps == self.at_last + 1, engine.core.steps
-        for name, index, values, dense in self.deltas:
-            seen["dense" if dense else "sparse"] += len(index)
+        for name, indices, values, dense in self.deltas:
+            seen["dense" if dense else "sparse"] += len(indices)
             flat = self.copies[name].view(-1)
             assert values.dtype == flat.dtype
             if is_next and not dense:  # nothing that has not changed
-                assert not (_bits(flat[index]) == _bits(values)).any(), name
-            assert len(index.unique()) == len(index)
-            flat[index] = values
+                assert not (_bits(flat[indices]) == _bits(values)).any(), name
+            assert len(indices.unique()) == len(indices)
+            flat[indices] = values
         for name, param in self.names.items():
             for chunk, now in self.parts(param):
                 differ = _bits(chunk.in_global(self.copies[name])) != _bits(now)

@@ -37,5 +37,9 @@ def test_any_program(examples: int) -> None:
         with followed(3e-4) as habits:
             assert not compare(case, CPU, habits), str(case)
 
+    before = seen.copy()
     check()
-    print(dict(seen))
+    of_kind = seen - before
+    assert of_kind["sparse"] > of_kind["elements"] / 10
+    assert of_kind["dense"] > 0
+    assert of_kind["taken back"] > 0
