@@ -21,6 +21,8 @@ _WORD = 1 << 64
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
+_SPREADS = 0x2545F4914F6CDD1D
+
 
 class Sums(NamedTuple):
     """Sums of the rows of a piece, and of these times their numbers. Equal sums: nobody has changed the piece."""
@@ -64,8 +66,9 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
 
     The numbers are those among all ``rows``: :func:`read_sums` counts them from each part's own first row.
     """
-    words = rows.view(torch.int64)
-    of_row = (words * _multipliers(words.shape[1], rows.device)).sum(1)
+    mixed = rows.view(torch.int64) * _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
+    mixed ^= (mixed >> 32) & 0xFFFFFFFF  # else the highest bits of words, the signs of some elements, would cancel out
+    of_row = (mixed * _SPREADS).sum(1)
     numbered = of_row * torch.arange(len(of_row), device=rows.device)
     totals = torch.stack((of_row, numbered), 1).cumsum(0)
     ends = itertools.accumulate(map(rows_of, numels))

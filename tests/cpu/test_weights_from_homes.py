@@ -16,10 +16,12 @@ from tests.parity import local
 
 SPARE = {"spare": 1 << 20, "no spare": 0}
 EVERY_SPARE = pytest.mark.parametrize("snapshot_bytes", SPARE.values(), ids=SPARE)
+STREAMED: dict[str, Any] = {"bucket_bytes": 1024, "passing": 2048}
+"""So little of the device that no parameters stay there."""
 
 
 def small() -> Net:
-    return Net(8, 2)
+    return Net(16, 2)
 
 
 def weights_of(loop: Loop) -> dict[str, Tensor]:
@@ -42,7 +44,7 @@ def test_each_set_is_that_of_one_step(mesh: DeviceMesh, fields: dict[str, Any], 
     for step in range(200):
         plain.train(1, first=step)
         steps.append(weights_of(plain))
-    loop = Loop(mesh, adamw, on_host(fields, snapshot_bytes=snapshot_bytes), net=small)
+    loop = Loop(mesh, adamw, on_host(fields, snapshot_bytes=snapshot_bytes, **STREAMED), net=small)
     sets: list[dict[str, Tensor]] = []
     errors: list[BaseException] = []
     ended = threading.Event()
@@ -65,7 +67,9 @@ def test_each_set_is_that_of_one_step(mesh: DeviceMesh, fields: dict[str, Any], 
     found = [[number for number, one in enumerate(steps) if same(one, got)] for got in sets]
     assert all(found), f"{found.count([])} of {len(found)} sets are those of no step"
     assert sum(0 < one[0] < 200 for one in found) > 1, "none was read while it trained"
-    assert len(engine_of(loop.optimizer).lending.readers) < 5
+    engine = engine_of(loop.optimizer)
+    assert len(engine.lending.readers) < 5
+    assert not any(item.kept for item in engine.weights.items.values())
 
 
 def test_it_reads_neither_the_device_nor_a_gathered_parameter(mesh: DeviceMesh) -> None:
@@ -98,7 +102,7 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
         write()
     with pytest.raises(TypeError, match=r"Write weights\(model\)|expected a torch.nn.Module"):
         weights(loop.optimizer)  # type: ignore[arg-type]
-    loop = Loop(mesh, adamw, on_host({"overlap": "forward"}), net=small).train(2)
+    loop = Loop(mesh, adamw, on_host({"overlap": "forward"})).train(2)
 
     def train() -> None:
         for _ in weights(loop.model):
