@@ -25,7 +25,7 @@ from ..checkpoint.chunks import chunks_of, flat_index
 from ..device.lanes import Mark
 from ..engine.engine import Engine
 from ..engine.homes import home_of
-from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, local_shard
+from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, local_shard, unseen
 from ..fsdp.fully_shard import dtypes_in_use, parameter_names
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
@@ -97,14 +97,14 @@ class _Step:
         self._records: list[tuple[Batch, Tensor, Tensor]] = []
 
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be watched
+        with unseen():  # parameters may be watched
             locals_ = [(one, local_shard(one.param).detach()) for one in ranges if not has_inner_tensors(one.param)]
             cut = [self._recorder.cut(one.shard.param, one.start, flat.reshape(-1)) for one, flat in locals_]
             batches = _batches([*itertools.chain.from_iterable(cut)])
             before = [batch.rows() for batch in batches]
         run()
         for batch in batches:
-            with torch._C.DisableTorchFunctionSubclass():
+            with unseen():
                 self._compare(batch, before.pop(0), batch.rows())
 
     def _compare(self, batch: Batch, before: Tensor, after: Tensor) -> None:
@@ -254,7 +254,7 @@ class WeightDeltas:
             for shard, one in zip(home.shards, home.packed.ranges, strict=True):
                 ranges[shard.param].append((one.start, one.stop))
         measured: dict[Tensor, tuple[list[Piece], dict[int, tuple[int, Sums]]]] = {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with unseen():
             for param in params:
                 flat = _flat(engine, param)
                 cuts = [cut(param, start, flat[start:stop]) for start, stop in ranges.get(param) or [(0, len(flat))]]

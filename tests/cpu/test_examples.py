@@ -43,9 +43,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "megatron_style_loop": ("--compare", "--steps", "3", "--width", "32", "--layers", "2"),
     "resume_other_world_size": ("--ranks", "2", "--resume-ranks", "1"),
     "rl_sleep": ("--width", "32", "--layers", "2"),
+    "send_deltas": ("--steps", "3", "--width", "32", "--layers", "2"),
     "te_fused_adam": ("--help",),  # is for GPUs
     "train_bigger_than_the_gpu": ("--width", "32", "--steps", "2"),
     "train_gpt": (*SMALL, "--steps", "2"),
+    "weights_while_training": ("--steps", "5", "--width", "32"),
     "with_accelerate": (*FEW, "--width", "64"),
     "with_lightning": FEW,
     "with_megatron_fsdp": ("--help",),
