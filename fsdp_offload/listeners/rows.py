@@ -21,7 +21,7 @@ _WORD = 1 << 64
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
-_SPREADS = 0x2545F4914F6CDD1D
+_LOWER = 0xFFFFFFFF
 
 
 class Sums(NamedTuple):
@@ -58,7 +58,8 @@ def gather(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _multipliers(words: int, device: torch.device) -> Tensor:
     drawn = random.Random(0)
-    return torch.tensor([drawn.getrandbits(63) | 1 for _ in range(words)], dtype=torch.int64).to(device)
+    numbers = [[drawn.getrandbits(63) | 1 for _ in range(words)] for _ in range(2)]
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
@@ -66,9 +67,13 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
 
     The numbers are those among all ``rows``: :func:`read_sums` counts them from each part's own first row.
     """
-    mixed = rows.view(torch.int64) * _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
-    mixed ^= (mixed >> 32) & 0xFFFFFFFF  # else the highest bits of words, the signs of some elements, would cancel out
-    of_row = (mixed * _SPREADS).sum(1)
+    # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
+    first, second = _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
+    mixed = rows.view(torch.int64) * first
+    mixed ^= (mixed >> 32) & _LOWER
+    mixed *= second
+    mixed ^= (mixed >> 32) & _LOWER
+    of_row = mixed.sum(1)
     numbered = of_row * torch.arange(len(of_row), device=rows.device)
     totals = torch.stack((of_row, numbered), 1).cumsum(0)
     ends = itertools.accumulate(map(rows_of, numels))

@@ -25,8 +25,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case).replace(" ", "-"))
 def test_deltas_are_what_has_changed(case: Case) -> None:
+    before = seen.copy()
     with followed(3e-4) as habits:
         assert not compare(case, CPU, habits)
+    assert (seen - before)["sparse"]
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.long)])
