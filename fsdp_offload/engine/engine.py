@@ -279,12 +279,12 @@ class Engine:
             self._note_failure(error, wanted)
             raise
         step.commit()
-        for heard in step.heard:
-            heard.committed([*core.updated.values()])
         try:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
+        for heard in step.heard:
+            heard.committed([*core.updated.values()])
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:

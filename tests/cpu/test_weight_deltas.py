@@ -174,7 +174,7 @@ def test_while_the_model_sleeps(mesh: DeviceMesh) -> None:
     assert list(deltas) == []
 
 
-def test_what_it_refuses(mesh: DeviceMesh) -> None:
+def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(mesh, slow, None, net=half)
     with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
         weight_deltas(loop.optimizer)
@@ -189,6 +189,9 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
     whole = Loop(mesh, lambda params: Unlisted(params, lr=0.01), policy_of({}))
     with pytest.raises(ValueError, match="Unlisted moves as a whole"):
         weight_deltas(whole.optimizer)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="from which forwards compute weights"):
+        patch.setattr("fsdp_offload.listeners.deltas.has_inner_tensors", lambda param: True)
+        weight_deltas(Loop(mesh, slow, policy_of({}), net=half).optimizer)
     early = Loop(mesh, slow, policy_of({"overlap": "iteration"}), net=half).train(3)
     deltas = weight_deltas(early.optimizer)
     early.backward(3)
@@ -201,3 +204,16 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
 
 class Unlisted(torch.optim.SGD):
     """Is not in the table."""
+
+
+def test_parameters_that_come_later(mesh: DeviceMesh) -> None:
+    """Of the model: they are followed from the beginning. Of no model: their names are not known."""
+    loop = Loop(mesh, lambda params: slow(params[::2]), policy_of({}), net=half)
+    deltas = weight_deltas(loop.optimizer)
+    loop.optimizer.add_param_group({"params": loop.params[1::2]})
+    list(deltas)
+    loop.train(1)
+    assert set(by_name(deltas)) == {name for name, _ in loop.model.named_parameters()}
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    with pytest.raises(RuntimeError, match="which its model did not have when weight_deltas was called"):
+        list(deltas)

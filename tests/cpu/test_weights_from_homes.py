@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import offload_states, release_states
+from fsdp_offload import offload_model, offload_states, release_states, reload_model
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.listeners import weights
 from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, on_host
-from tests.parity import local
+from tests.parity import attach, local
 
 SPARE = {"spare": 1 << 20, "no spare": 0}
 EVERY_SPARE = pytest.mark.parametrize("snapshot_bytes", SPARE.values(), ids=SPARE)
@@ -83,6 +83,10 @@ def test_it_reads_neither_the_device_nor_a_gathered_parameter(mesh: DeviceMesh) 
     with torch.no_grad():
         loop.model(loop.batch(0))  # leaves the root gathered
     assert same(copied(loop), expected)
+    offload_model(loop.model)
+    assert same(copied(loop), expected)
+    reload_model(loop.model)
+    loop.train(1, first=2)
 
 
 def test_what_it_refuses(mesh: DeviceMesh) -> None:
@@ -128,3 +132,22 @@ def test_two_optimizers_are_read_in_the_thread_that_trains(mesh: DeviceMesh) -> 
     loop = Loop(mesh, lambda params: adamw(params[::2]), on_host({}), net=small)
     with pytest.raises(ValueError, match="has no home on the host"):
         weights(loop.model)
+    other = attach(adamw(loop.params[1::2]), model=loop.model, policy=on_host({}))
+    for step in range(2):
+        loop.backward(step)
+        loop.step()
+        other.step()
+        other.zero_grad()
+    assert same(copied(loop), weights_of(loop))
+    errors: list[RuntimeError] = []
+
+    def read() -> None:
+        try:
+            copied(loop)
+        except RuntimeError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join()
+    assert "2 optimizers train this model" in str(errors)
