@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """Pieces that are used in one dtype and compared in one go: ``PIECE_NUMEL`` elements, or a few more."""
+    """Pieces that are used in one dtype and compared in one go: at most ``PIECE_NUMEL`` elements."""
 
     pieces: list[Piece] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ def _batches(pieces: Sequence[Piece]) -> list[Batch]:
     made: defaultdict[object, list[Batch]] = defaultdict(list)
     for piece in pieces:
         alike = made[piece.dtype, piece.flat.device]
-        if not alike or sum(alike[-1].numels) >= PIECE_NUMEL:
+        if not alike or sum(alike[-1].numels) + piece.flat.numel() > PIECE_NUMEL:
             alike.append(Batch())
         alike[-1].pieces.append(piece)
         alike[-1].numels.append(piece.flat.numel())

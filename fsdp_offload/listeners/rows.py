@@ -15,13 +15,11 @@ from torch import Tensor
 
 ROW = 64
 PIECE_NUMEL = 1 << 25
-"""The most elements that are compared at once: what that takes beside the copy is 5 bytes for each, of bf16."""
+"""The most elements that are compared at once; of bf16, that takes 6 bytes for each, beside the copy."""
 
 _WORD = 1 << 64
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
-
-_LOWER = 0xFFFFFFFF
 
 
 class Sums(NamedTuple):
@@ -62,6 +60,12 @@ def _multipliers(words: int, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
+def _fold(words: Tensor) -> None:
+    upper = words >> 32
+    upper &= 0xFFFFFFFF
+    words ^= upper
+
+
 def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
     """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, rows numbered from the first.
 
@@ -70,9 +74,9 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
     # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
     first, second = _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
     mixed = rows.view(torch.int64) * first
-    mixed ^= (mixed >> 32) & _LOWER
+    _fold(mixed)
     mixed *= second
-    mixed ^= (mixed >> 32) & _LOWER
+    _fold(mixed)
     of_row = mixed.sum(1)
     numbered = of_row * torch.arange(len(of_row), device=rows.device)
     totals = torch.stack((of_row, numbered), 1).cumsum(0)

@@ -89,6 +89,12 @@ def test_scripts(name: str, tmp_path: Path) -> None:
     assert all(output.count(said) >= max(1, ranks) for said in SAID.get(name, ()))
 
 
+@pytest.mark.parametrize("name", ["send_deltas", "weights_while_training"])
+def test_weights_are_sent(name: str) -> None:
+    output = run(name, *SCRIPTS[name])
+    assert "the engine has the trainer's weights" in output or "; 0 of them are those of no step" in output
+
+
 @pytest.mark.long
 @pytest.mark.distributed
 def test_offloaded_and_resumed_training_has_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
