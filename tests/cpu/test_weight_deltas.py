@@ -219,3 +219,28 @@ def test_parameters_that_come_later(mesh: DeviceMesh) -> None:
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
     with pytest.raises(RuntimeError, match="which its model did not have when weight_deltas was called"):
         list(deltas)
+
+
+def test_two_optimizers_hand_out_their_own(mesh: DeviceMesh) -> None:
+    """Matrices by Muon, which sees whole parameters, and the others by Adam."""
+    loop = Loop(mesh, lambda params: slow([one for one in params if one.dim() != 2]), policy_of({}), net=half)
+    matrices = torch.optim.Muon([one for one in loop.params if one.dim() == 2], lr=1e-4, ns_steps=1)
+    attach(matrices, model=loop.model, policy=policy_of({}))
+    both = [weight_deltas(loop.optimizer), weight_deltas(matrices)]
+    names = [{name for name, one in loop.model.named_parameters() if (one.dim() == 2) == of} for of in (False, True)]
+    for step in range(4):
+        before = bits_of(loop)
+        loop.backward(step)
+        matrices.step()
+        loop.step()
+        matrices.zero_grad()
+        if step == 2:
+            continue  # two steps in between
+        for deltas, own in zip(both, names, strict=True):
+            found = by_name(deltas)
+            assert set(found) <= own
+            for name, parts in found.items():
+                for part in parts:
+                    before[name][part.indices] = part.values.view(torch.int16)
+        after = bits_of(loop)
+        assert all(torch.equal(before[name], after[name]) for name in before)
