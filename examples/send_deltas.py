@@ -11,10 +11,12 @@ means that it has the weights of the trainer, bit by bit. Runs on GPUs, or on th
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,23 +41,38 @@ def send(deltas: Iterable[WeightDelta]) -> list[list[WeightDelta]]:
     return found or []
 
 
-@torch.no_grad()
-def receive(engine: nn.Module, received: Sequence[Sequence[WeightDelta]]) -> int:
-    """Write the deltas into the engine's weights, in place; returns how many there were."""
-    params = dict(engine.named_parameters())
-    for of_rank in received:
-        for name, indices, values, _ in of_rank:
-            params[name].view(-1)[indices] = values
-    return sum(len(delta.indices) for of_rank in received for delta in of_rank)
+@dataclasses.dataclass
+class Patch:
+    """What vLLM's ``SparseWeightPatch`` has, in whose place it stands: its numbers are int32, of a whole tensor.
 
-
-def as_patches(deltas: Iterable[WeightDelta], patch: Any) -> Iterable[Any]:
-    """Deltas as vLLM's sparse weight transfer takes them: ``patch`` is its ``SparseWeightPatch``.
-
-    It applies patches by the names of its own parameters: map fused and renamed ones first.
+    Since patches are by names of the checkpoint, vLLM's has ``full_shape``. Before that, names were those of its own
+    parameters, of which some are fused.
     """
-    for name, indices, values, _ in deltas:
-        yield patch(name=name, indices=indices, values=values)
+
+    name: str
+    indices: Tensor
+    values: Tensor
+    full_shape: tuple[int, ...]
+
+
+def as_patches(received: Sequence[Sequence[WeightDelta]], shapes: dict[str, tuple[int, ...]]) -> Iterator[Patch]:
+    """Put the deltas of all ranks together, one patch for each parameter. Of replicas, give one."""
+    of_name: dict[str, list[WeightDelta]] = {}
+    for delta in itertools.chain.from_iterable(received):
+        of_name.setdefault(delta.name, []).append(delta)
+    for name, deltas in of_name.items():
+        indices = torch.cat([delta.indices for delta in deltas]).to(torch.int32)
+        yield Patch(name, indices, torch.cat([delta.values for delta in deltas]), shapes[name])
+
+
+@torch.no_grad()
+def receive(engine: nn.Module, patches: Iterable[Patch]) -> int:
+    """Write patches into the engine's weights, in place; returns how many weights there were."""
+    params, count = dict(engine.named_parameters()), 0
+    for patch in patches:
+        params[patch.name].view(-1)[patch.indices] = patch.values
+        count += len(patch.indices)
+    return count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,13 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     offload_optimizer(optimizer, model=model, policy=OffloadPolicy(overlap="forward"))
     deltas = weight_deltas(optimizer)  # the engine has the weights of this moment
 
+    shapes = {name: tuple(param.shape) for name, param in engine.named_parameters()}
     total, differ = sum(param.numel() for param in engine.parameters()), 0
     for step in range(args.steps):
         loss: Tensor = model(torch.randn(8, args.width, device=device, dtype=torch.bfloat16)).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        changed = receive(engine, send(deltas))
+        changed = receive(engine, as_patches(send(deltas), shapes))
         if dist.get_rank() == 0:
             print(f"step {step}: {changed} of {total} weights sent ({changed / total:.2%})")
     for (_, own), other in zip(engine.named_parameters(), model.parameters(), strict=True):

@@ -25,7 +25,7 @@ from fsdp_offload.listeners import weights
 
 
 class Homes:
-    """A model's weights as vLLM's ``WeightSource`` and verl's ``send_weights`` take them: (name, whole tensor).
+    """Weights in the form of vLLM's ``WeightSource``, which verl's ``send_weights`` takes, too: (name, whole tensor).
 
     For one rank, whose shards are whole. With several, send each rank's ``tensor.to_local()``, or gather them.
     """
