@@ -30,7 +30,7 @@ from ..fsdp.fully_shard import dtypes_in_use, parameter_names
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
 from ..state.layout import params_of
-from .rows import PIECE_NUMEL, Sums, count, differing, gather, positions, read_sums, rows_of, sums
+from .rows import PIECE_NUMEL, Sums, count, differing, gather, positions, read_sums, room_for, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
 """The changed share of a shard above which all of it is handed out."""
@@ -73,9 +73,13 @@ class Batch:
     pieces: list[Piece] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
 
-    def rows(self) -> Tensor:
-        """Copy them as they are now, in the current stream."""
-        return gather([piece.flat for piece in self.pieces], self.pieces[0].dtype)
+    def room(self, copies: int) -> Tensor:
+        """Take memory for copies of them."""
+        return room_for(self.numels, self.pieces[0].flat, self.pieces[0].dtype, copies)
+
+    def copy(self, rows: Tensor) -> Tensor:
+        """Copy them into ``rows`` as they are now, in the current stream."""
+        return gather([piece.flat for piece in self.pieces], rows)
 
 
 def _batches(pieces: Sequence[Piece]) -> list[Batch]:
@@ -100,17 +104,18 @@ class _Step:
         with unseen():  # parameters may be watched
             locals_ = [(one, local_shard(one.param).detach()) for one in ranges if not has_inner_tensors(one.param)]
             cut = [self._recorder.cut(one.shard.param, one.start, flat.reshape(-1)) for one, flat in locals_]
-            batches = _batches([*itertools.chain.from_iterable(cut)])
-            before = [batch.rows() for batch in batches]
+            batches = [(batch, batch.room(2)) for batch in _batches([*itertools.chain.from_iterable(cut)])]
+            for batch, (before, _) in batches:
+                batch.copy(before)
         run()
-        for batch in batches:
+        while batches:
             with unseen():
-                self._compare(batch, before.pop(0), batch.rows())
+                self._compare(*batches.pop(0))
 
-    def _compare(self, batch: Batch, before: Tensor, after: Tensor) -> None:
-        both = torch.stack([sums(rows, batch.numels) for rows in (before, after)])
-        found = [differing(before, after), both]
-        pin = before.device.type != "cpu" and self._recorder.pins
+    def _compare(self, batch: Batch, both: Tensor) -> None:
+        batch.copy(both[1])
+        found = [differing(both[0], both[1]), sums(both.flatten(0, 1), 2 * batch.numels)]
+        pin = both.device.type != "cpu" and self._recorder.pins
         homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
         torch._foreach_copy_(homes, found, non_blocking=True)
         batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # places go to others
@@ -170,9 +175,9 @@ class _Recorder:
             mark.synchronize()  # R3, on the host
         records, self._records, self._marks = self._records, [], ()
         for batch, bits, both in records:
-            old, new = (read_sums(one, batch.numels) for one in both)
+            found, number = read_sums(both, 2 * batch.numels), len(batch.numels)  # before the update, and behind it
             parts = bits.split([8 * rows_of(numel) for numel in batch.numels])
-            for piece, part, *its_sums in zip(batch.pieces, parts, old, new, strict=True):
+            for piece, part, *its_sums in zip(batch.pieces, parts, found[:number], found[number:], strict=True):
                 self.shards.setdefault(piece.param, _Shard({})).add(piece, part, *its_sums)
 
 
@@ -260,7 +265,8 @@ class WeightDeltas:
                 cuts = [cut(param, start, flat[start:stop]) for start, stop in ranges.get(param) or [(0, len(flat))]]
                 measured[param] = [*itertools.chain.from_iterable(cuts)], {}
             for batch in _batches([piece for pieces, _ in measured.values() for piece in pieces]):
-                found = read_sums(sums(batch.rows(), batch.numels).cpu(), batch.numels)
+                rows = batch.copy(batch.room(1)[0])
+                found = read_sums(sums(rows, batch.numels).cpu(), batch.numels)
                 for piece, its_sums in zip(batch.pieces, found, strict=True):
                     measured[piece.param][1][piece.start] = piece.stop, its_sums
         return measured
