@@ -38,7 +38,7 @@ class Followed(oracle.Loop):
         self.copies: dict[str, Tensor] = {}
         self.at_last = 0
         for name, param in self.names.items():
-            self.copies[name] = torch.zeros(param.shape, dtype=self.used(param), device=self.device)
+            self.copies[name] = torch.zeros(param.shape, dtype=self.used(param))
             for chunk, now in self.parts(param):
                 chunk.in_global(self.copies[name]).copy_(now)
 
@@ -46,7 +46,7 @@ class Followed(oracle.Loop):
         return torch.bfloat16 if self.case.dtype == "mixed" else param.dtype
 
     def parts(self, param: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        now = local(param.detach()).to(self.used(param)).contiguous()
+        now = local(param.detach()).to("cpu", self.used(param)).contiguous()
         for chunk in chunks_of(param).chunks:
             if chunk.numel:
                 yield chunk, chunk.in_local(now)
