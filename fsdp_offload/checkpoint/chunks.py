@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -189,6 +190,24 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
             return None
         begin, end = (begin if end else first), first + length
     return begin, end
+
+
+def flat_index(part: ShardChunks, at: Tensor) -> Tensor:
+    """Return where elements ``at`` of the local buffer, by their numbers there, are in the flat global tensor."""
+    strides, own = contiguous_strides(part.global_shape), contiguous_strides(part.local_shape)
+    is_grid, found = len(part.local_shape) == len(part.global_shape), torch.empty_like(at)
+    for chunk in filter(lambda chunk: chunk.numel, part.chunks):
+        begin, numbers = chunk.local_start, torch.zeros_like(at)
+        inside = torch.ones_like(at, dtype=torch.bool) if is_grid else (at >= begin) & (at < begin + chunk.numel)
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            if is_grid:  # of rectangles beside each other, in a buffer that has all of their dimensions
+                within = at // own[dim] % part.local_shape[dim] - begin // own[dim] % part.local_shape[dim]
+                inside &= (within >= 0) & (within < size)
+            else:  # of stretches that follow each other
+                within = (at - begin) // chunk.local_strides[dim] % size
+            numbers += (within + offset) * strides[dim]
+        found = torch.where(inside, numbers, found)
+    return found
 
 
 def _part_of(source: Tensor | Sequence[int]) -> ShardChunks:

@@ -79,6 +79,7 @@ class Engine:
         plan: shards, homes and buckets.
         groups: the param groups for which it was made.
         lending: who reads which homes.
+        contents: what all its steps are about, and who listens to them.
         core: the loop.
         guesses: gradients with which the backward has updated, and whether these updates are guesses.
         weights: those that live on the host.
@@ -107,8 +108,8 @@ class Engine:
         self.weights = Weights(self.lending)
         self.plan.streamed = self.weights.parts.keys()
         self.groups = ParamGroups(self.layouts, self.plan)
-        self._contents = Contents(cls, self.layouts, self.plan, self.groups, self.lending, self.weights, host)
-        self.guesses = Guesses(self.core, self._contents, names)
+        self.contents = Contents(cls, self.layouts, self.plan, self.groups, self.lending, self.weights, host)
+        self.guesses = Guesses(self.core, self.contents, names)
         if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
@@ -262,7 +263,7 @@ class Engine:
         try:
             if guesses.step is None:
                 guesses.ahead.is_guess = False  # the backward may have chosen to guess, and begun nothing
-                core.updates = Step(self._contents, optimizer, states, kwargs)
+                core.updates = Step(self.contents, optimizer, states, kwargs)
             step = guesses.step
             assert step is not None
             step.leave_out(ended)
@@ -282,6 +283,8 @@ class Engine:
             repeats = core.end()
         finally:  # whatever interrupts it, all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
+        for heard in step.heard:
+            heard.committed([*core.updated.values()])
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
@@ -387,7 +390,7 @@ class Engine:
                 stacklevel=2,
             )
         new = dict.fromkeys([param for bucket in core.done.keys() - before for param in bucket.params])
-        if new and self.guesses.made and self._contents.writes_gradients:
+        if new and self.guesses.made and self.contents.writes_gradients:
             self.refuse("written gradients")
         if core.frees_gradients:
             self.guesses.spend(new)
@@ -428,7 +431,7 @@ class Engine:
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states, optimizer)
         ahead = self.guesses.ahead
-        return Step(self._contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
+        return Step(self.contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
 
     # Parameters and state of a step -----------------------------------------------------------------------------------
 
@@ -737,8 +740,9 @@ class Engine:
         """
         if self.core.is_foreign and self.lending.is_read_here():
             raise RuntimeError(
-                "the thread that writes an asynchronous save looks at the optimizer or its parameters, and what it "
-                "looks at may wait for the end of that save. It has all of them in the state dict that it was given."
+                "the thread that writes an asynchronous save looks at the optimizer or its parameters, or one within a "
+                "loop over weights(model), and what it looks at may wait for the end of that save or loop. It has all "
+                "of them in the state dict that it was given, or gets them in the loop."
             )
         return self.core.between_steps()
 

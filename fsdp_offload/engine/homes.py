@@ -499,7 +499,7 @@ class Lending:
         homes = list(homes)
         for home in homes:
             home.readers.append(reader)
-        self.readers.append(reader)
+        self.readers = [*(one for one in self.readers if one.is_reading()), reader]
         before = versions_of(homes)
 
         def look() -> None:

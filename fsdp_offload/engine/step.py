@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +34,29 @@ UPDATED_BYTES = 4 * LARGEST_BYTES
 """The most state that one update covers, more than a block of 100 M parameters has: each call costs the host time."""
 
 
+class Heard(Protocol):
+    """What a listener hears of one step. A step that is rolled back, or fails, is dropped without :meth:`committed`."""
+
+    def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
+        """Call ``run``, which updates ``ranges`` in the current stream: their parameters are on the device."""
+
+    def committed(self, updated: Sequence[Mark]) -> None:
+        """The step is complete; its updates have run once the marks ``updated`` have passed."""
+
+
+class Listener(Protocol):
+    """Listens to steps of one optimizer."""
+
+    def begin(self) -> Heard:
+        """A step begins."""
+
+
 @dataclass(eq=False)
 class Contents:
     """Holds what all steps of one optimizer are about, as :class:`Engine` has it. It never refers to the optimizer.
 
     ``writes_gradients``: an update has written the gradients that it was given, so none can be repeated.
+    ``listeners``: of its steps on the device.
     """
 
     cls: type[Optimizer]
@@ -48,6 +67,7 @@ class Contents:
     weights: Weights
     host: HostUpdates | None
     writes_gradients: bool = False
+    listeners: list[Listener] = field(default_factory=list)
 
 
 class Step(Turning):
@@ -57,6 +77,7 @@ class Step(Turning):
         divided: what the buckets of this step share.
         without_state: parameters that had none when the step began.
         used: by bucket, shards whose gradients this step has used.
+        heard: what each listener hears of it.
     """
 
     def __init__(
@@ -75,12 +96,14 @@ class Step(Turning):
         own = None if way_back is None else OwnCounters(states, plan.shards)
         super().__init__(contents.lending, states, own, way_back)
         if layouts.capabilities.joins:
-            self.joined_bytes = UPDATED_BYTES if is_fused else LARGEST_BYTES
+            # A listener may copy the parameters of an update first.
+            self.joined_bytes = UPDATED_BYTES if is_fused and not contents.listeners else LARGEST_BYTES
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
+        self.heard: list[Heard] = contents.listeners and [one.begin() for one in contents.listeners]  # type: ignore[assignment]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Gradients of ``params`` have been used, by a step that did not come to its end."""
@@ -167,7 +190,7 @@ class Step(Turning):
         read = list(self.divided.copies)  # if they were freed now, compute might write there before the update reads
         read += [grad for _, grad in found if grad is not None]
         seen = [each for one, grad in found if not one.is_alias for each in (one.param, grad) if each is not None]
-        shared, states = self.divided, self.states
+        shared, states, heard = self.divided, self.states, self.heard
 
         def job() -> None:
             if isinstance(states, OwnCounters):
@@ -177,7 +200,13 @@ class Step(Turning):
                     one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
                 before = _versions(ranges)
                 with torch.no_grad(), bare(seen) if seen else nullcontext():
-                    update_bucket(shared, ranges, states)
+                    if not heard:
+                        update_bucket(shared, ranges, states)
+                    else:
+                        run = partial(update_bucket, shared, ranges, states)
+                        for one_heard in heard:
+                            run = partial(one_heard.update, ranges, run)
+                        run()
                 self._contents.writes_gradients |= before != _versions(ranges)
             finally:
                 for one in ranges:

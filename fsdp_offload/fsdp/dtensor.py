@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -70,6 +70,11 @@ def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
             (_VERSION(vars(one).get(STAND_IN, one)), _VERSION(LOCAL.__get__(one) if isinstance(one, DTensor) else one))
             for one in tensors
         ]
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within it, functions pass by the classes of tensors that are watched, or live on the host."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:

@@ -46,6 +46,17 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one, recurse=False)
 
 
+def dtypes_in_use(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return, by parameter, the dtype in which forwards have it, where that of ``MixedPrecisionPolicy`` is another."""
+    return {
+        one.sharded_param: dtype
+        for group in _param_groups(model)
+        if (dtype := group.mp_policy.param_dtype) is not None
+        for one in group.fsdp_params
+        if one.sharded_param.is_floating_point()
+    }
+
+
 def uses_cpu_offload_policy(model: nn.Module) -> bool:
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(model))
 

@@ -43,9 +43,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "megatron_style_loop": ("--compare", "--steps", "3", "--width", "32", "--layers", "2"),
     "resume_other_world_size": ("--ranks", "2", "--resume-ranks", "1"),
     "rl_sleep": ("--width", "32", "--layers", "2"),
+    "send_deltas": ("--steps", "3", "--width", "32", "--layers", "2"),
     "te_fused_adam": ("--help",),  # is for GPUs
     "train_bigger_than_the_gpu": ("--width", "32", "--steps", "2"),
     "train_gpt": (*SMALL, "--steps", "2"),
+    "weights_while_training": ("--steps", "5", "--width", "32"),
     "with_accelerate": (*FEW, "--width", "64"),
     "with_lightning": FEW,
     "with_megatron_fsdp": ("--help",),
@@ -85,6 +87,12 @@ def test_scripts(name: str, tmp_path: Path) -> None:
     ranks = 2 if name == "with_torchtitan" else 0
     output = run(name, *(flag.format(folder=tmp_path) for flag in SCRIPTS[name]), ranks=ranks, folder=tmp_path)
     assert all(output.count(said) >= max(1, ranks) for said in SAID.get(name, ()))
+
+
+@pytest.mark.parametrize("name", ["send_deltas", "weights_while_training"])
+def test_weights_are_sent(name: str) -> None:
+    output = run(name, *SCRIPTS[name])
+    assert "the engine has the trainer's weights" in output or "; 0 of them are those of no step" in output
 
 
 @pytest.mark.long

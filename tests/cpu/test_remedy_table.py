@@ -24,6 +24,7 @@ from fsdp_offload import OffloadPolicy, add_masters, is_offloaded, offload_optim
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.checkpoint.shard_tensor import ShardTensor
+from fsdp_offload.listeners import weight_deltas, weights
 from tests.remedies import Script
 
 IGNORED = (
@@ -1113,6 +1114,51 @@ def a_container_of_a_users(_: Path) -> Any:
     return script
 
 
+# Listeners ------------------------------------------------------------------------------------------------------------
+
+
+@remedy("names and dtypes are those of the model, and it is not known. Call offload_optimizer(optimizer, model=model)")
+def deltas_without_a_model(_: Path) -> Any:
+    script = Script()
+    offload_optimizer(script.optimizer)
+    yield lambda: weight_deltas(script.optimizer)
+    remove_offload(script.optimizer)
+    offload_optimizer(script.optimizer, model=script.model)
+    assert list(weight_deltas(script.optimizer)) == []
+    return script
+
+
+@remedy("the CPU updates a part of the weights. Use OffloadPolicy(host_fraction=0)")
+def deltas_of_the_cpu(_: Path) -> Any:
+    script = Script(attach=False).attach(host_fraction=1.0)
+    yield lambda: weight_deltas(script.optimizer)
+    remove_offload(script.optimizer)
+    script.attach(host_fraction=0)
+    assert list(weight_deltas(script.optimizer)) == []
+    return script
+
+
+@remedy("Call weight_deltas(optimizer) again behind offload_optimizer(), and send all weights once")
+def deltas_of_another_offload(_: Path) -> Any:
+    script = Script(attach=True)
+    deltas = weight_deltas(script.optimizer)
+    remove_offload(script.optimizer)
+    yield lambda: list(deltas)
+    script.attach()
+    assert list(weight_deltas(script.optimizer)) == []
+    return script
+
+
+@remedy("Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model)")
+def weights_without_homes(_: Path) -> Any:
+    script = Script(attach=True)
+    yield lambda: weights(script.model)
+    remove_offload(script.optimizer)
+    script.attach(parameters=True)
+    assert len({name: tensor.to_local().clone() for name, tensor in weights(script.model)}) == 3  # type: ignore[attr-defined]
+    return script
+
+
 # The test -------------------------------------------------------------------------------------------------------------
 
 
@@ -1159,6 +1205,19 @@ ELSEWHERE = {
         "To clip nothing, leave it out",
         "the prefix needs {} for the number",
         "offload_policyoffload_metrics",
+    ),
+    "tests/cpu/test_weight_deltas.py": (
+        "optimizers; give one at a time",
+        "moves as a whole, and its own step updates all weights at once",
+        "from which forwards compute weights",
+        "which its model did not have when",
+        "is asleep. Call reload_model(model)",
+    ),
+    "tests/cpu/test_weights_from_homes.py": (
+        "was called for within a loop",
+        "optimizers train this model, and another",
+        "a parameter was written in place during the loop",
+        "of the tensors are still held",
     ),
     "tests/core/test_unreduced_gradients.py": ("the newest version that fsdp_offload was tested",),
     "tests/distributed/test_megatron_fsdp_v2.py": ("its rows are not known",),
@@ -1226,8 +1285,9 @@ ELSEWHERE = {
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """Yield where a sentence of api, checkpoint or integrations is raised, yielded or warned of, and its text."""
-    for file in (file for room in ("api", "checkpoint", "integrations") for file in (PACKAGE / room).glob("*.py")):
+    """Yield where a sentence of these rooms is raised, yielded or warned of, and its text."""
+    rooms = ("api", "checkpoint", "integrations", "listeners")
+    for file in (file for room in rooms for file in (PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             is_warned = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
             if is_warned or isinstance(node, ast.Raise | ast.Yield):

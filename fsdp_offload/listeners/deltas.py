@@ -1,0 +1,345 @@
+"""Exact deltas of weights, out of the updates: no second copy of the weights, and no pass over them on the host.
+
+::
+
+    update of a bucket:  copy its weights as they are used ─▶ the user's step ─▶ a bit for each that differs ─▶ host
+                              └─▶ sums ────────────────────────────────────────────▶ sums ───────────────────▶ host
+    commit:              the bits count; those of a step that is rolled back or fails are dropped
+    iterating:           where sums before an update are not those behind the last one, or are others by now, somebody
+                         else has written, and all elements are handed out
+"""
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..api.wrapped import IF_NOT, attachment_of, optimizers_in
+from ..checkpoint.chunks import chunks_of, flat_index
+from ..device.lanes import Mark
+from ..engine.engine import Engine
+from ..engine.homes import home_of
+from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, local_shard, unseen
+from ..fsdp.fully_shard import dtypes_in_use, parameter_names
+from ..optimizers.bucket_update import BoundRange
+from ..policy import listed, tells
+from ..state.layout import params_of
+from .rows import PIECE_NUMEL, Sums, count, differing, gather, positions, read_sums, room_for, rows_of, sums
+
+DENSE_ABOVE = 1 / 4
+"""The changed share of a shard above which all of it is handed out."""
+
+_DENSE_NUMEL = 1 << 22
+"""Elements in one delta of a shard that is handed out whole."""
+
+
+class WeightDelta(NamedTuple):
+    """Elements of one parameter that have changed, on the host.
+
+    Attributes:
+        name: of the parameter, as state dicts have it.
+        indices: int64: where each element is in the flat whole parameter, not in this rank's shard.
+        values: in the dtype in which forwards use the parameter.
+        dense: all elements of this rank's shard are handed out, here or in several deltas: somebody else has written
+            the parameter, or more than a quarter of the shard has changed.
+    """
+
+    name: str
+    indices: Tensor
+    values: Tensor
+    dense: bool
+
+
+class Piece(NamedTuple):
+    """A range of a shard that is compared at once; ``flat`` are its elements."""
+
+    param: Tensor
+    start: int
+    stop: int
+    dtype: torch.dtype
+    flat: Tensor
+
+
+@dataclass(eq=False)
+class Batch:
+    """Pieces that are used in one dtype and compared in one go: at most ``PIECE_NUMEL`` elements."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
+
+    def room(self, copies: int) -> Tensor:
+        """Take memory for copies of them."""
+        return room_for(self.numels, self.pieces[0].flat, self.pieces[0].dtype, copies)
+
+    def copy(self, rows: Tensor) -> Tensor:
+        """Copy them into ``rows`` as they are now, in the current stream."""
+        return gather([piece.flat for piece in self.pieces], rows)
+
+
+def _batches(pieces: Sequence[Piece]) -> list[Batch]:
+    made: defaultdict[object, list[Batch]] = defaultdict(list)
+    for piece in pieces:
+        alike = made[piece.dtype, piece.flat.device]
+        if not alike or sum(alike[-1].numels) + piece.flat.numel() > PIECE_NUMEL:
+            alike.append(Batch())
+        alike[-1].pieces.append(piece)
+        alike[-1].numels.append(piece.flat.numel())
+    return [*itertools.chain.from_iterable(made.values())]
+
+
+class _Step:
+    """What is heard of one step: of each batch that it has updated, bits and sums, on their way to the host."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        self._recorder = recorder
+        self._records: list[tuple[Batch, Tensor, Tensor]] = []
+
+    def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
+        with unseen():  # parameters may be watched
+            locals_ = [(one, local_shard(one.param).detach()) for one in ranges if not has_inner_tensors(one.param)]
+            cut = [self._recorder.cut(one.shard.param, one.start, flat.reshape(-1)) for one, flat in locals_]
+            batches = [(batch, batch.room(2)) for batch in _batches([*itertools.chain.from_iterable(cut)])]
+            for batch, (before, _) in batches:
+                batch.copy(before)
+        run()
+        while batches:
+            with unseen():
+                self._compare(*batches.pop(0))
+
+    def _compare(self, batch: Batch, both: Tensor) -> None:
+        batch.copy(both[1])
+        found = [differing(both[0], both[1]), sums(both.flatten(0, 1), 2 * batch.numels)]
+        pin = both.device.type != "cpu" and self._recorder.pins
+        homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
+        torch._foreach_copy_(homes, found, non_blocking=True)
+        batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # places go to others
+        self._records.append((batch, homes[0], homes[1]))
+
+    def committed(self, updated: Sequence[Mark]) -> None:
+        self._recorder.add(self._records, updated)
+
+
+@dataclass(eq=False)
+class _Shard:
+    """What is known of one shard.
+
+    Attributes:
+        sums: of its pieces behind the last update, by their first elements, with their ends.
+        bits: those of elements that have changed since somebody asked; ``None``: none.
+        is_dense: somebody else has written it.
+    """
+
+    sums: dict[int, tuple[int, Sums]]
+    bits: Tensor | None = None
+    is_dense: bool = False
+
+    def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
+        self.is_dense |= self.sums.get(piece.start) != (piece.stop, old)
+        self.sums[piece.start] = piece.stop, new
+        if self.bits is None:
+            self.bits = torch.zeros(8 * rows_of(local_shard(piece.param).numel()), dtype=torch.uint8)
+        self.bits[piece.start // 8 :][: len(bits)] |= bits
+
+
+class _Recorder:
+    """The listener: what has changed and has not been handed out. It has no reference to the optimizer."""
+
+    def __init__(self, dtypes: dict[Tensor, torch.dtype], pins: bool) -> None:
+        self._dtypes, self.pins = dtypes, pins
+        self.shards: dict[Tensor, _Shard] = {}
+        self._records: list[tuple[Batch, Tensor, Tensor]] = []  # of the last step that is complete
+        self._marks: Sequence[Mark] = ()
+
+    def begin(self) -> _Step:
+        return _Step(self)
+
+    def cut(self, param: Tensor, start: int, flat: Tensor) -> list[Piece]:
+        """Cut ``flat``, elements of a shard from ``start`` on, into pieces."""
+        dtype, parts = self._dtypes.get(param, param.dtype), flat.split(PIECE_NUMEL) if flat.numel() else ()
+        starts = itertools.accumulate(map(len, parts), initial=start)
+        return [Piece(param, at, at + len(part), dtype, part) for at, part in zip(starts, parts, strict=False)]
+
+    def add(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
+        """A step is complete. What the one before has recorded is on the host by now: only that is waited for."""
+        self.merge()
+        self._records, self._marks = records, updated
+
+    def merge(self) -> None:
+        for mark in self._marks:
+            mark.synchronize()  # R3, on the host
+        records, self._records, self._marks = self._records, [], ()
+        for batch, bits, both in records:
+            found, number = read_sums(both, 2 * batch.numels), len(batch.numels)  # before the update, and behind it
+            parts = bits.split([8 * rows_of(numel) for numel in batch.numels])
+            for piece, part, *its_sums in zip(batch.pieces, parts, found[:number], found[number:], strict=True):
+                self.shards.setdefault(piece.param, _Shard({})).add(piece, part, *its_sums)
+
+
+class WeightDeltas:
+    """Has what has changed in the weights of one optimizer since it was last iterated over; ends with ``close()``."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, names: dict[Tensor, str], recorder: _Recorder) -> None:
+        self._optimizer, self._engine = weakref.ref(optimizer), weakref.ref(engine)
+        self._names, self._recorder = names, recorder
+        with engine.between_steps():
+            recorder.shards = {param: _Shard(its) for param, (_, its) in self._measure(engine).items()}
+            engine.contents.listeners.append(recorder)
+        self.close = weakref.finalize(self, _leave, weakref.ref(engine), recorder)  # also when this is dropped
+        self.close.atexit = False
+
+    def forget(self) -> None:
+        """Hand out all weights the next time: those that were handed out last have not arrived."""
+        for shard in self._recorder.shards.values():
+            shard.is_dense = True
+
+    def __iter__(self) -> Iterator[WeightDelta]:
+        """Read what has changed, at once, between two steps, and hand it out; what the caller leaves is gone.
+
+        Raises:
+            RuntimeError: the backward has updated, and ``step()`` has not been called; an exception has left weights
+                half updated; parameters are asleep, or are others; the optimizer is not offloaded any more.
+        """
+        engine, attachment = self._engine(), attachment_of(self._optimizer())
+        if engine is None or attachment is None or attachment.engine is not engine or not self.close.alive:
+            raise RuntimeError(
+                "weight_deltas: its optimizer is not offloaded any more, or close() was called. Call "
+                "weight_deltas(optimizer) again behind offload_optimizer(), and send all weights once."
+            )
+        with engine.between_steps():
+            return self._hand_out(self._take(engine))
+
+    def _take(self, engine: Engine) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+        """List parameters that have changed: which elements have, as bits, ``None`` being all, and their values."""
+        recorder, present = self._recorder, self._measure(engine)
+        recorder.merge()
+        taken: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        for param, (pieces, its_sums) in present.items():
+            shard = recorder.shards.get(param, _Shard({}))
+            bits, is_dense = shard.bits, shard.is_dense or shard.sums != its_sums
+            if not pieces or (bits is None and not is_dense):
+                continue
+            flat = _flat(engine, param)
+            if is_dense or bits is None or count(bits) > DENSE_ABOVE * flat.numel():
+                bits = None
+            wanted = flat if bits is None else flat[positions(bits).to(flat.device)]
+            taken.append((param, bits, wanted.to("cpu", pieces[0].dtype, copy=True)))
+        recorder.shards = {param: _Shard(its) for param, (_, its) in present.items()}
+        return taken
+
+    def _hand_out(self, taken: list[tuple[Tensor, Tensor | None, Tensor]]) -> Iterator[WeightDelta]:
+        for param, bits, values in taken:
+            name, part = self._names[param], chunks_of(param)
+            if bits is not None:
+                yield WeightDelta(name, flat_index(part, positions(bits)), values, dense=False)
+                continue
+            for number, some in enumerate(values.split(_DENSE_NUMEL)):
+                numbers = torch.arange(len(some)) + number * _DENSE_NUMEL
+                yield WeightDelta(name, flat_index(part, numbers), some, dense=True)
+
+    def _measure(self, engine: Engine) -> dict[Tensor, tuple[list[Piece], dict[int, tuple[int, Sums]]]]:
+        """Sum all shards as they are now, behind all updates."""
+        engine.check_usable("weight_deltas")
+        optimizer, cut = self._optimizer(), self._recorder.cut
+        params = params_of(optimizer) if optimizer is not None else []
+        if unknown := [engine.names.get(one, "a parameter") for one in params if one not in self._names]:
+            raise RuntimeError(
+                f"weight_deltas: the optimizer has {listed(unknown)}, which its model did not have when weight_deltas "
+                "was called. Call weight_deltas(optimizer) again, and send all weights once."
+            )
+        engine.wait_updated()
+        wait_parameters_home(engine)
+        ranges: defaultdict[Tensor, list[tuple[int, int]]] = defaultdict(list)
+        for home in map(home_of, engine.plan.buckets):
+            for shard, one in zip(home.shards, home.packed.ranges, strict=True):
+                ranges[shard.param].append((one.start, one.stop))
+        measured: dict[Tensor, tuple[list[Piece], dict[int, tuple[int, Sums]]]] = {}
+        with unseen():
+            for param in params:
+                flat = _flat(engine, param)
+                cuts = [cut(param, start, flat[start:stop]) for start, stop in ranges.get(param) or [(0, len(flat))]]
+                measured[param] = [*itertools.chain.from_iterable(cuts)], {}
+            for batch in _batches([piece for pieces, _ in measured.values() for piece in pieces]):
+                rows = batch.copy(batch.room(1)[0])
+                found = read_sums(sums(rows, batch.numels).cpu(), batch.numels)
+                for piece, its_sums in zip(batch.pieces, found, strict=True):
+                    measured[piece.param][1][piece.start] = piece.stop, its_sums
+        return measured
+
+
+def _leave(engine: "weakref.ref[Engine]", recorder: _Recorder) -> None:
+    if (found := engine()) is not None and recorder in found.contents.listeners:
+        found.contents.listeners.remove(recorder)
+
+
+def wait_parameters_home(engine: Engine) -> None:
+    """Block the host until parameters that stream are at home, as new as the last update."""
+    items = [*engine.weights.items.values()]
+    engine.core.cache.flush(items)
+    for item in items:
+        if item.home.stored is not None:
+            item.home.stored.synchronize()  # R2, on the host
+
+
+def _flat(engine: Engine, param: Tensor) -> Tensor:
+    """Return the elements of a shard, row by row, where they are: in its home, or on the device."""
+    part = engine.weights.parts.get(param)
+    local = local_shard(param) if part is None or part.home.weights is None else part.home.weights
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"weight_deltas: {engine.names.get(param, 'a parameter')} is asleep. Call reload_model(model) first, or "
+            "iterate before offload_model(model)."
+        )
+    return local.detach().reshape(-1)
+
+
+@tells("weight_deltas(optimizer)")
+def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
+    """Record which weights each step changes; iterate over the result for what has changed since the last time.
+
+    ::
+
+        deltas = weight_deltas(optimizer)         # the engine has the weights of this moment
+        ...                                       # any number of steps
+        for name, indices, values, dense in deltas:
+            send(name, indices, values)           # whole[name].view(-1)[indices] = values
+
+    Weights are compared as forwards use them: in ``MixedPrecisionPolicy.param_dtype``, else in their own dtype. Each
+    rank hands out what has changed in its shards of this optimizer's parameters, replicas the same. No collective. What
+    has changed and changed back is handed out, too, with its present value.
+
+    Raises:
+        TypeError: it is no optimizer, and holds none.
+        RuntimeError: it is not offloaded, or the backward has updated and ``step()`` was not called.
+        ValueError: its updates cannot be listened to; says why, and what to do.
+    """
+    first, *others = optimizers_in(optimizer, "weight_deltas")
+    attachment, kind = attachment_of(first), type(first).__name__
+    if others or attachment is None:
+        problem = f"holds {1 + len(others)} optimizers; give one at a time" if others else f"is not offloaded; {IF_NOT}"
+        raise RuntimeError(f"weight_deltas: this {kind} {problem}.")
+    engine, model = attachment.engine, None if attachment.model is None else attachment.model()
+    if model is None:
+        raise ValueError(
+            "weight_deltas: names and dtypes are those of the model, and it is not known. Call "
+            "offload_optimizer(optimizer, model=model)."
+        )
+    if engine.layouts.capabilities.moves_whole:
+        raise ValueError(
+            f"weight_deltas: {kind} moves as a whole, and its own step updates all weights at once. Compare with a "
+            "copy of them, or call offload_optimizer(..., trust_separable=True) if the step may be divided."
+        )
+    if engine.host is not None:
+        raise ValueError("weight_deltas: the CPU updates a part of the weights. Use OffloadPolicy(host_fraction=0).")
+    if several := [engine.names.get(one, "a parameter") for one in params_of(first) if has_inner_tensors(one)]:
+        raise ValueError(
+            f"weight_deltas: {listed(several)} are made of several tensors, from which forwards compute weights. Train "
+            "them by an optimizer of their own, and compare them with a copy."
+        )
+    names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
+    return WeightDeltas(first, engine, names, _Recorder(dtypes_in_use(model), engine.policy.pins(engine.device.type)))

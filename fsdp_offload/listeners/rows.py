@@ -1,0 +1,126 @@
+"""Rows of 64 elements: copies of weights as they are used, which of them differ, and sums that tell who wrote them.
+
+State is cut at multiples of 64 elements, so the rows of a range are rows of its shard, and a row of bits is 8 bytes.
+All of it is integer arithmetic modulo 2**64, which is the same on every device.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW = 64
+PIECE_NUMEL = 1 << 24
+"""The most elements that are compared at once: of bf16, that takes 12 bytes for each beside the first copy."""
+
+_WORD = 1 << 64
+_PACKS = 0x0102040810204080
+"""Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
+
+
+class Sums(NamedTuple):
+    """Sums of the rows of a piece, and of these times their numbers. Equal sums: nobody has changed the piece."""
+
+    rows: int
+    numbered: int
+
+    def moved(self, row: int) -> "Sums":
+        """The sums of the same rows, of which the first is number ``row``."""
+        return Sums(self.rows, (self.numbered + row * self.rows) % _WORD)
+
+
+def rows_of(numel: int) -> int:
+    """Count the rows that ``numel`` elements fill, the last one perhaps in part."""
+    return -(-numel // ROW)
+
+
+def room_for(numels: Sequence[int], like: Tensor, dtype: torch.dtype, copies: int) -> Tensor:
+    """Take memory for so many copies of parts on the device of ``like``, in the current stream's order."""
+    return torch.empty(copies, sum(map(rows_of, numels)), ROW, dtype=dtype, device=like.device)
+
+
+@torch.no_grad()
+def gather(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Copy flat ``parts``, none of them empty, into ``rows``; the last row of each is filled with zeros."""
+    flat, end, targets = rows.view(-1), 0, []
+    for part in parts:
+        begin, numel = end, part.numel()
+        end += rows_of(numel) * ROW
+        targets.append(flat[begin : begin + numel])
+        if numel % ROW:
+            flat[begin + numel : end].zero_()
+    torch._foreach_copy_(targets, list(parts))
+    return rows
+
+
+@functools.cache
+def _multipliers(words: int, device: torch.device) -> Tensor:
+    drawn = random.Random(0)
+    numbers = [[drawn.getrandbits(63) | 1 for _ in range(words)] for _ in range(2)]
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
+
+
+def _fold(words: Tensor) -> None:
+    upper = words >> 32
+    upper &= 0xFFFFFFFF
+    words ^= upper
+
+
+def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
+    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, rows numbered from the first.
+
+    The numbers are those among all ``rows``: :func:`read_sums` counts them from each part's own first row.
+    """
+    # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
+    first, second = _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
+    mixed = rows.view(torch.int64) * first
+    _fold(mixed)
+    mixed *= second
+    _fold(mixed)
+    of_row = mixed.sum(1)
+    numbered = of_row * torch.arange(len(of_row), device=rows.device)
+    totals = torch.stack((of_row, numbered), 1).cumsum(0)
+    ends = itertools.accumulate(map(rows_of, numels))
+    return torch.stack([totals[end - 1] for end in ends])
+
+
+def read_sums(found: Tensor, numels: Sequence[int]) -> list[Sums]:
+    """Make of what :func:`sums` has found, on the host by now, the sums of each part."""
+    read, before, row = [], (0, 0), 0
+    for (plain, numbered), numel in zip(found.tolist(), numels, strict=True):
+        of_rows, of_numbered = (plain - before[0]) % _WORD, (numbered - before[1]) % _WORD
+        read.append(Sums(of_rows, of_numbered).moved(-row))
+        before, row = (plain, numbered), row + rows_of(numel)
+    return read
+
+
+def differing(old: Tensor, new: Tensor) -> Tensor:
+    """Return a bit for each element, 1 where it has other bits: flat bytes, 8 for each row."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(old.itemsize, 8)]
+    differ = old.view(kind) != new.view(kind)
+    if old.itemsize > 8:  # complex128 is two of these
+        differ = differ.view(-1, ROW, old.itemsize // 8).any(-1)
+    words = differ.view(torch.int64)
+    words = words * _PACKS
+    words >>= 56
+    return words.to(torch.uint8).view(-1)
+
+
+def count(bits: Tensor) -> int:
+    """Count the bits that are 1."""
+    return int(_SET_BITS[bits[bits.nonzero().squeeze(1)].int()].sum())
+
+
+def positions(bits: Tensor) -> Tensor:
+    """Return the numbers of the bits that are 1, in order."""
+    at = bits.nonzero().squeeze(1)
+    each = (bits[at].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    byte, bit = each.nonzero(as_tuple=True)
+    return at[byte] * 8 + bit
+
+
+_SET_BITS = torch.tensor([number.bit_count() for number in range(256)])

@@ -1,0 +1,246 @@
+"""What ``weight_deltas`` hands out, and what it refuses, case by case; random programs are in ``tests/conformance``."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fsdp_offload import clip_grad_norm_, offload_model, offload_report, reload_model, remove_offload
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.listeners import WeightDelta, weight_deltas
+from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, policy_of
+from tests.parity import attach, fail_in_bucket, local
+
+
+def half() -> Net:
+    return Net().bfloat16()
+
+
+def slow(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0)
+
+
+def by_name(deltas: Any) -> dict[str, list[WeightDelta]]:
+    found: dict[str, list[WeightDelta]] = {}
+    for one in deltas:
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def bits_of(loop: Loop) -> dict[str, Tensor]:
+    params = loop.model.named_parameters()
+    return {name: local(param.detach()).clone().view(-1).view(torch.int16) for name, param in params}
+
+
+@EVERY_POLICY
+def test_few_are_handed_out_one_by_one_and_many_whole(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    loop = Loop(mesh, slow, policy_of(fields), net=half).train(1)
+    deltas, before = weight_deltas(loop.optimizer), bits_of(loop)
+    loop.train(1, first=1)
+    found, after = by_name(deltas), bits_of(loop)
+    kinds = set()
+    for name, old in before.items():
+        changed = (old != after[name]).nonzero().squeeze(1)
+        kinds.add(is_dense := len(changed) > old.numel() / 4)
+        if is_dense:
+            changed = torch.arange(old.numel())
+        of_one = found.get(name, [])
+        assert {one.dense for one in of_one} <= {is_dense}
+        assert torch.equal(torch.cat([*(one.indices for one in of_one), changed[:0]]), changed)
+        assert all(torch.equal(one.values.view(torch.int16), after[name][one.indices]) for one in of_one)
+    assert kinds == {True, False}
+    assert list(deltas) == []
+
+
+def test_a_step_that_is_rolled_back_leaves_none(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"}), net=half)
+    for step in range(4):
+        loop.backward(step)
+        clip_grad_norm_(loop.optimizer, 1e9)
+        loop.step()
+    deltas = weight_deltas(loop.optimizer)
+    loop.backward(4)
+    guesses = engine_of(loop.optimizer).guesses
+    assert guesses.made
+    loop.optimizer.zero_grad()
+    assert guesses.taken_back == 1
+    assert list(deltas) == []
+    loop.backward(5)
+    assert guesses.made
+    assert list(deltas) == []  # to look takes it back, too
+    assert guesses.taken_back == 2
+
+
+@pytest.mark.parametrize("way", ["counted", "not counted", "a load"])
+def test_what_others_write_is_handed_out_whole(mesh: DeviceMesh, way: str) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas = weight_deltas(loop.optimizer)
+    loop.train(1, first=1)
+    list(deltas)
+    name, param = "blocks.1.up.weight", loop.model.blocks[1].up.weight
+    if way == "a load":
+        loop.model.load_state_dict({key: value.clone() for key, value in loop.model.state_dict().items()})
+        assert list(deltas) == []  # of the same values
+    with torch.no_grad():
+        (local(param) if way != "not counted" else local(param).data)[3, 3::4].neg_()  # the highest bits of words
+        if way == "a load":
+            changed = {key: value.clone() for key, value in loop.model.state_dict().items()}
+            local(param).neg_()
+            loop.model.load_state_dict(changed)
+    found = by_name(deltas)
+    assert [*found] == [name]
+    assert all(one.dense for one in found[name])
+    assert torch.equal(torch.cat([one.values for one in found[name]]), local(param.detach()).view(-1))
+    with torch.no_grad():
+        local(param)[0].neg_()
+    loop.train(1, first=2)
+    assert all(one.dense for one in by_name(deltas)[name])
+    assert not list(deltas)
+
+
+def test_values_are_those_of_forwards(mesh: DeviceMesh) -> None:
+    """fp32 shards, used in bf16: few steps change what that rounds to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    attach(optimizer, model=model)
+    deltas = weight_deltas(optimizer)
+    before = {name: local(param.detach()).bfloat16() for name, param in model.named_parameters()}
+    for _ in range(3):
+        model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, indices, values, _ in deltas:
+        assert values.dtype is torch.bfloat16
+        before[name].view(-1)[indices] = values
+    assert all(torch.equal(before[name], local(param.detach()).bfloat16()) for name, param in model.named_parameters())
+
+
+def test_behind_a_failed_step_all_is_handed_out_that_it_may_have_changed(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(2)
+    deltas, saved = weight_deltas(loop.optimizer), loop.optimizer.state_dict()
+    saved = {"state": {k: {n: v.clone() for n, v in s.items()} for k, s in saved["state"].items()}} | {
+        "param_groups": saved["param_groups"]
+    }
+    before = bits_of(loop)
+    with monkeypatch.context() as patch:
+        fail_in_bucket(patch, 3)
+        with pytest.raises(ArithmeticError):
+            loop.train(1, first=2)
+    with pytest.raises(RuntimeError, match="weight_deltas refused: an earlier step"):
+        list(deltas)
+    loop.optimizer.load_state_dict(saved)
+    after = bits_of(loop)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for name, indices, values, _ in deltas:
+        before[name][indices] = values.view(torch.int16)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_it_ends_with_its_object_or_its_offload(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas, other = weight_deltas(loop.optimizer), weight_deltas(loop.optimizer)
+    loop.train(1, first=1)
+    assert {one.name for one in deltas} == {one.name for one in other}
+    engine = engine_of(loop.optimizer)
+    assert len(engine.contents.listeners) == 2
+    other.forget()
+    assert sum(len(one.indices) for one in other) == sum(param.numel() for param in loop.params)
+    other.close()
+    with pytest.raises(RuntimeError, match=r"or close\(\) was called"):
+        list(other)
+    remove_offload(loop.optimizer)
+    with pytest.raises(RuntimeError, match="is not offloaded any more"):
+        list(deltas)
+    del deltas
+    gc.collect()
+    assert engine.contents.listeners == []
+
+
+def test_while_the_model_sleeps(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas = weight_deltas(loop.optimizer)
+    offload_model(loop.model)
+    with pytest.raises(RuntimeError, match=r"is asleep. Call reload_model\(model\) first"):
+        list(deltas)
+    reload_model(loop.model)
+    assert list(deltas) == []
+
+
+def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(mesh, slow, None, net=half)
+    with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
+        weight_deltas(loop.optimizer)
+    attach(loop.optimizer)
+    with pytest.raises(ValueError, match=r"Call offload_optimizer\(optimizer, model=model\)"):
+        weight_deltas(loop.optimizer)
+    on_host = Loop(mesh, adamw, policy_of({}, host_fraction=0.5))
+    with pytest.raises(ValueError, match=r"Use OffloadPolicy\(host_fraction=0\)"):
+        weight_deltas(on_host.optimizer)
+    with pytest.raises(RuntimeError, match="holds 2 optimizers; give one at a time"):
+        weight_deltas([loop.optimizer, on_host.optimizer])  # type: ignore[arg-type]
+    whole = Loop(mesh, lambda params: Unlisted(params, lr=0.01), policy_of({}))
+    with pytest.raises(ValueError, match="Unlisted moves as a whole"):
+        weight_deltas(whole.optimizer)
+    usual = Loop(mesh, slow, policy_of({}), net=half)
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp_offload.listeners.deltas.has_inner_tensors", lambda param: True)
+        with pytest.raises(ValueError, match="from which forwards compute weights"):
+            weight_deltas(usual.optimizer)
+    early = Loop(mesh, slow, policy_of({"overlap": "iteration"}), net=half).train(3)
+    deltas = weight_deltas(early.optimizer)
+    early.backward(3)
+    with pytest.raises(RuntimeError, match=r"weight_deltas refused: the backward has updated part"):
+        list(deltas)
+    early.step()
+    assert list(deltas)
+    assert offload_report(early.optimizer)
+
+
+class Unlisted(torch.optim.SGD):
+    """Is not in the table."""
+
+
+def test_parameters_that_come_later(mesh: DeviceMesh) -> None:
+    """Of the model: they are followed from the beginning. Of no model: their names are not known."""
+    loop = Loop(mesh, lambda params: slow(params[::2]), policy_of({}), net=half)
+    deltas = weight_deltas(loop.optimizer)
+    loop.optimizer.add_param_group({"params": loop.params[1::2]})
+    list(deltas)
+    loop.train(1)
+    assert set(by_name(deltas)) == {name for name, _ in loop.model.named_parameters()}
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    with pytest.raises(RuntimeError, match="which its model did not have when weight_deltas was called"):
+        list(deltas)
+
+
+def test_two_optimizers_hand_out_their_own(mesh: DeviceMesh) -> None:
+    """Matrices by Muon, which sees whole parameters, and the others by Adam."""
+    loop = Loop(mesh, lambda params: slow([one for one in params if one.dim() != 2]), policy_of({}), net=half)
+    matrices = torch.optim.Muon([one for one in loop.params if one.dim() == 2], lr=1e-4, ns_steps=1)
+    attach(matrices, model=loop.model, policy=policy_of({}))
+    both = [weight_deltas(loop.optimizer), weight_deltas(matrices)]
+    names = [{name for name, one in loop.model.named_parameters() if (one.dim() == 2) == of} for of in (False, True)]
+    for step in range(4):
+        before = bits_of(loop)
+        loop.backward(step)
+        matrices.step()
+        loop.step()
+        matrices.zero_grad()
+        if step == 2:
+            continue  # two steps in between
+        for deltas, own in zip(both, names, strict=True):
+            found = by_name(deltas)
+            assert set(found) <= own
+            for name, parts in found.items():
+                for part in parts:
+                    before[name][part.indices] = part.values.view(torch.int16)
+        after = bits_of(loop)
+        assert all(torch.equal(before[name], after[name]) for name in before)

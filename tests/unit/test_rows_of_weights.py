@@ -1,0 +1,72 @@
+"""Bits of what differs, and sums that differ where anything does: also where bits of several words could cancel out."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload.listeners.rows import Sums, count, differing, gather, positions, read_sums, room_for, rows_of, sums
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def copied(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return gather(parts, room_for([part.numel() for part in parts], parts[0], dtype, 1)[0])
+
+
+def summed(parts: list[Tensor], dtype: torch.dtype) -> list[Sums]:
+    numels = [part.numel() for part in parts]
+    return read_sums(sums(copied(parts, dtype), numels), numels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_and_sums_of_parts(dtype: torch.dtype) -> None:
+    drawn = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(20):
+        old = [torch.randn(drawn.choice([1, 5, 64, 65, 130, 1000])).to(dtype) for _ in range(4)]
+        new = [part.clone() for part in old]
+        for part in new:
+            for _ in range(drawn.choice([0, 1, 7])):
+                part[drawn.randrange(len(part))] += 1
+        parts = differing(copied(old, dtype), copied(new, dtype)).split([8 * rows_of(len(part)) for part in old])
+        for bits, one, other in zip(parts, old, new, strict=True):
+            changed = (one != other).nonzero().squeeze(1)
+            assert torch.equal(positions(bits), changed)
+            assert count(bits) == len(changed)
+        assert [one == other for one, other in zip(summed(old, dtype), summed(new, dtype), strict=True)] == [
+            torch.equal(one, other) for one, other in zip(old, new, strict=True)
+        ]
+        assert summed(old, dtype) == [summed([part], dtype)[0] for part in old]  # whatever stands beside it
+
+
+def test_sums_of_rows_that_stand_elsewhere() -> None:
+    whole = torch.randn(640)
+    first, second = summed([whole[:192], whole[192:]], torch.float32)
+    both = second.moved(3)
+    assert (
+        Sums((first.rows + both.rows) % 2**64, (first.numbered + both.numbered) % 2**64)
+        == summed([whole], torch.float32)[0]
+    )
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "signs of every fourth": lambda x: x.index_put((torch.arange(3, len(x), 4),), -x[3::4]),
+    "signs of two": lambda x: x.index_put((torch.tensor([3, 131]),), -x[[3, 131]]),
+    "all signs": lambda x: -x,
+    "rows": lambda x: x.view(-1, 64).flip(0).view(-1),
+    "columns": lambda x: x.view(-1, 64).flip(1).view(-1),
+    "turned": lambda x: x.roll(64),
+    "one up and one down": lambda x: x.index_put((torch.tensor([0, 64]),), x[[64, 0]]),
+    "all the same": torch.ones_like,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_sums_are_others(change: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    for _ in range(300):
+        old = torch.randn(256).bfloat16()
+        assert summed([old], old.dtype) != summed([change(old)], old.dtype)
