@@ -200,7 +200,7 @@ def flat_index(part: ShardChunks, at: Tensor) -> Tensor:
         begin, numbers = chunk.local_start, torch.zeros_like(at)
         inside = torch.ones_like(at, dtype=torch.bool) if is_grid else (at >= begin) & (at < begin + chunk.numel)
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            if is_grid:  # of rectangles beside each other, in a buffer that has all of their dimensions
+            if is_grid:  # of rectangles in a buffer that has all of their dimensions
                 within = at // own[dim] % part.local_shape[dim] - begin // own[dim] % part.local_shape[dim]
                 inside &= (within >= 0) & (within < size)
             else:  # of stretches that follow each other

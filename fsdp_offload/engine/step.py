@@ -103,7 +103,7 @@ class Step(Turning):
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
-        self.heard: list[Heard] = contents.listeners and [one.begin() for one in contents.listeners]  # type: ignore[assignment]
+        self.heard = [one.begin() for one in contents.listeners]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Gradients of ``params`` have been used, by a step that did not come to its end."""

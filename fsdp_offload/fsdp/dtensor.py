@@ -73,7 +73,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Within it, functions pass by the classes of tensors that are watched, or live on the host."""
+    """Call functions inside the block without ``__torch_function__`` of watched tensors and of those on the host."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
