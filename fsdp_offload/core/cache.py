@@ -117,7 +117,7 @@ class Moved:
 
 
 class Cache:
-    """All places of one optimizer.
+    """Holds all places of one optimizer.
 
     Attributes:
         pools: pools of all items; those that gain most from another block come first.

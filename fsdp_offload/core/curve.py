@@ -60,7 +60,7 @@ class Curve:
         history: records operations between points; ``None``: only the sum of allocations between points is known.
         room_bytes: room of each point; empty: not known.
         positions: for each point, the number of uses before it.
-        at: index of the last of these points that this iteration has passed; -1: none.
+        at: index of the last point that this iteration has passed; -1: none.
         is_expected: the last point that came was the expected one.
         is_new: the engine has not seen this curve yet.
     """
