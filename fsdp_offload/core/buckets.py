@@ -157,7 +157,7 @@ def pools_for(
     *,
     joins: bool = False,
 ) -> list[Pool]:
-    """Make pools for all items. Those of parameters, which an iteration loads twice, gain most and come first.
+    """Make pools for all items. Pools of parameters come first: each iteration loads these twice, and stores them once.
 
     The blocks that one update needs fit ``nbytes`` if possible.
     ``joins``: an update in the backward takes all buckets of a group, as far as they fit.

@@ -110,7 +110,7 @@ class Curve:
         """End an iteration. ``repeats``: it had the same uses as the one before, and the next one may be read."""
         is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
         if not repeats or (self.room_bytes and not is_known):
-            self.forget()  # memory that is not taken in each iteration would count where it is read
+            self.forget()  # the reading would count memory that other iterations do not take
         self._missed = 0 if is_known else self._missed + 1
         if repeats and self._noted is None:  # ever more seldom: each reading costs the host
             self._is_wanted = not is_known and (self._missed <= PATIENCE or self._missed.bit_count() == 1)

@@ -36,7 +36,7 @@ MODES = {
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""How far prefetches look ahead where parameters stream: in uses, gathers, loads for gathers.
+"""Limits of prefetches where parameters stream: uses, gathers, and loads for gathers.
 More would delay other copies over the link: state for updates, and fully_shard's own small copies."""
 
 REDUCTIONS_BEHIND = 4
@@ -44,7 +44,7 @@ REDUCTIONS_BEHIND = 4
 
 
 STEP_SECONDS, POLL_SECONDS = 300, 0.002
-"""How long a thread that does not train waits for the end of a step, and how often it checks, in seconds."""
+"""Time for which a thread that does not train waits for the end of a step, and time between its checks."""
 
 _NO_END = (
     f"a thread has waited {STEP_SECONDS} s for the end of the step that the backward has begun "
@@ -98,7 +98,7 @@ class Reductions:
 
     Attributes:
         counts: reductions of each group.
-        least: reductions expected of a group that no earlier step tells of; 1: there is no room to keep gradients.
+        least: reductions expected of a group without a count from earlier steps; 1: there is no room for gradients.
         marks: by group, mark of its last reduction.
         held: buckets that wait for ``step()``, since others hold tensors over bytes that the update would change;
             updated nevertheless where all gradients are freed.
@@ -195,12 +195,12 @@ class Core:
 
     @property
     def done(self) -> Mapping[Bucket, None]:
-        """Buckets that the step under way has updated."""
+        """Return the buckets that the step under way has updated."""
         return self.updates.done if self.updates is not None else {}
 
     @property
     def torn(self) -> tuple[Bucket, ...]:
-        """Buckets that the step under way may have half updated."""
+        """Return the buckets that the step under way may have half updated."""
         return self.updates.torn if self.updates is not None else ()
 
     # Threads ----------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Core:
                 self._gradients.pop(bucket.number, None)  # no gather will release them
 
     def _settle_held(self, items: Iterable[Item]) -> None:
-        """Block the host until exposed items are stored: what others hold changes in ``step()``, as without offload."""
+        """Block the host until exposed items are stored: tensors of others change in ``step()``, and not after it."""
         for item in items:
             if item.home.exposed_at is not None and item.home.stored is not None:
                 item.home.stored.synchronize()  # R2, on the host: others may read and write the home after step()
@@ -528,7 +528,7 @@ class Core:
     def _send_home(self, updates: Updates, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
         """Store the items of updated buckets; in a speculative step also kept ones, which the next one needs at home.
 
-        State that is not kept gives up its place: the next load waits for its store, and not for those behind it.
+        State that is not kept gives up its place: the next load waits for its store, and not for later ones.
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
@@ -693,7 +693,7 @@ class WayBack:
         if bucket in self._stored or not bucket.old:
             return
         lanes = self.core.lanes
-        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update, and users write in it
+        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write on it, too
         lanes.store.copy(bucket.old)
         mark = lanes.store.mark()
         for item in bucket.weights:

@@ -357,7 +357,7 @@ class Engine:
         self._see_who_holds()
         self.guesses.note(params)
         core.away = False
-        self.guesses.ahead.ended = set()  # these gradients come from a later backward than the load
+        self.guesses.ahead.ended = set()  # these gradients come from a backward after the load
         may_begin = False
         if core.mode.begin == "final" and core.updates is None and not self.failure:
             may_begin = core.frees_all or self.guesses.is_clean

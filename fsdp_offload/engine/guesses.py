@@ -127,7 +127,7 @@ class Guesses:
 
     @property
     def step(self) -> Step | None:
-        """The step under way."""
+        """Return the step under way."""
         return cast(Step | None, self._core.updates)
 
     @property
@@ -328,7 +328,7 @@ class Guesses:
         return {id(grad) for grad in used}
 
     def _decide_now(self) -> None:
-        """Roll back if gradients whose scaling was put off are read, and a factor is not 1."""
+        """Roll back if a factor is not 1, before gradients whose scaling was put off are read."""
         if self.ahead.put_off and self.made and not self._flags[0].get():
             self.take_back()
         self.ahead.put_off = []

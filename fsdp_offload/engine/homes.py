@@ -540,7 +540,7 @@ class Lending:
 
     @property
     def step(self) -> Turning | None:
-        """The step under way."""
+        """Return the step under way."""
         core = self._core()
         return None if core is None else cast(Turning | None, core.updates)
 

@@ -118,7 +118,7 @@ class Step(Turning):
         self.move_parameters()
 
     def finish(self, core: Core, optimizer: Optimizer, states: StateStore, created: list[Tensor]) -> None:
-        """Commit a step whose updates have all been issued: order the ``created`` state, and write changed entries."""
+        """Finish a step after its last update: put ``created`` state in the optimizer's order, write changed entries."""
         if created:
             new = set(created)
             states.move_last([param for param in params_of(optimizer) if param in new])
@@ -148,7 +148,7 @@ class Step(Turning):
                 home_of(bucket).follow()
 
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
-        """Bind the ranges of a bucket where they are now, for the optimizer to see."""
+        """Bind the ranges of a bucket in their current place, as the optimizer sees them."""
         block = bucket.state.block
         blocks = tuple([item.block for item in bucket.streamed])
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
